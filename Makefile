@@ -1,0 +1,58 @@
+# Everything from a fresh machine that has Python 3.11 (or newer) and make:
+#
+#   make train      set up if needed, then draw and price every schedule side by side
+#   make test       set up if needed, then lint, types and the fast tests
+#   make test-all   the same with the long tests
+#
+# The first call makes .venv; later ones reuse it until pyproject.toml or constraints.txt change.
+# To start over: rm -rf .venv
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test test-all test-slow lint format setup clean
+
+train: $(READY)
+	$(BIN)/penstock compare --draw
+
+test: lint
+	$(BIN)/pytest
+
+test-all: lint
+	$(BIN)/pytest -m ""
+
+# pytest exits with 5 when nothing is marked slow, which is no failure.
+test-slow: $(READY)
+	$(BIN)/pytest -m slow || [ $$? -eq 5 ]
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(READY)
+
+# The mark is written last, so a set-up that was interrupted is done again. PYTHON=... chooses the Python.
+$(READY): pyproject.toml constraints.txt
+	@found=; \
+	for python in $(or $(PYTHON),python3.11 python3 python); do \
+	    if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "Penstock needs Python 3.11 or newer; $(or $(PYTHON),python3) here is: $$($(or $(PYTHON),python3) --version 2>&1)." >&2; \
+	    echo "Install one, or name it: make PYTHON=/path/to/python3.11" >&2; \
+	    exit 1; \
+	fi; \
+	echo "Setting up $(VENV) with $$("$$found" --version); the first time takes a minute or more."; \
+	"$$found" -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name $(VENV) -prune -o -name .git -prune -o -name __pycache__ -type d -exec rm -rf {} +

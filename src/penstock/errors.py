@@ -1,0 +1,157 @@
+"""Every exception that Penstock raises on purpose.
+
+::
+
+    PenstockError
+    ├── UsageError          a wrong argument: what was given, what would work (ValueError)
+    ├── ScheduleError       a schedule that is malformed or cannot run; `.faults` lists all of it
+    │   └── NotationError   text that is not an action, with row and column (both ValueError)
+    ├── ModelError          a model, split or batch that the pipeline cannot take (ValueError)
+    ├── ParityError         a pipelined result differs from the plain one (AssertionError)
+    └── RunError            something went wrong while a step ran (RuntimeError)
+        ├── MessageError    a message arrived that is not the one that was due
+        └── PeerFailure     another rank failed, died or stalled; says which, where and why
+
+One tree of our own, so that `except PenstockError` means "Penstock refused or stopped",
+and never hides a defect of the user's model: errors of user code keep their own type on
+the rank where they happen and reach the others as `PeerFailure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "Fault",
+    "MessageError",
+    "ModelError",
+    "NotationError",
+    "ParityError",
+    "PeerFailure",
+    "PenstockError",
+    "RunError",
+    "ScheduleError",
+    "UsageError",
+]
+
+SHOWN_FAULTS = 40
+
+
+class PenstockError(Exception):
+    """The root of all errors that Penstock raises on purpose."""
+
+
+class UsageError(PenstockError, ValueError):
+    """An argument that cannot work; the message names it and one that would."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a schedule, and where."""
+
+    message: str
+    rank: int | None = None
+    position: int | None = None
+    action: Any = None  # an Action; untyped here, because errors sit below the schedule layer
+
+    def __str__(self) -> str:
+        where = []
+        if self.rank is not None:
+            where.append(f"rank {self.rank}")
+        if self.position is not None:
+            where.append(f"position {self.position}")
+        if self.action is not None:
+            where.append(str(self.action))
+        return f"{', '.join(where)}: {self.message}" if where else self.message
+
+
+class ScheduleError(PenstockError, ValueError):
+    """A schedule that must not be run. `faults` holds every fault that was found."""
+
+    def __init__(self, faults: str | Sequence[Fault]) -> None:
+        self.faults: tuple[Fault, ...] = (Fault(faults),) if isinstance(faults, str) else tuple(faults)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        if len(self.faults) == 1:
+            return str(self.faults[0])
+        lines = [f"{len(self.faults)} faults:"]
+        lines += [f"  {fault}" for fault in self.faults[:SHOWN_FAULTS]]
+        if len(self.faults) > SHOWN_FAULTS:
+            lines.append(f"  ... and {len(self.faults) - SHOWN_FAULTS} more (all in .faults)")
+        return "\n".join(lines)
+
+
+class NotationError(ScheduleError):
+    """Text that is not an action of the notation."""
+
+
+class ModelError(PenstockError, ValueError):
+    """A model, a split of it or a batch that the pipeline cannot take as it is."""
+
+
+class ParityError(PenstockError, AssertionError):
+    """The pipelined run and the plain run disagree."""
+
+
+class RunError(PenstockError, RuntimeError):
+    """Something went wrong while a step was running."""
+
+
+class MessageError(RunError):
+    """A message arrived that is not the one that was due: never taken as data."""
+
+
+class PeerFailure(RunError):
+    """Another rank raised, died or stalled.
+
+    `rank`, `stage`, `action` and `microbatch` say where; `cause` what in one line;
+    `original_traceback` is the failing rank's own, where it could still tell; `report` is
+    a table of what each rank was doing, had last finished and was waiting for.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        cause: str,
+        *,
+        stage: int | None = None,
+        action: str | None = None,
+        microbatch: int | None = None,
+        original_traceback: str | None = None,
+        report: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.cause = cause
+        self.stage = stage
+        self.action = action
+        self.microbatch = microbatch
+        self.original_traceback = original_traceback
+        self.report = report
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        places = [("stage", self.stage), ("action", self.action), ("microbatch", self.microbatch)]
+        where = ", ".join(f"{name} {value}" for name, value in places if value is not None)
+        text = f"rank {self.rank} failed{f' ({where})' if where else ''}: {self.cause}"
+        if self.report:
+            text += f"\n{self.report.rstrip()}"
+        if self.original_traceback:
+            text += f"\n--- traceback of rank {self.rank} ---\n{self.original_traceback.rstrip()}"
+        return text
+
+    def __reduce__(self) -> Any:
+        details = {
+            "stage": self.stage,
+            "action": self.action,
+            "microbatch": self.microbatch,
+            "original_traceback": self.original_traceback,
+            "report": self.report,
+        }
+        return _peer_failure, (self.rank, self.cause, details)
+
+
+def _peer_failure(rank: int, cause: str, details: dict[str, Any]) -> PeerFailure:
+    return PeerFailure(rank, cause, **details)

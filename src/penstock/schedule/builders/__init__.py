@@ -1,0 +1,144 @@
+"""The families of schedules, by name.
+
+A builder is a pure function from whole numbers to each rank's compute order; it works for
+every number of ranks and microbatches. `build` finds it by name, and turns its order into an
+aligned `Schedule`. Families that are defined for one stage a rank run several as a block:
+neighbouring stages on one rank, one after the other, exactly as if they were one stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.errors import UsageError
+from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.align import align
+from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.topology import Topology
+
+__all__ = ["FAMILIES", "Family", "build", "family"]
+
+Order = list[list[Action]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table of schedules."""
+
+    name: str
+    order: Callable[..., Order]
+    layout: str  # "block", "loop" or "v": where a rank's stages are
+    summary: str
+    aliases: tuple[str, ...] = ()
+    stages_per_rank: int = 1  # unless the user says otherwise
+
+    @property
+    def placed(self) -> Callable[[int, int], Placement]:
+        """(ranks, stages per rank) to the placement."""
+        return {"block": Placement.block, "loop": Placement.loop, "v": Placement.v}[self.layout]
+
+
+FAMILIES: dict[str, Family] = {
+    entry.name: entry
+    for entry in (
+        Family("gpipe", fill_drain.gpipe, "block", "fill, drain; all forwards then all backwards"),
+        Family("1f1b", one_f_one_b.one_f_one_b, "block", "one forward, one backward after a short warm-up"),
+        Family("looped-bfs", fill_drain.looped_bfs, "loop", "several stages a rank, breadth first", ("LoopedBFS",), 2),
+        Family(
+            "interleaved-1f1b",
+            one_f_one_b.interleaved_1f1b,
+            "loop",
+            "several stages a rank, depth first",
+            ("Interleaved1F1B", "FlexibleInterleaved1F1B", "interleaved"),
+            2,
+        ),
+        Family("zb-h1", zero_bubble.zb_h1, "block", "zero bubble in 1F1B's memory", ("ZB1P", "zb1", "ZeroBubbleH1")),
+        Family("zb-h2", zero_bubble.zb_h2, "block", "zero bubble in up to twice 1F1B's memory", ("ZB2P", "zb2")),
+        Family(
+            "interleaved-zb",
+            zero_bubble.interleaved_zb,
+            "loop",
+            "interleaved, with weight gradients in the bubbles",
+            ("InterleavedZeroBubble",),
+            2,
+        ),
+        Family("zb-v", v.zb_v, "v", "V placement: 1F1B's memory at zero bubble", ("ZBVZeroBubble", "ZBV"), 2),
+        Family("v-half", v.v_half, "v", "V placement: half of 1F1B's memory", ("VHalf",), 2),
+        Family("v-min", v.v_min, "v", "V placement: about a third of 1F1B's memory", ("VMin",), 2),
+        Family("dualpipe-v", dualpipe.dualpipe_v, "v", "V placement with overlapped pairs", ("DualPipeV",), 2),
+        Family("forward-only", fill_drain.forward_only, "loop", "inference", ("ForwardOnly", "eval", "inference")),
+    )
+}
+
+
+def _plain(name: str) -> str:
+    """How names are compared: no case, no hyphens; torch's class names are taken too."""
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "").removeprefix("schedule")
+
+
+_BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entry.name, *entry.aliases)}
+
+
+def family(name: str) -> Family:
+    """The family of that name, in any case or under one of its usual aliases."""
+    found = _BY_NAME.get(_plain(name))
+    if found is None:
+        near = difflib.get_close_matches(_plain(name), _BY_NAME, n=1, cutoff=0.5)
+        hint = f"; did you mean {_BY_NAME[near[0]].name}?" if near else ""
+        raise UsageError(f"there is no schedule {name!r}{hint} (known: {', '.join(FAMILIES)})")
+    return found
+
+
+def build(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    *,
+    skips: Iterable[tuple[int, int]] = (),
+) -> Schedule:
+    """The aligned schedule of a family, for any number of ranks, microbatches and stages a rank.
+
+    `skips` are edges (from stage, to stage) that the model has beside the chain.
+    """
+    entry = family(name)
+    if stages_per_rank is None:
+        stages_per_rank = entry.stages_per_rank
+    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{what} must be a whole number of at least 1, got {value!r}")
+    if entry.layout == "v" and stages_per_rank != 2:
+        raise UsageError(
+            f"{entry.name} has 2 stages on each rank, one on the way down the V and one on the way up; "
+            f"got stages_per_rank={stages_per_rank} (interleaved-zb takes any number)"
+        )
+    placement = entry.placed(ranks, stages_per_rank)
+    if entry.layout == "loop":
+        order = entry.order(ranks, microbatches, stages_per_rank)
+    else:
+        order = entry.order(ranks, microbatches)
+        if entry.layout == "block" and stages_per_rank > 1:
+            order = [_in_blocks(row, stages_per_rank) for row in order]
+    return align(
+        Schedule(
+            order,
+            placement=placement,
+            microbatches=microbatches,
+            topology=Topology.chain(placement.stages, skips),
+            forward_only=entry.name == "forward-only",
+            name=entry.name,
+        )
+    )
+
+
+def _in_blocks(row: list[Action], size: int) -> list[Action]:
+    """Each action on stage s becomes the same on stages s*size ... s*size+size-1, in model order."""
+    blocks = []
+    for stage, op, microbatch, _, _ in row:
+        block = range(stage * size, (stage + 1) * size)
+        blocks += [trusted(part, op, microbatch) for part in (block if op is Op.F else reversed(block))]
+    return blocks

@@ -1,0 +1,37 @@
+"""Schedules that run all forwards first: gpipe, looped-bfs, forward-only.
+
+Simple, with the largest memory: every microbatch of a rank is in flight when the first
+backward starts.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op, trusted
+
+__all__ = ["forward_only", "gpipe", "looped_bfs"]
+
+
+def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Fill, then drain: all forwards, then all backwards, microbatches in order."""
+    return [
+        [trusted(rank, op, microbatch) for op in (Op.F, Op.B) for microbatch in range(microbatches)]
+        for rank in range(ranks)
+    ]
+
+
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """Breadth first: all microbatches through one stage before the next; backward is the mirror."""
+    forwards = forward_only(ranks, microbatches, stages_per_rank)
+    return [row + [trusted(action.stage, Op.B, action.microbatch) for action in reversed(row)] for row in forwards]
+
+
+def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """Inference: all microbatches through each stage, breadth first."""
+    return [
+        [
+            trusted(stage, Op.F, microbatch)
+            for stage in range(rank, ranks * stages_per_rank, ranks)
+            for microbatch in range(microbatches)
+        ]
+        for rank in range(ranks)
+    ]

@@ -1,0 +1,73 @@
+"""Schedules that turn to one forward, one backward as soon as they can: 1f1b, interleaved.
+
+A rank runs a few warm-up forwards and then alternates, so that what is in flight is bounded
+by the depth of the pipeline, not by the number of microbatches.
+
+    slot    0   1   2   3   4   5
+    rank 0  0F0 0F1 .   0B0 .   0B1
+    rank 1  .   1F0 1B0 1F1 1B1 .
+
+Interleaved: with several stages on a rank, microbatches go through in rounds of about
+`ranks`, depth first (arXiv 2104.04473). Where microbatches do not divide by ranks, the rounds
+are uneven: as many rounds as there are whole ones, the extra microbatches spread over the
+first of them, so a round is never shorter than the pipeline unless the batch itself is.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op, trusted
+
+__all__ = ["interleaved_1f1b", "interleaved_order", "one_f_one_b", "rounds"]
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Warm-up of `ranks - rank` forwards at most, then one backward, one forward."""
+    rows = []
+    for rank in range(ranks):
+        forwards = [trusted(rank, Op.F, microbatch) for microbatch in range(microbatches)]
+        backwards = [trusted(rank, Op.B, microbatch) for microbatch in range(microbatches)]
+        rows.append(alternate(forwards, backwards, warmup=ranks - rank))
+    return rows
+
+
+def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """One forward, one backward over several stages a rank, in rounds."""
+    if stages_per_rank == 1:
+        return one_f_one_b(ranks, microbatches)
+    rows = []
+    first_round = rounds(ranks, microbatches)[0]
+    for rank in range(ranks):
+        forwards = interleaved_order(rank, ranks, microbatches, stages_per_rank, Op.F)
+        backwards = interleaved_order(rank, ranks, microbatches, stages_per_rank, Op.B)
+        # enough forwards that the first microbatch is through every stage, and two more for each
+        # rank that its gradient must pass on the way back: the turn is then met without a gap
+        warmup = (stages_per_rank - 1) * first_round + 2 * (ranks - 1 - rank) + 1
+        rows.append(alternate(forwards, backwards, warmup))
+    return rows
+
+
+def interleaved_order(rank: int, ranks: int, microbatches: int, stages_per_rank: int, op: Op) -> list[Action]:
+    """All of one rank's forwards or backwards: round by round, in a round stage by stage."""
+    stages = range(rank, ranks * stages_per_rank, ranks)
+    order, first = [], 0
+    for size in rounds(ranks, microbatches):
+        for stage in stages if op is Op.F else reversed(stages):
+            order += [trusted(stage, op, microbatch) for microbatch in range(first, first + size)]
+        first += size
+    return order
+
+
+def rounds(ranks: int, microbatches: int) -> list[int]:
+    """Sizes of the rounds: as even as can be, the larger ones first."""
+    count = max(1, microbatches // ranks)
+    size, larger = divmod(microbatches, count)
+    return [size + 1] * larger + [size] * (count - larger)
+
+
+def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += (backward, forward)
+    return order + backwards[len(forwards) - warmup :]

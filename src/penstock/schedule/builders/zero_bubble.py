@@ -1,0 +1,81 @@
+"""Zero-bubble schedules on one stage a rank, or on several in a loop: zb-h1, zb-h2, interleaved-zb.
+
+1F1B idles because a rank's backward keeps its neighbour waiting for two things at once.
+Split in two (arXiv 2401.10241), only the half I that makes the neighbour's gradient is
+awaited, and the other half, W, is work to put where the rank would idle. So these builders
+say in which order a rank runs F and I, and `greedy` places W:
+
+    zb-h1   rank 0  0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2
+            rank 1  .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+
+(s F m: stage s, microbatch m.) The order is 1F1B's: some warm-up forwards, then I and F in
+turn. Only the warm-up and the cap on activations held (from F to W) tell one family from
+another. With equal costs:
+
+- H1 warms up like 1F1B, with `ranks - rank` forwards, in 1F1B's memory. The first rank
+  waits for its first gradient and idles ranks - 1 slots, a third of 1F1B's bubble.
+- H2 warms up with `2 * (ranks - rank) - 1` forwards: as many as fit until the first gradient
+  can be there. No rank idles between its first action and its last.
+- interleaved-zb takes a round of microbatches through all of a rank's stages, depth first.
+  A rank needs all forwards of a round except those of its last stage before the first
+  gradient can exist, and then H1's warm-up on that last stage.
+
+Rounds here are never larger than `ranks`, unlike interleaved 1F1B's: a larger round alone
+would hold more than the `ranks` whole-rank microbatches that H1 promises. So a remainder
+either is a short round at the end, or is taken from all rounds evenly, whichever is shorter.
+"""
+
+from __future__ import annotations
+
+from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.builders.greedy import Filled, best, fill_weights
+from penstock.schedule.builders.one_f_one_b import alternate
+
+__all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
+
+
+def zb_h1(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Zero bubble in 1F1B's memory: at most `ranks` microbatches on a rank."""
+    return interleaved_zb(ranks, microbatches, stages_per_rank=1)
+
+
+def zb_h2(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Zero bubble with no idle slot inside, in up to twice 1F1B's memory."""
+    orders = []
+    for rank in range(ranks):
+        forwards = [trusted(rank, Op.F, microbatch) for microbatch in range(microbatches)]
+        inputs = [trusted(rank, Op.I, microbatch) for microbatch in range(microbatches)]
+        orders.append(alternate(forwards, inputs, warmup=2 * (ranks - rank) - 1))
+    return fill_weights(orders, range(ranks), cap=2 * ranks - 1).orders
+
+
+def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """The interleaved order with W delayed into the bubbles: at most `ranks` whole-rank microbatches."""
+    rounds, remainder = divmod(microbatches, ranks)
+    choices = [[ranks] * rounds + [remainder] * (remainder > 0)]
+    if rounds and remainder and stages_per_rank > 1:
+        size, larger = divmod(microbatches, rounds + 1)
+        choices.append([size + 1] * larger + [size] * (rounds + 1 - larger))
+    candidates = [_interleaved(ranks, sizes, stages_per_rank) for sizes in choices]
+    return best(candidates, cap=stages_per_rank * ranks)
+
+
+def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int) -> Filled:
+    """The interleaved order over rounds of these sizes."""
+    cap = stages_per_rank * ranks
+    orders = []
+    for rank in range(ranks):
+        stages = range(rank, cap, ranks)
+        forwards = _in_rounds(stages, Op.F, sizes)
+        inputs = _in_rounds(stages[::-1], Op.I, sizes)
+        orders.append(alternate(forwards, inputs, warmup=(stages_per_rank - 1) * sizes[0] + ranks - rank))
+    return fill_weights(orders, [stage % ranks for stage in range(cap)], cap)
+
+
+def _in_rounds(stages: range, op: Op, sizes: list[int]) -> list[Action]:
+    """One op of all microbatches: round by round, and in a round stage by stage."""
+    order, first = [], 0
+    for size in sizes:
+        order += [trusted(stage, op, microbatch) for stage in stages for microbatch in range(first, first + size)]
+        first += size
+    return order

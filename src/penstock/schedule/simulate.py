@@ -1,0 +1,173 @@
+"""Costs in, timeline out: what a schedule would take if every compute took its stated time.
+
+A rank runs its computes in order, each as soon as the rank is free and what it needs is
+there; transfers cost the hop and run beside the computes. Overlapped pairs are priced as their
+parts one after the other, which is what runs unless the user registers a handler that
+overlaps them. Where a rank must wait is not stated here: the walk asks the one dependency rule.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ScheduleError, UsageError
+from penstock.schedule.action import Action, Op
+from penstock.schedule.align import stuck_faults
+from penstock.schedule.costs import Costs
+from penstock.schedule.dependencies import Stuck, Table, Value, makes, walk
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.timeline import Span, Timeline, peaks
+
+__all__ = ["Spread", "simulate", "what_if"]
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 0.0, seed: int = 0) -> Timeline:
+    """The predicted timeline of a schedule or program.
+
+    With `jitter`, each compute's time is drawn around its cost with that relative spread.
+    """
+    costs = costs or Costs()
+    shape = list(schedule.shape_faults())
+    if shape:
+        raise ScheduleError(shape)
+    if jitter < 0:
+        raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter}")
+    rows = _opened(schedule)
+    table = Table(schedule.placement, schedule.topology, schedule.microbatches)
+    times = costs.by_op(schedule.stages)
+    wires, links = _wires(schedule, table, costs)
+    noise = random.Random(seed)
+    needed, made = table.needed, table.made
+    at = [0.0] * table.size
+    free = [0.0] * schedule.ranks
+    busy_until = [0.0] * links
+    spans: list[list[Span]] = [[] for _ in rows]
+    stuck: list[Stuck] = []
+    new = tuple.__new__
+    for rank, _, action in walk(rows, table, stuck):
+        stage, op, microbatch, _, _ = action
+        idle_from = start = free[rank]
+        for base in needed[op][stage]:
+            ready = at[base + microbatch]
+            if ready > start:
+                start = ready
+        length = times[op][stage]
+        if jitter:
+            length *= max(0.0, noise.gauss(1.0, jitter))
+        end = start + length
+        free[rank] = end
+        spans[rank].append(new(Span, (rank, action, start, end, start - idle_from)))
+        for base in made[op][stage]:
+            at[base + microbatch] = end
+        for base, link, occupied, delay in wires[op][stage]:
+            if occupied:
+                begin = max(end, busy_until[link])
+                busy_until[link] = begin + occupied
+                at[base + microbatch] = begin + occupied + delay
+            else:
+                at[base + microbatch] = end + delay
+    if stuck:
+        raise ScheduleError(stuck_faults(rows, stuck))
+    return Timeline(
+        schedule,
+        tuple(span for row in spans for span in row),
+        peak_activations=peaks(rows, schedule.forward_only),
+        peak_memory=_peak_memory(rows, schedule, costs),
+        hop=costs.hop or costs.latency,
+    )
+
+
+def _opened(schedule: Schedule) -> Sequence[Sequence[Action | None]]:
+    """The rows with overlapped pairs as their two parts."""
+    if not any(action is not None and action.pair is not None for row in schedule.rows for action in row):
+        return schedule.rows
+    return [[part for action in row if action is not None for part in action.parts()] for row in schedule.rows]
+
+
+def _wires(
+    schedule: Schedule, table: Table, costs: Costs
+) -> tuple[list[list[list[tuple[int, int, float, float]]]], int]:
+    """By op and stage: (base where it arrives, link number, time on the link, delay); how many links."""
+    topology, placement = schedule.topology, schedule.placement
+    numbers: dict[tuple[int, int], int] = {}
+    wires: list[list[list[tuple[int, int, float, float]]]] = []
+    for op in (Op.F, Op.B, Op.I, Op.W):
+        by_stage = []
+        for stage in range(schedule.stages):
+            entries = []
+            forward = Value.OUTPUT in makes(op)
+            readers = topology.consumers(stage) if forward else topology.producers(stage)
+            for rank, base in table.carried[op][stage]:
+                reader = next(reader for reader in readers if placement.rank_of(reader) == rank)
+                edge = (stage, reader) if forward else (reader, stage)
+                link = numbers.setdefault((placement.rank_of(stage), rank), len(numbers))
+                entries.append((base, link, *costs.wire(*edge)))
+            by_stage.append(entries)
+        wires.append(by_stage)
+    return wires, len(numbers)
+
+
+def _peak_memory(rows: Sequence[Sequence[Action | None]], schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+    activation = costs.per_stage("activation", schedule.stages)
+    held = costs.per_stage("held", schedule.stages)
+    change = {
+        Op.F: activation,
+        Op.B: tuple(-size for size in activation),
+        Op.I: tuple(kept - size for size, kept in zip(activation, held, strict=True)),
+        Op.W: tuple(-kept for kept in held),
+    }
+    found = []
+    for row in rows:
+        now = most = 0.0
+        for action in row:
+            if action is not None and action[1] <= Op.W:
+                now += change[action[1]][action[0]]
+                most = max(most, now)
+                if schedule.forward_only:
+                    now = 0.0
+        found.append(most)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Makespans of many draws, and what they say."""
+
+    makespans: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean makespan."""
+        return statistics.fmean(self.makespans)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the makespan (0 for a single draw)."""
+        return statistics.stdev(self.makespans) if len(self.makespans) > 1 else 0.0
+
+    @property
+    def low(self) -> float:
+        """The shortest makespan drawn."""
+        return min(self.makespans)
+
+    @property
+    def high(self) -> float:
+        """The longest makespan drawn."""
+        return max(self.makespans)
+
+
+def what_if(
+    schedule: Schedule, costs: Costs | None = None, *, jitter: float, draws: int = 100, seed: int = 0
+) -> Spread:
+    """How the makespan spreads when each compute's time is drawn around its cost; seeded."""
+    if draws < 1:
+        raise UsageError(f"draws must be at least 1, got {draws}")
+    return Spread(tuple(_draws(schedule, costs, jitter, draws, seed)))
+
+
+def _draws(schedule: Schedule, costs: Costs | None, jitter: float, draws: int, seed: int) -> Iterator[float]:
+    for draw in range(draws):
+        yield simulate(schedule, costs, jitter=jitter, seed=seed * 1_000_003 + draw).makespan

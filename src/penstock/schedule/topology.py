@@ -1,0 +1,97 @@
+"""Which stage's output feeds which stage, and over which links that travels.
+
+Most models are a chain; U-Nets, encoder-decoders and multi-branch models are not. The edges
+are explicit from the first day, so that a skip from stage 0 to stage 3 is an ordinary edge
+for dependencies, lowering, the proof, the simulator and the executor alike, and nobody
+writes `stage + 1`.
+
+A `Link` is how an edge leaves a rank: one message for each value and destination *rank*. Two
+stages of one rank that both need the output of stage 0 get it in one message, and the sum of
+their gradients goes back in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.errors import UsageError
+from penstock.schedule.placement import Placement
+
+__all__ = ["Link", "Topology", "links"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The edges `(from stage, to stage)` of a model cut into `stages` stages."""
+
+    stages: int
+    edges: tuple[tuple[int, int], ...]
+    _producers: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
+    _consumers: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
+
+    def __init__(self, stages: int, edges: Iterable[tuple[int, int]]) -> None:
+        ordered = tuple(sorted({(int(source), int(target)) for source, target in edges}))
+        for source, target in ordered:
+            if not 0 <= source < target < stages:
+                raise UsageError(
+                    f"the edge {source} -> {target} does not fit {stages} stages: an edge goes from a stage "
+                    f"to a later one, with both between 0 and {stages - 1}"
+                )
+        producers: list[list[int]] = [[] for _ in range(stages)]
+        consumers: list[list[int]] = [[] for _ in range(stages)]
+        for source, target in ordered:
+            producers[target].append(source)
+            consumers[source].append(target)
+        object.__setattr__(self, "stages", stages)
+        object.__setattr__(self, "edges", ordered)
+        object.__setattr__(self, "_producers", tuple(map(tuple, producers)))
+        object.__setattr__(self, "_consumers", tuple(map(tuple, consumers)))
+
+    @classmethod
+    def chain(cls, stages: int, skips: Iterable[tuple[int, int]] = ()) -> Topology:
+        """Each stage feeds the next one, and each skip `(from, to)` feeds that stage as well."""
+        return cls(stages, [*((stage, stage + 1) for stage in range(stages - 1)), *skips])
+
+    def producers(self, stage: int) -> tuple[int, ...]:
+        """The stages whose output `stage` reads."""
+        return self._producers[stage]
+
+    def consumers(self, stage: int) -> tuple[int, ...]:
+        """The stages that read the output of `stage`."""
+        return self._consumers[stage]
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The edges that do not go to the next stage."""
+        return tuple((source, target) for source, target in self.edges if target != source + 1)
+
+    @property
+    def is_chain(self) -> bool:
+        """Each stage feeds the next one and no other."""
+        return self.edges == tuple((stage, stage + 1) for stage in range(self.stages - 1))
+
+
+class Link(NamedTuple):
+    """The way of one stage's output to one other rank, and of its gradient back."""
+
+    source: int  # the stage that makes the value
+    target: int  # the first stage of `targets`: names the link in the notation
+    source_rank: int
+    target_rank: int
+    targets: tuple[int, ...]  # every stage on target_rank that reads the value
+
+
+def links(placement: Placement, topology: Topology) -> tuple[Link, ...]:
+    """Every link between different ranks; edges within a rank are hand-overs and need none."""
+    found = []
+    for source in range(topology.stages):
+        home = placement.rank_of(source)
+        by_rank: dict[int, list[int]] = {}
+        for target in topology.consumers(source):
+            by_rank.setdefault(placement.rank_of(target), []).append(target)
+        found += [
+            Link(source, targets[0], home, rank, tuple(targets)) for rank, targets in by_rank.items() if rank != home
+        ]
+    return tuple(found)

@@ -1,0 +1,13 @@
+"""What every test needs before torch is imported, and hypothesis's settings."""
+
+import os
+
+from hypothesis import settings
+
+# Ranks are threads or processes here, several to a core: torch's own threads on top would only make them wait.
+# The environment, unlike torch.set_num_threads, also reaches the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A deadline per example measures the machine's load; pytest-timeout already stops what hangs.
+settings.register_profile("penstock", deadline=None)
+settings.load_profile("penstock")

@@ -1,0 +1,187 @@
+"""The documents are tests: what README.md and docs/ tell a reader to run is run here.
+
+- ```` ```python ```` blocks run in order; the blocks of one file share a namespace and a temporary working directory.
+- In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go to the installed command, through bash, in
+  that same directory. Every command must exit with 0.
+- ``<!-- exit 2 -->`` on the line before a console block of one command says that it must exit with 2.
+- ``<!-- not run: reason -->`` on the line before a block leaves it out. The reason is required.
+
+A test's name ends in the file and line of its block, and so does a traceback out of it.
+"""
+
+import os
+import re
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parent.parent
+NOT_RUN = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->", re.DOTALL)
+EXIT = re.compile(r"<!--\s*exit (?P<code>\d+)\s*-->")
+COMMAND_SECONDS = 100  # below the timeout of a test, so that the command is named
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; ``line`` is that of its opening fence, counted from 1."""
+
+    language: str
+    text: str
+    line: int
+    comment: str = ""  # the HTML comment right before it
+
+    @property
+    def commands(self) -> list[str]:
+        joined = self.text.replace("\\\n", " ")
+        return [line.removeprefix("$ ") for line in joined.splitlines() if re.match(r"\$ penstock\b", line)]
+
+    @property
+    def is_run(self) -> bool:
+        runnable = self.language == "python" or (self.language == "console" and bool(self.commands))
+        excused = NOT_RUN.match(self.comment)
+        return runnable and not (excused and excused["reason"])
+
+
+def find_blocks(markdown: str) -> Iterator[Block]:
+    before = None
+    for token in MarkdownIt().parse(markdown):
+        if token.type == "fence" and token.map:
+            comment = before.content.strip() if before and before.type == "html_block" else ""
+            yield Block(token.info.partition(" ")[0], token.content, token.map[0] + 1, comment)
+        before = token
+
+
+@dataclass
+class Page:
+    """One document being run: what its blocks have in common, and how far it has come."""
+
+    path: Path
+    folder: Path
+    blocks: list[Block]
+    namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    done: int = 0
+
+    def run_through(self, number: int) -> None:
+        """Run block ``number``, and before it whatever has not run yet, so that one test can be run alone."""
+        while self.done <= number:
+            self.done += 1
+            self.run(self.blocks[self.done - 1])
+
+    def run(self, block: Block) -> None:
+        where = f"{self.path}:{block.line}"
+        if NOT_RUN.match(block.comment):
+            pytest.fail(f"{where}: say why the block is not run: <!-- not run: reason -->", pytrace=False)
+        if block.language == "python":
+            source = "\n" * block.line + block.text  # tracebacks then show the document's own lines
+            exec(compile(source, str(self.path), "exec", dont_inherit=True), self.namespace)
+        else:
+            self.run_commands(block, where)
+
+    def run_commands(self, block: Block, where: str) -> None:
+        stated = EXIT.match(block.comment)
+        if stated and len(block.commands) != 1:
+            pytest.fail(
+                f"{where}: {len(block.commands)} commands under one exit code; give each a block", pytrace=False
+            )
+        expected = int(stated["code"]) if stated else 0
+        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+        for command in block.commands:
+            result = subprocess.run(
+                ["bash", "-o", "pipefail", "-c", command],
+                cwd=self.folder,
+                env={**os.environ, "PATH": path},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=COMMAND_SECONDS,
+            )
+            if result.returncode != expected:
+                pytest.fail(
+                    f"{where}: `{command}` exited with {result.returncode}, not {expected}\n"
+                    f"{result.stdout}{result.stderr}",
+                    pytrace=False,
+                )
+
+
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): [
+        block for block in find_blocks(path.read_text(encoding="utf-8")) if block.is_run
+    ]
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
+    return {name: Page(ROOT / name, tmp_path_factory.mktemp("docs"), blocks) for name, blocks in DOCUMENTS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(name, number, id=f"{name}:{block.line}")
+        for name, blocks in DOCUMENTS.items()
+        for number, block in enumerate(blocks)
+    ],
+)
+def test_documented_block_runs(name: str, number: int, pages: dict[str, Page], monkeypatch: pytest.MonkeyPatch) -> None:
+    page = pages[name]
+    monkeypatch.chdir(page.folder)
+    page.run_through(number)
+
+
+# The rules above, tried on documents made up here.
+
+
+def page_of(markdown: str, folder: Path) -> Page:
+    return Page(folder / "page.md", folder, [block for block in find_blocks(markdown) if block.is_run])
+
+
+def test_blocks_share_a_namespace_and_any_one_can_run_alone(tmp_path: Path) -> None:
+    page = page_of("```python\nx = 1\n```\ntext\n```python\nx += 1\n```\n", tmp_path)
+    page.run_through(1)
+    page.run_through(1)
+    assert page.namespace["x"] == 2
+
+
+def test_an_error_points_at_the_line_of_the_document(tmp_path: Path) -> None:
+    page = page_of("# Title\n\n```python\nx = 1\nx / 0\n```\n", tmp_path)
+    with pytest.raises(ZeroDivisionError) as caught:
+        page.run_through(0)
+    entry = caught.traceback[-1]
+    assert (str(entry.path), entry.lineno + 1) == (str(page.path), 5)
+
+
+def test_only_a_block_with_a_reason_is_left_out(tmp_path: Path) -> None:
+    block = "```python\n1 / 0\n```\n"
+    assert not page_of(f"<!-- not run: needs two hosts -->\n{block}", tmp_path).blocks
+    for silent in ("<!-- not run -->", "<!-- not run: -->"):
+        with pytest.raises(pytest.fail.Exception, match="say why"):
+            page_of(f"{silent}\n{block}", tmp_path).run_through(0)
+
+
+def test_only_lines_that_call_penstock_are_commands() -> None:
+    (block,) = find_blocks("```console\n$ make train\n$ penstock show \\\n  1f1b\nits output\n$ penstocks\n```\n")
+    assert [command.split() for command in block.commands] == [["penstock", "show", "1f1b"]]
+
+
+@pytest.mark.parametrize(("comment", "passes"), [("", False), ("<!-- exit 1 -->", False), ("<!-- exit 7 -->", True)])
+def test_a_command_must_exit_as_stated(
+    comment: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / "penstock"
+    command.write_text("#!/bin/sh\nexit 7\n")
+    command.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    page = page_of(f"{comment}\n```console\n$ penstock show\n```\n", tmp_path)
+    if passes:
+        page.run_through(0)
+    else:
+        with pytest.raises(pytest.fail.Exception, match="exited with 7"):
+            page.run_through(0)

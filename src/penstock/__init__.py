@@ -1,6 +1,56 @@
-"""Penstock: pipeline-parallel training for PyTorch, with the schedule as a value."""
+"""Penstock: pipeline-parallel training for PyTorch, with the schedule as a value.
+
+The names below load torch only when they are first used, so that `penstock.schedule` works,
+and starts fast, without it.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.model.split import Routed as Routed
+    from penstock.parity import parity as parity
+    from penstock.pipeline import Pipeline as Pipeline
+    from penstock.pipeline import StepResult as StepResult
+    from penstock.runtime.losses import add_loss as add_loss
+    from penstock.runtime.microbatch import Microbatches as Microbatches
+    from penstock.runtime.microbatch import Shared as Shared
+    from penstock.runtime.randomness import randomness as randomness
+
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+
+_HOMES = {
+    "Microbatches": "penstock.runtime.microbatch",
+    "Pipeline": "penstock.pipeline",
+    "Routed": "penstock.model.split",
+    "Shared": "penstock.runtime.microbatch",
+    "StepResult": "penstock.pipeline",
+    "add_loss": "penstock.runtime.losses",
+    "parity": "penstock.parity",
+    "randomness": "penstock.runtime.randomness",
+}
+
+__all__ = [
+    "Microbatches",
+    "Pipeline",
+    "Routed",
+    "Shared",
+    "StepResult",
+    "__version__",
+    "add_loss",
+    "parity",
+    "randomness",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

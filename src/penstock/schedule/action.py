@@ -73,6 +73,8 @@ NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
 ARROW = {Op.SEND_F: "->", Op.RECV_F: "<-", Op.SEND_B: "->", Op.RECV_B: "<-"}
 EXPECTED = "expected <stage><op><microbatch>, such as 2F0, 1I3, 0SEND_F1, 0SEND_F1->3, 3UNSHARD or (1F3;0B2)OVERLAP_F_B"
 
+LONGEST = 200  # characters; far above any real action, far below what Python refuses to read as a number
+
 _PLAIN = re.compile(
     r"(?P<stage>[0-9]+)"
     r"(?P<op>SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD|F|B|I|W)"
@@ -182,6 +184,8 @@ def parse(text: str, row: int | None = None, column: int | None = None) -> Actio
     if match["arrow"] is not None and match["arrow"] != ARROW.get(op):
         wanted = f"{op} is written with {ARROW[op]}" if op in ARROW else f"{op} is no transfer"
         _refuse(text, row, column, wanted)
+    if len(text) > LONGEST:
+        _refuse(f"{text[:20]}...", row, column, f"it is {len(text)} characters long")
     microbatch = None if match["microbatch"] is None else int(match["microbatch"])
     peer = None if match["peer"] is None else int(match["peer"])
     try:

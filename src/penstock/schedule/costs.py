@@ -6,11 +6,13 @@ the user's: slots, milliseconds, bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Op
+from penstock.schedule.topology import Topology
 
 __all__ = ["Costs"]
 
@@ -47,16 +49,16 @@ class Costs:
                 if not isinstance(value, Sequence) or isinstance(value, str):
                     raise UsageError(f"{name} takes one number or one for each stage, got {value!r}")
                 object.__setattr__(self, name, tuple(value))
-            for number in _numbers(getattr(self, name)):
-                if not number >= 0:
-                    raise UsageError(f"{name} must be 0 or more, got {number}")
-        for name in ("hop", "latency"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{name} must be 0 or more, got {getattr(self, name)}")
+            _check(name, _numbers(getattr(self, name)))
+        sizes = self.bytes.values() if isinstance(self.bytes, Mapping) else _numbers(self.bytes)
+        for name, numbers in (("hop", [self.hop]), ("latency", [self.latency]), ("bytes", sizes)):
+            _check(name, numbers)
         if self.bandwidth is not None and not self.bandwidth > 0:
             raise UsageError(f"bandwidth must be above 0, got {self.bandwidth}; leave it out for free transfers")
         if self.hop and (self.latency or self.bandwidth is not None):
             raise UsageError("give either hop, or latency and bandwidth with bytes; not both")
+        if any(sizes) and self.bandwidth is None:
+            raise UsageError("bytes take time only on a link of some bandwidth; give bandwidth, or hop instead")
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """One number for each stage of `forward`, `input`, `weight`, `activation` or `held`."""
@@ -77,19 +79,35 @@ class Costs:
         full = tuple(i + w for i, w in zip(backward_input, weight, strict=True))
         return [forward, full, backward_input, weight]
 
+    def check_edges(self, topology: Topology) -> None:
+        """Refuse `bytes` for stages or edges that the topology does not have, or not for all it has."""
+        if isinstance(self.bytes, Mapping):
+            odd = sorted(set(self.bytes) ^ set(topology.edges))
+            if odd:
+                what = "no such edge" if odd[0] in self.bytes else "no bytes for that edge"
+                raise UsageError(f"bytes by edge must name the topology's edges, all of them; {odd[0]}: {what}")
+        elif isinstance(self.bytes, Sequence) and len(self.bytes) != topology.stages:
+            raise UsageError(
+                f"bytes has {len(self.bytes)} numbers for {topology.stages} stages; give one for each stage's output"
+            )
+
     def wire(self, source: int, target: int) -> tuple[float, float]:
         """(time that a message of the edge occupies its link, time until it is there after that)."""
         if self.bandwidth is None:
             return 0.0, self.hop or self.latency
         if isinstance(self.bytes, Mapping):
-            size = self.bytes.get((source, target), 0.0)
+            size = self.bytes[source, target]
         elif isinstance(self.bytes, Sequence):
-            if not 0 <= source < len(self.bytes):
-                raise UsageError(f"bytes has {len(self.bytes)} numbers, none for the output of stage {source}")
             size = self.bytes[source]
         else:
             size = self.bytes
         return size / self.bandwidth, self.latency
+
+
+def _check(name: str, numbers: Iterable[float]) -> None:
+    for number in numbers:
+        if not 0 <= number < math.inf:
+            raise UsageError(f"{name} must be 0 or more and finite, got {number}")
 
 
 def _numbers(value: PerStage | None) -> Sequence[float]:

@@ -10,7 +10,9 @@ The rule is about three values that each stage makes for each microbatch:
 It never depends on the microbatch's number, so a `Table` evaluates it once for each
 (op, stage) and the passes then work on whole numbers: that is what lets millions of actions
 be aligned, proved and simulated in seconds of plain Python. A value is tracked *on a rank*:
-where it was made and where a link carries it.
+where it was made and where a link carries it. A GRADIENT away from home is tracked for each
+producing stage apart: two stages of one rank that feed the same consumer each get a message of
+their own, and the one's does not serve the other.
 
 `walk` is the one loop that runs actions as their needs are met. Align, simulate and verify
 all drive it, so there is one notion of "ready" and one report of who is stuck and why.
@@ -67,19 +69,20 @@ _MAKES = {
 class Table:
     """The rule for one placement and topology, as positions in flat arrays.
 
-    Each (value, stage, rank) that can exist has a `base`; microbatch m of it is at
-    `base + m`, and `size` positions are enough for all.
+    Each (value, stage, rank) that can exist, and each (GRADIENT, stage, rank, producer) away from
+    home, has a `base`; microbatch m of it is at `base + m`, and `size` positions are enough for all.
 
     s: stage  m: microbatch
     needed[op][s]  bases that the op of stage s waits for, on its own rank
     made[op][s]    bases that it fills on its own rank
-    carried[op][s] (rank, base) of each other rank that needs what it makes
+    carried[op][s] (rank, base) of each place elsewhere that needs what it makes
     """
 
     def __init__(self, placement: Placement, topology: Topology, microbatches: int) -> None:
         self.microbatches = microbatches
-        self._bases: dict[tuple[Value, int, int], int] = {}
-        self.names: list[tuple[Value, int, int]] = []  # the key of each base, in order
+        self._home = placement.by_stage
+        self._bases: dict[tuple[Value, int, int, int], int] = {}
+        self.names: list[tuple[Value, int, int, int]] = []  # the key of each base, in order
         operations = range(Op.W + 1)
         blank = ((),) * topology.stages
         self.needed: list[tuple[tuple[int, ...], ...]] = [blank] * len(Op)
@@ -89,17 +92,18 @@ class Table:
         stages = range(topology.stages)
         for op in map(Op, operations):
             self.needed[op] = tuple(
-                tuple(self.base(value, source, rank_of(stage)) for value, source in needs(op, stage, topology))
+                tuple(self.base(value, source, rank_of(stage), stage) for value, source in needs(op, stage, topology))
                 for stage in stages
             )
             self.made[op] = tuple(
-                tuple(self.base(value, stage, rank_of(stage)) for value in makes(op)) for stage in stages
+                tuple(self.base(value, stage, rank_of(stage), stage) for value in makes(op)) for stage in stages
             )
             self.carried[op] = tuple(self._elsewhere(op, stage, placement, topology) for stage in stages)
 
-    def base(self, value: Value, stage: int, rank: int) -> int:
-        """Where microbatch 0 of a value on a rank stands."""
-        key = (value, stage, rank)
+    def base(self, value: Value, stage: int, rank: int, reader: int) -> int:
+        """Where microbatch 0 of a value on a rank stands, for a stage there that reads it."""
+        alone = value is Value.GRADIENT and self._home[stage] != rank
+        key = (value, stage, rank, reader if alone else stage)
         found = self._bases.get(key)
         if found is None:
             found = self._bases[key] = len(self.names) * self.microbatches
@@ -114,7 +118,7 @@ class Table:
     def name(self, position: int) -> tuple[Value, int, int, int]:
         """(value, stage, rank, microbatch) of a position."""
         key, microbatch = divmod(position, self.microbatches)
-        return (*self.names[key], microbatch)
+        return (*self.names[key][:3], microbatch)
 
     def _elsewhere(self, op: Op, stage: int, placement: Placement, topology: Topology) -> tuple[tuple[int, int], ...]:
         home = placement.rank_of(stage)
@@ -125,9 +129,9 @@ class Table:
                 Value.GRADIENT: topology.producers(stage),
                 Value.WEIGHT: (),
             }[value]
-            away = dict.fromkeys(placement.rank_of(reader) for reader in readers)
-            found += [(rank, self.base(value, stage, rank)) for rank in away if rank != home]
-        return tuple(found)
+            away = [(placement.rank_of(reader), reader) for reader in readers]
+            found += [(rank, self.base(value, stage, rank, reader)) for rank, reader in away if rank != home]
+        return tuple(dict.fromkeys(found))
 
     def needs_of(self, action: Action) -> list[int]:
         """The positions that an action waits for; of a pair, what both parts wait for in all."""

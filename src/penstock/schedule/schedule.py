@@ -49,7 +49,7 @@ class Schedule:
         topology: Topology | None = None,
         forward_only: bool | None = None,
         name: str = "",
-        passes: Iterable[str] = (),
+        passes: Iterable[str] | None = None,
     ) -> None:
         filled = tuple(tuple(row) for row in rows)
         if not filled:
@@ -75,7 +75,7 @@ class Schedule:
             "topology": topology,
             "forward_only": forward_only,
             "name": name,
-            "passes": frozenset(passes),
+            "passes": passes_seen(filled) if passes is None else frozenset(passes),
         }.items():
             object.__setattr__(self, name_, value)
 
@@ -204,7 +204,7 @@ class Schedule:
                         )
         for stage in range(stages):
             if stage not in seen:
-                yield Fault(f"stage {stage} appears in no row; is the row of rank {home[stage]} missing?")
+                yield Fault(f"stage {stage} appears in no row; is the row of its rank missing?")
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[tuple[int, int, Action]]:
@@ -246,6 +246,17 @@ def _microbatches_seen(rows: Sequence[Row]) -> int:
         raise ScheduleError("the schedule has no forward, so the number of microbatches is unknown; pass microbatches=")
     counts = Counter(len(numbers) for numbers in forwards.values())
     return max(counts, key=lambda count: (counts[count], count))
+
+
+def passes_seen(rows: Iterable[Iterable[Action | None]]) -> frozenset[str]:
+    """Which passes must have run, by the actions that they add."""
+    ops = {action[1] for row in rows for action in row if action is not None}
+    names = {
+        "transfers": any(op.is_transfer for op in ops),
+        "reductions": Op.REDUCE_GRAD in ops,
+        "shards": Op.UNSHARD in ops or Op.RESHARD in ops,
+    }
+    return frozenset(name for name, present in names.items() if present)
 
 
 def _skips_seen(rows: Sequence[Row], stages: int) -> list[tuple[int, int]]:

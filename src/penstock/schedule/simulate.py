@@ -38,6 +38,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     rows = _opened(schedule)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     times = costs.by_op(schedule.stages)
+    costs.check_edges(schedule.topology)
     wires, links = _wires(schedule, table, costs)
     noise = random.Random(seed)
     needed, made = table.needed, table.made
@@ -76,8 +77,19 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
         tuple(span for row in spans for span in row),
         peak_activations=peaks(rows, schedule.forward_only),
         peak_memory=_peak_memory(rows, schedule, costs),
-        hop=costs.hop or costs.latency,
+        arrival=_Arrivals(table, at),
     )
+
+
+class _Arrivals:
+    """When a value of some stage was there for a span to read."""
+
+    def __init__(self, table: Table, at: list[float]) -> None:
+        self.table, self.at = table, at
+
+    def __call__(self, value: Value, stage: int, span: Span) -> float:
+        position: int = self.table.base(value, stage, span.rank, span.action.stage) + span.action.microbatch
+        return self.at[position]
 
 
 def _opened(schedule: Schedule) -> Sequence[Sequence[Action | None]]:
@@ -99,10 +111,12 @@ def _wires(
         for stage in range(schedule.stages):
             entries = []
             forward = Value.OUTPUT in makes(op)
-            readers = topology.consumers(stage) if forward else topology.producers(stage)
             for rank, base in table.carried[op][stage]:
-                reader = next(reader for reader in readers if placement.rank_of(reader) == rank)
-                edge = (stage, reader) if forward else (reader, stage)
+                if forward:
+                    readers = topology.consumers(stage)
+                    edge = (stage, next(reader for reader in readers if placement.rank_of(reader) == rank))
+                else:
+                    edge = (table.names[base // table.microbatches][3], stage)
                 link = numbers.setdefault((placement.rank_of(stage), rank), len(numbers))
                 entries.append((base, link, *costs.wire(*edge)))
             by_stage.append(entries)

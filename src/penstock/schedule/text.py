@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import Fault, NotationError, ScheduleError, UsageError
+from penstock.errors import Fault, NotationError, PenstockError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Row, Schedule, actions_of
@@ -96,8 +96,8 @@ def _read_cell(cell: str, row: int, column: int) -> Action | None:
     if cell == IDLE:
         return None
     if cell.startswith("(") and cell.endswith(")") and cell.count(";") == 1:
-        first, second = cell[1:-1].split(";")
-        return Action.overlap(parse(first, row, column), parse(second, row, column))
+        backward_first = re.match(r"\([0-9]+[BIW]", cell)
+        return parse(f"{cell}{Op.OVERLAP_B_F if backward_first else Op.OVERLAP_F_B}", row, column)
     return parse(cell, row, column)
 
 
@@ -113,7 +113,10 @@ def load(path: str | PathLike[str], facts: dict[str, Any]) -> Schedule:
     path = Path(path)
     kind = _kind(path)
     ranks = facts.pop("ranks", None)
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise NotationError(f"{path.name} is not text in UTF-8: {error}") from error
     schedule = (from_csv if kind == ".csv" else from_json)(text, facts)
     if ranks is not None and schedule.ranks != ranks:
         missing = range(schedule.ranks, ranks)
@@ -140,24 +143,16 @@ def to_csv(schedule: Schedule) -> str:
 
 def from_csv(text: str, facts: dict[str, Any]) -> Schedule:
     """Read torch's dialect, compute-only or with transfers."""
-    rows = actions_of(csv.reader(io.StringIO(text, newline="")))
+    try:
+        rows = actions_of(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise NotationError(f"not CSV: {error}") from error
     blank = [number for number, row in enumerate(rows) if not any(row)]
     if blank or not rows:
         raise ScheduleError(
             [Fault("the row is blank; every rank needs its row", rank) for rank in blank] or "the file has no row"
         )
-    return Schedule(rows, **{"passes": passes_seen(rows), **facts})
-
-
-def passes_seen(rows: Iterable[Iterable[Action | None]]) -> frozenset[str]:
-    """Which passes must have run, by the actions that they add."""
-    ops = {action.op for row in rows for action in row if action is not None}
-    names = {
-        "transfers": any(op.is_transfer for op in ops),
-        "reductions": Op.REDUCE_GRAD in ops,
-        "shards": Op.UNSHARD in ops or Op.RESHARD in ops,
-    }
-    return frozenset(name for name, present in names.items() if present)
+    return Schedule(rows, **facts)
 
 
 def to_json(schedule: Schedule) -> str:
@@ -186,19 +181,35 @@ def from_json(text: str, facts: dict[str, Any]) -> Schedule:
         raise NotationError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("penstock_schedule") != FORMAT:
         raise NotationError(f'a schedule in JSON has "penstock_schedule": {FORMAT} at its top')
+    missing = [key for key in _KEYS if not isinstance(document.get(key), _KEYS[key])]
+    if missing:
+        raise NotationError([Fault(f"the JSON is not a whole schedule: {key!r} is missing or odd") for key in missing])
     try:
         known = {
             "placement": Placement(document["placement"]),
             "microbatches": document["microbatches"],
-            "topology": Topology(len(document["placement"]), [tuple(edge) for edge in document["edges"]]),
+            "topology": Topology(len(document["placement"]), [(source, to) for source, to in document["edges"]]),
             "forward_only": document["forward_only"],
             "name": document["name"],
             "passes": frozenset(document["passes"]),
         }
         rows: list[list[Action | None]] = actions_of(document["rows"])
-    except (KeyError, TypeError, AttributeError) as error:
+    except PenstockError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
         raise NotationError(f"the JSON is not a whole schedule: {type(error).__name__} {error}") from error
     return Schedule(rows, **{**known, **facts})
+
+
+_KEYS = {
+    "placement": list,
+    "microbatches": int,
+    "edges": list,
+    "forward_only": bool,
+    "name": str,
+    "passes": list,
+    "rows": list,
+}
 
 
 def unpadded(row: Row) -> Row:

@@ -6,9 +6,10 @@ every view, account and calibration reads either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op
@@ -41,7 +42,14 @@ class Timeline:
     spans: tuple[Span, ...]
     peak_activations: tuple[int, ...] = ()  # microbatch-stages in flight, by rank
     peak_memory: tuple[float, ...] = ()  # by rank, in the costs' unit
-    hop: float = field(default=0.0, compare=False)
+    # when a value of a stage was there for a span; without it, a value is there when it is made
+    arrival: Callable[[Value, int, Span], float] | None = field(default=None, compare=False, repr=False)
+
+    def fill(self, spans: Iterable[Span]) -> None:
+        """For who measures: put the spans of a run into a timeline that was handed out before."""
+        for name in ("by_rank", "start", "makespan", "busy", "critical_path"):
+            self.__dict__.pop(name, None)
+        object.__setattr__(self, "spans", tuple(spans))
 
     @property
     def ranks(self) -> int:
@@ -104,7 +112,8 @@ class Timeline:
             for value, stage in needs(span.action.op, span.action.stage, self.schedule.topology):
                 maker = makers.get((value, stage, span.action.microbatch))
                 if maker is not None:
-                    before.append((maker.end + (self.hop if maker.rank != span.rank else 0.0), maker))
+                    there = self.arrival and self.arrival(value, stage, span)
+                    before.append((maker.end if there is None else there, maker))
             if not before:
                 return tuple(reversed(path))
             chosen = max(before, key=lambda entry: entry[0])[1]
@@ -121,7 +130,7 @@ class Timeline:
         }
 
     def _previous(self) -> dict[int, Span]:
-        return {id(after): before for row in self.by_rank for before, after in zip(row, row[1:], strict=False)}
+        return {id(after): before for row in self.by_rank for before, after in pairwise(row)}
 
     def __repr__(self) -> str:
         return f"<Timeline {len(self.spans)} spans, makespan {self.makespan:g}, idle {self.bubble:.1%}>"

@@ -32,6 +32,8 @@ class Topology:
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
 
     def __init__(self, stages: int, edges: Iterable[tuple[int, int]]) -> None:
+        if stages < 1:
+            raise UsageError(f"a topology needs at least one stage, got {stages}")
         ordered = tuple(sorted({(int(source), int(target)) for source, target in edges}))
         for source, target in ordered:
             if not 0 <= source < target < stages:

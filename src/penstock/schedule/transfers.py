@@ -51,8 +51,8 @@ class Transfers:
 
     def _enter(self, link: Link) -> None:
         home, away = link.source_rank, link.target_rank
-        there = self._move(home, away, [(Value.OUTPUT, link.source)])
-        back = self._move(away, home, [(Value.GRADIENT, target) for target in link.targets])
+        there = self._move(home, away, [(Value.OUTPUT, link.source)], link.target)
+        back = self._move(away, home, [(Value.GRADIENT, target) for target in link.targets], link.source)
         for op, stage, far, move in (
             (Op.SEND_F, link.source, link.target, there),
             (Op.RECV_F, link.target, link.source, there),
@@ -64,7 +64,7 @@ class Transfers:
             else:
                 self.skipping[op, stage, far] = move
 
-    def _move(self, source: int, target: int, values: list[tuple[Value, int]]) -> Move:
+    def _move(self, source: int, target: int, values: list[tuple[Value, int]], reader: int) -> Move:
         number = self._numbers.setdefault((source, target), len(self.ways))
         if number == len(self.ways):
             self.ways.append((source, target))
@@ -74,8 +74,8 @@ class Transfers:
         return Move(
             number,
             message,
-            tuple(at(value, stage, source) for value, stage in values),
-            tuple(at(value, stage, target) for value, stage in values),
+            tuple(at(value, stage, source, reader) for value, stage in values),
+            tuple(at(value, stage, target, reader) for value, stage in values),
         )
 
     def move(self, action: Action) -> Move | None:

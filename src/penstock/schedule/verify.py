@@ -1,15 +1,15 @@
 """The proof that a schedule is right, before the first step.
 
-Three rounds, each on firm ground that the one before prepared. First every action by
-itself: stage, rank, microbatch in range. Then each rank's order: every (stage, microbatch)
-has one forward and one backward (or one I and one W), no action stands before what it needs
-on its own rank, a stage is whole when it computes, each link's receives are its sends in the
-same order. Last the whole: the ranks are run against each other on the strictest transport
-there is. Nothing is buffered, each directed link keeps its order, a send ends only when its
-receive is posted. What ends here ends on every transport; what does not is drawn as the ring
-of ranks that wait for each other.
+First every action by itself: stage, rank, microbatch in range. Then each rank's order: every
+(stage, microbatch) has one forward and one backward (or one I and one W), no action stands
+before what it needs on its own rank, a stage is whole when it computes, each link's receives
+are its sends in the same order. All faults of these are reported at once, with rank, position
+and action; what is out of range is set aside, so that it does not hide the rest.
 
-All faults of a round are reported at once, with rank, position and action.
+Last the whole, which only means something when each part is right: the ranks are run against
+each other on the strictest transport there is. Nothing is buffered, each directed link keeps
+its order, a send ends only when its receive is posted. What ends here ends on every
+transport; what does not is drawn as the ring of ranks that wait for each other.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import stuck_faults
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.rendezvous import rendezvous_faults
-from penstock.schedule.schedule import Schedule
-from penstock.schedule.text import passes_seen
+from penstock.schedule.schedule import Schedule, passes_seen
 from penstock.schedule.transfers import Transfers, link_faults
 
 __all__ = ["faults", "verify"]
@@ -37,13 +36,16 @@ def verify(schedule: Schedule) -> None:
 
 def faults(schedule: Schedule) -> list[Fault]:
     """Everything that is wrong with a schedule or program; an empty list is the proof."""
-    found = [*schedule.shape_faults(), *_completeness_faults(schedule)]
-    if found:
+    found = list(schedule.shape_faults())
+    if schedule.ranks != schedule.placement.ranks:
         return found
+    if found:
+        schedule = _well_shaped(schedule, found)
+    found += _completeness_faults(schedule)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     transfers = Transfers(schedule, table)
     lowered = "transfers" in schedule.passes or _has_transfers(schedule)
-    found = [*_rank_order_faults(schedule, transfers, lowered), *_sharding_faults(schedule)]
+    found += [*_rank_order_faults(schedule, transfers, lowered), *_sharding_faults(schedule)]
     if lowered:
         found += link_faults(schedule, transfers)
         return found or rendezvous_faults(schedule, transfers)
@@ -53,6 +55,15 @@ def faults(schedule: Schedule) -> list[Fault]:
     for _ in walk(schedule.rows, table, stuck):
         pass
     return stuck_faults(schedule.rows, stuck) if stuck else []
+
+
+def _well_shaped(schedule: Schedule, found: list[Fault]) -> Schedule:
+    """The schedule with idle slots in place of the actions that these faults name."""
+    odd = {(fault.rank, fault.position) for fault in found if fault.action is not None}
+    return schedule.replace(
+        (None if (rank, position) in odd else action for position, action in enumerate(row))
+        for rank, row in enumerate(schedule.rows)
+    )
 
 
 def _has_transfers(schedule: Schedule) -> bool:
@@ -72,11 +83,10 @@ def _completeness_faults(schedule: Schedule) -> Iterator[Fault]:
                 continue
             for action in (entry,) if entry[4] is None else entry[4]:
                 stage, op, microbatch = action[0], action[1], action[2]
-                if stage < stages and microbatch < microbatches:
-                    key = stage * microbatches + microbatch
-                    if counts[op][key]:
-                        yield Fault("is there twice; it must run once", rank, position, action)
-                    counts[op][key] = 1
+                key = stage * microbatches + microbatch
+                if counts[op][key]:
+                    yield Fault("is there twice; it must run once", rank, position, action)
+                counts[op][key] = 1
     backward_due = not schedule.forward_only
     forwards, full, inputs, weights = counts
     if all(forwards) and not backward_due and not any(map(any, counts[1:])):
@@ -88,14 +98,17 @@ def _completeness_faults(schedule: Schedule) -> Iterator[Fault]:
         if not forwards[key]:
             yield Fault("never runs", rank, None, trusted(stage, Op.F, microbatch))
         halves = (inputs[key], weights[key])
-        if full[key] and any(halves):
+        if not backward_due:
+            for op in (Op.B, Op.I, Op.W):
+                if counts[op][key]:
+                    yield Fault("is a backward in a forward-only schedule", rank, None, trusted(stage, op, microbatch))
+        elif full[key] and any(halves):
             extra = " and ".join(f"{stage}{op}{microbatch}" for op, there in zip("IW", halves, strict=True) if there)
             yield Fault(f"is a full backward, yet {extra} runs too", rank, None, trusted(stage, Op.B, microbatch))
         elif not full[key] and not all(halves):
             if halves == (0, 0):
-                if backward_due:
-                    wanted = trusted(stage, Op.B, microbatch)
-                    yield Fault(f"never runs, nor do {stage}I{microbatch} and {stage}W{microbatch}", rank, None, wanted)
+                wanted = trusted(stage, Op.B, microbatch)
+                yield Fault(f"never runs, nor do {stage}I{microbatch} and {stage}W{microbatch}", rank, None, wanted)
             else:
                 missing = Op.W if halves[0] else Op.I
                 yield Fault(
@@ -115,7 +128,7 @@ def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) 
     needed, made, usual = table.needed, table.made, transfers.usual
     here = bytearray(table.size)
     if not lowered:  # what comes from other ranks is the walk's to check
-        for number, (_, stage, rank) in enumerate(table.names):
+        for number, (_, stage, rank, _) in enumerate(table.names):
             if schedule.placement.by_stage[stage] != rank:
                 first = number * table.microbatches
                 here[first : first + table.microbatches] = b"\1" * table.microbatches

@@ -16,11 +16,12 @@ from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import align
 from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
+from penstock.schedule.lower import lower
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.topology import Topology
 
-__all__ = ["FAMILIES", "Family", "build", "family"]
+__all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
 
 Order = list[list[Action]]
 
@@ -131,8 +132,19 @@ def build(
             topology=Topology.chain(placement.stages, skips),
             forward_only=entry.name == "forward-only",
             name=entry.name,
+            passes=(),
         )
     )
+
+
+def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
+    """The lowered inference program for the same stages on the same ranks, breadth first."""
+    order = [
+        [trusted(stage, Op.F, microbatch) for stage in schedule.placement.stages_of(rank) for microbatch in range(microbatches)]
+        for rank in range(schedule.ranks)
+    ]
+    facts = {"placement": schedule.placement, "topology": schedule.topology, "microbatches": microbatches}
+    return lower(Schedule(order, forward_only=True, name="forward-only", **facts))
 
 
 def _in_blocks(row: list[Action], size: int) -> list[Action]:

@@ -9,9 +9,9 @@ its next F or I first runs the oldest W that it owes
 - while that F would hold more activations than the rank's cap, and
 - while it would otherwise stand idle for at least a W, waiting for another rank.
 
-What is still owed at the end fills the drain. With the orders of the zero-bubble papers this
-rule gives their H1, H2 and V schedules; under H1's order and the costs that arXiv 2401.10241
-measured, it reaches the optimum that the paper's integer program found.
+What is still owed at the end fills the drain. With 1F1B's order and equal costs nothing within
+the same memory is shorter (the tests compare with the lower bound), and with unequal costs it
+reached the best known makespan of the one case that the tests hold.
 
 Why it cannot get stuck: the cap alone never makes a rank wait. A rank at its cap pays what it
 owes, and where an order keeps more than `cap` microbatches between F and I, so that nothing
@@ -27,14 +27,14 @@ time linear in the number of actions.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, trusted
 
-__all__ = ["Durations", "Filled", "best", "fill_weights"]
+__all__ = ["Durations", "Filled", "fill_weights", "preference"]
 
 FORWARD, WEIGHT = Op.F, Op.W
 Key = tuple[int, Op, int | None]  # stage, op, microbatch
@@ -63,9 +63,9 @@ class Filled(NamedTuple):
     peaks: list[int]  # of each rank, the most microbatch-stages that it holds at once
 
 
-def best(candidates: Iterable[Filled], cap: int) -> list[list[Action]]:
-    """The shortest order among those that keep within `cap`; the first one, where several tie."""
-    return min(candidates, key=lambda filled: (max(cap, *filled.peaks), filled.makespan)).orders
+def preference(filled: Filled, cap: int) -> tuple[int, float]:
+    """A key to choose among orders by: one that keeps within `cap` comes first, then the shortest."""
+    return max(cap, *filled.peaks), filled.makespan
 
 
 def fill_weights(
@@ -88,7 +88,8 @@ def fill_weights(
         number = ready.pop()
         ready += filling.advance(number, ranks[number])
     if filling.waiting:
-        raise ScheduleError(f"this order never finishes: ranks wait to run {sorted(filling.waiting)}")
+        stuck = ", ".join(str(trusted(*key)) for key in sorted(filling.waiting))
+        raise ScheduleError(f"this order never finishes: its ranks wait forever to run {stuck}")
     for rank in ranks:
         while rank.owed:
             filling.pay(rank)

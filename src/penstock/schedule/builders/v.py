@@ -1,49 +1,57 @@
 """Schedules on the V placement: zb-v, v-half, v-min.
 
 Rank r owns stage r on the way down the V and stage 2 * ranks - 1 - r on the way up. The first
-rank, whose first stage holds each microbatch longest, holds it briefly on its second, and the
-last rank halfway on both; so all ranks can carry the same load, and that load can be chosen
-(arXiv 2405.15362, "Pipeline Parallelism with Controllable Memory").
+rank keeps a microbatch longest on its first stage and shortest on its second; the last rank
+keeps it equally long on both. So all ranks can carry the same load, and that load can be
+chosen (arXiv 2405.15362, "Pipeline Parallelism with Controllable Memory").
 
-A *building block* is the path of one microbatch: how many slots later each of its four passes
-starts on the next rank that it visits, and how long it rests at each of the three turns:
+A *building block* is the path of one microbatch: how many slots later each of its four legs
+starts on the next rank, and how long it rests at each of the three turns. With steps of one
+slot and no rest, on three ranks:
 
-              slot 0 1 2 3 4 5 6 7 8 9
-    rank 0         F . . . . F I . . . . I       down, up: 1 slot a rank
-    rank 1         . F . . F . . I . . I         turns: no rest
-    rank 2         . . F F . . . . I I
+    slot     0 1 2 3 4 5 6 7 8 9 10 11
+    rank 0   F . . . . F I . . . .  I
+    rank 1   . F . . F . . I . . I  .
+    rank 2   . . F F . . . . I I .  .
 
-A rank has six slots of work for a microbatch (F, I and W on two stages), so the block is
-repeated every six slots. Two facts make the repeat a good order of F and I:
+A rank has six slots of work for a microbatch (F, I and W on two stages), so a block is
+repeated every six slots. Two facts make the repeated block a good order of F and I:
 
-- It is in the order of one clock, so no rank waits in a circle, whatever the numbers.
-- A rank holds its two stages for (down + up + back down + back up) * ranks slots on the first
-  rank and 2 * (up + back down) * ranks on the last, in between on the others; a sixth of that
-  is how many it holds at once. Steps of 1, 1, 1, 1 hold two thirds of `ranks` stages, a third
-  of 1F1B's memory; 1, 2, 1, 2 hold `ranks`, a half; 1, 5, 1, 5 hold 2 * ranks, all of it.
+- All ranks follow one clock, on which each action is later than what it needs. So no ranks
+  wait in a circle, whatever the numbers.
+- A rank holds a microbatch, counted over both stages, for (down + up + back_down + back_up) *
+  ranks slots on the first rank, for 2 * (up + back_down) * ranks on the last, and in between
+  on the others. A sixth of that is how many it holds at once: steps of 1, 1, 1, 1 hold two
+  thirds of `ranks` stages, which is a third of 1F1B's memory; 1, 2, 1, 2 hold half of it.
 
-Only the order is kept; the slots are squeezed out, as each action runs as soon as it can, and
+Only the order is kept. The slots are squeezed out, as each action runs as soon as it can, and
 `greedy` puts each W where its rank would idle or would hold more than the family's cap.
 
-Whether the four passes of a block fall on different slots modulo six on every rank, and how
-few microbatches there can be, depends on the rests; so each family names a few blocks, tries
-them all, and keeps the shortest order within its cap.
+The rests decide whether the legs fall on different slots modulo six on every rank, and how
+the fill and drain meet the middle; which are best depends on the remainder of `ranks`. So a
+family names a few blocks and takes the one whose order is the shortest within its cap.
+
+zb-v has memory for more: as in arXiv 2401.10241, each rank runs forwards until its first
+gradient can be there, and then goes round F I F I. With equal costs no rank idles between its
+first action and its last, given 2 * ranks - 1 microbatches.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.builders.greedy import Filled, best, fill_weights
+from penstock.schedule.builders.greedy import Filled, fill_weights, preference
 
-__all__ = ["v_half", "v_min", "zb_v"]
+__all__ = ["v_half", "v_min", "v_placement", "zb_v"]
 
 PERIOD = 6  # slots of work that a rank has for one microbatch: F, I and W on two stages
 
 
 class Block(NamedTuple):
-    """One microbatch's path: slots from rank to rank, and rests at the turns."""
+    """One microbatch's path: slots from rank to rank on each leg, and rests at the turns."""
 
     down: int
     up: int
@@ -52,7 +60,6 @@ class Block(NamedTuple):
     rests: tuple[int, int, int] = (0, 0, 0)  # on the last rank, on the first, on the last again
 
 
-ZB_V = (Block(1, 5, 1, 5),)
 V_HALF = (
     Block(1, 2, 1, 2),
     Block(1, 2, 1, 2, (2, 0, 2)),
@@ -66,50 +73,85 @@ V_MIN = (
 )
 
 
-def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Zero bubble in 1F1B's memory: at most `ranks` whole-rank microbatches."""
-    return _best(ZB_V, ranks, microbatches, whole=ranks)
-
-
 def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
     """About half of 1F1B's memory: at most `(ranks + 2) // 2` whole-rank microbatches."""
-    return _best(V_HALF, ranks, microbatches, whole=(ranks + 2) // 2)
+    return _best(V_HALF, ranks, microbatches, cap=2 * ((ranks + 2) // 2))
 
 
 def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
     """About a third of 1F1B's memory: at most `(ranks + 4) // 3` whole-rank microbatches."""
-    return _best(V_MIN, ranks, microbatches, whole=(ranks + 4) // 3)
+    return _best(V_MIN, ranks, microbatches, cap=2 * ((ranks + 4) // 3))
 
 
-def _best(blocks: tuple[Block, ...], ranks: int, microbatches: int, whole: int) -> list[list[Action]]:
-    """The shortest order that one of the blocks gives, holding at most `whole` microbatches on both stages."""
-    return best([_repeat(block, ranks, microbatches, cap=2 * whole) for block in blocks], cap=2 * whole)
+def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
+    """Zero bubble in 1F1B's memory: at most `ranks` whole-rank microbatches."""
+    orders = []
+    for rank in range(ranks):
+        down, up = rank, 2 * ranks - 1 - rank
+        legs = [(down, Op.F)] * (2 * (ranks - rank) - 1)
+        legs += [(up, Op.F), (down, Op.F)] * rank
+        legs += [(up, Op.F), (up, Op.I)] * (ranks - rank)
+        legs += [(down, Op.F), (down, Op.I), (up, Op.F), (up, Op.I)] * microbatches
+        orders.append(_numbered(legs, microbatches))
+    return fill_weights(orders, v_placement(ranks), cap=2 * ranks).orders
+
+
+def v_placement(ranks: int) -> list[int]:
+    """The rank of each stage: down the V and up again."""
+    return [*range(ranks), *reversed(range(ranks))]
+
+
+def _numbered(legs: Sequence[tuple[int, Op]], microbatches: int) -> list[Action]:
+    """Give each leg's microbatches their turns in order, and leave out the turns past the last.
+
+    Leaving out is safe: of an order that finishes, what some microbatches do finishes too, as
+    microbatches do not need each other.
+    """
+    counts: Counter[tuple[int, Op]] = Counter()
+    order = []
+    for stage, op in legs:
+        microbatch = counts[stage, op]
+        counts[stage, op] += 1
+        if microbatch < microbatches:
+            order.append(trusted(stage, op, microbatch))
+    return order
+
+
+def _best(blocks: Sequence[Block], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
+    """The order of the block that suits these numbers best, chosen on a batch that is just long enough.
+
+    More microbatches only repeat the middle, which takes the same time in every block that fits.
+    """
+    trial = min(microbatches, 2 * ranks)
+    trials = {block: _repeat(block, ranks, trial, cap) for block in blocks}
+    chosen = min(blocks, key=lambda block: preference(trials[block], cap))
+    return (trials[chosen] if trial == microbatches else _repeat(chosen, ranks, microbatches, cap)).orders
 
 
 def _repeat(block: Block, ranks: int, microbatches: int, cap: int) -> Filled:
     """The order of a block that is repeated for each microbatch, with W filled in."""
     orders = []
     for rank in range(ranks):
-        slots = sorted(
-            (slot + PERIOD * microbatch, place, stage, op, microbatch)
-            for place, (slot, stage, op) in enumerate(_passes(block, rank, ranks))
+        timed = sorted(
+            (slot + PERIOD * microbatch, leg, stage, op, microbatch)
+            for leg, (slot, stage, op) in enumerate(_legs(block, rank, ranks))
             for microbatch in range(microbatches)
         )
-        orders.append([trusted(stage, op, microbatch) for _, _, stage, op, microbatch in slots])
-    return fill_weights(orders, [*range(ranks), *reversed(range(ranks))], cap)
+        orders.append([trusted(stage, op, microbatch) for _, _, stage, op, microbatch in timed])
+    return fill_weights(orders, v_placement(ranks), cap)
 
 
-def _passes(block: Block, rank: int, ranks: int) -> list[tuple[int, int, Op]]:
-    """The four passes of microbatch 0 on one rank: slot, stage and op."""
-    span = ranks - 1  # steps from one end of the pipeline to the other
+def _legs(block: Block, rank: int, ranks: int) -> list[tuple[int, int, Op]]:
+    """What a rank does for microbatch 0, one action on each leg: slot, stage and op."""
+    last = ranks - 1
     turns = [1 + rest for rest in block.rests]
-    up_starts = block.down * span + turns[0]
-    back_starts = up_starts + block.up * span + turns[1]
-    back_up_starts = back_starts + block.back_down * span + turns[2]
-    first, second = rank, 2 * ranks - 1 - rank
+    up_starts = block.down * last + turns[0]
+    back_down_starts = up_starts + block.up * last + turns[1]
+    back_up_starts = back_down_starts + block.back_down * last + turns[2]
+    down, up = rank, 2 * ranks - 1 - rank
     return [
-        (block.down * rank, first, Op.F),
-        (up_starts + block.up * (span - rank), second, Op.F),
-        (back_starts + block.back_down * rank, second, Op.I),
-        (back_up_starts + block.back_up * (span - rank), first, Op.I),
+        (block.down * rank, down, Op.F),
+        (up_starts + block.up * (last - rank), up, Op.F),
+        (back_down_starts + block.back_down * rank, up, Op.I),
+        (back_up_starts + block.back_up * (last - rank), down, Op.I),
     ]

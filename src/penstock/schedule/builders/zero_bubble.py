@@ -28,7 +28,7 @@ either is a short round at the end, or is taken from all rounds evenly, whicheve
 from __future__ import annotations
 
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.builders.greedy import Filled, best, fill_weights
+from penstock.schedule.builders.greedy import Filled, fill_weights, preference
 from penstock.schedule.builders.one_f_one_b import alternate
 
 __all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
@@ -57,7 +57,7 @@ def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int) -> list[
         size, larger = divmod(microbatches, rounds + 1)
         choices.append([size + 1] * larger + [size] * (rounds + 1 - larger))
     candidates = [_interleaved(ranks, sizes, stages_per_rank) for sizes in choices]
-    return best(candidates, cap=stages_per_rank * ranks)
+    return min(candidates, key=lambda filled: preference(filled, cap=stages_per_rank * ranks)).orders
 
 
 def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int) -> Filled:

@@ -1,0 +1,86 @@
+"""The `penstock` command: schedules looked at, proved, priced and compared from a shell.
+
+One file a command; each reads a schedule through `source`, hands the work to the library and
+writes through `output`. Nothing here knows anything about schedules that the library does not
+say, and nothing here imports torch, so the command answers at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+import penstock
+from penstock.cli.compare import compare
+from penstock.cli.output import complain
+from penstock.cli.show import show
+from penstock.cli.simulate import simulate
+from penstock.cli.verify import verify
+
+__all__ = ["app", "main"]
+
+EXAMPLES = """Examples:\n
+\b
+  penstock show zb-v --ranks 4 --microbatches 8
+  penstock show 1f1b -r 4 -m 8 --lowered --save program.csv
+  penstock verify program.csv
+  penstock simulate zb-v -r 4 -m 16 --weight 0.8 --hop 0.1
+  penstock compare -r 8 -m 32
+"""
+
+
+class Commands(typer.core.TyperGroup):
+    """A group whose usage errors are one plain paragraph on stderr, whatever the terminal."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run a command; as typer's own, but for how errors look."""
+        if not extra.pop("standalone_mode", True):
+            return super().main(*args, **{**extra, "standalone_mode": False})
+        try:
+            code = super().main(*args, **{**extra, "standalone_mode": False})
+        except typer.TyperException as error:
+            context = getattr(error, "ctx", None)
+            path = context.command_path if context is not None else "penstock"
+            complain(f"{error.format_message().rstrip('.')}; see {path} --help")
+            code = 2
+        except typer.Abort:
+            code = 130
+        raise SystemExit(code if isinstance(code, int) else 0)
+
+
+app = typer.Typer(
+    name="penstock",
+    cls=Commands,
+    help="Pipeline schedules as values: draw them, prove them, price them, compare them.",
+    epilog=EXAMPLES,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+for command in (show, verify, simulate, compare):
+    app.command(short_help=(command.__doc__ or "").partition(":")[0].partition(".")[0] + ".")(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _entry(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The console script."""
+    app()

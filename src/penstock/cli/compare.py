@@ -1,0 +1,164 @@
+"""`penstock compare`: every family side by side, in units in which they can be compared.
+
+A family with two stages a rank has stages half as large. So a stage costs 1 / (stages a rank)
+here, and peak activations are counted in microbatches of a whole rank: one row's numbers mean
+the same as the next one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli.costs import amount
+from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
+from penstock.cli.show import drawing
+from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size
+from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate
+
+__all__ = ["compare"]
+
+ROUNDING = 1e-9
+WIDE = 1000  # columns of a pipe: no cell is ever folded there
+Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
+Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
+HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to rank.")]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One family at the sizes that were asked for."""
+
+    family: Family
+    schedule: Schedule
+    makespan: float
+    idle_share: float
+    peak_activations: float  # in microbatches of a whole rank
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each rank has."""
+        return self.schedule.placement.stages_per_rank
+
+
+@guarded
+def compare(
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    forward: Time = "1",
+    input: Time = "1",
+    weight: Time = "1",
+    hop: HopTime = "0",
+    draw: Draw = False,
+    as_json: AsJson = False,
+) -> None:
+    """Build and price every family side by side.
+
+    --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb); the others have
+    one large stage a rank, or the two of a V.
+    """
+    ranks = RANKS if ranks is None else ranks
+    microbatches = 2 * ranks if microbatches is None else microbatches
+    times = [amount(f"--{name}", text) for name, text in (("forward", forward), ("input", input), ("weight", weight))]
+    wire = amount("--hop", hop)
+    check_size(ranks, microbatches, max(2, stages_per_rank or 0))
+    with working("building every family"):
+        entries = [_entry(family, ranks, microbatches, stages_per_rank, times, wire) for family in FAMILIES.values()]
+    best = _best(entries)
+    if as_json:
+        write_json(_document(ranks, microbatches, entries, best))
+        return
+    columns = terminal_width()
+    if draw:
+        for entry in entries:
+            write(fold(f"{entry.family.name}: {entry.family.summary}", columns))
+            write(f"{drawing(entry.schedule, columns)}\n")
+    _write_table(ranks, microbatches, entries, best)
+    write(fold(_note(entries, microbatches * sum(times)), columns))
+
+
+def _entry(
+    family: Family, ranks: int, microbatches: int, stages_per_rank: int | None, times: list[float], hop: float
+) -> Entry:
+    loops = family.layout == "loop" and family.stages_per_rank > 1
+    schedule = build(family.name, ranks, microbatches, stages_per_rank if loops else None)
+    share = schedule.placement.stages_per_rank
+    forward, backward_input, weight = (time / share for time in times)
+    timeline = simulate(schedule, Costs(forward=forward, input=backward_input, weight=weight, hop=hop))
+    return Entry(family, schedule, timeline.makespan, timeline.bubble, max(timeline.peak_activations) / share)
+
+
+def _figures(entry: Entry) -> dict[str, float]:
+    return {
+        "makespan": entry.makespan,
+        "idle_share": entry.idle_share,
+        "peak_activations": entry.peak_activations,
+    }
+
+
+def _best(entries: list[Entry]) -> dict[str, float]:
+    """The lowest of each figure among the families that train."""
+    training = [_figures(entry) for entry in entries if not entry.schedule.forward_only]
+    return {name: min(figures[name] for figures in training) for name in training[0]}
+
+
+def _is_best(entry: Entry, name: str, best: dict[str, float]) -> bool:
+    return not entry.schedule.forward_only and _figures(entry)[name] <= best[name] * (1 + ROUNDING) + ROUNDING
+
+
+def _cells(entry: Entry, best: dict[str, float]) -> Iterator[str]:
+    yield entry.family.name
+    yield str(entry.stages_per_rank)
+    shown = {
+        "makespan": number(entry.makespan),
+        "idle_share": percent(entry.idle_share),
+        "peak_activations": number(entry.peak_activations),
+    }
+    for name, text in shown.items():
+        yield f"[bold green]{text} *[/]" if _is_best(entry, name, best) else f"{text}  "
+
+
+def _write_table(ranks: int, microbatches: int, entries: list[Entry], best: dict[str, float]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("family", no_wrap=True)
+    for heading in ("stages\na rank", "makespan", "idle\nshare", "peak\nactivations"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for entry in entries:
+        table.add_row(*_cells(entry, best))
+    width = terminal_width()
+    console = Console(width=width or WIDE, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    write("\n".join([f"{ranks} ranks, {microbatches} microbatches", *filter(None, lines), ""]))
+
+
+def _note(entries: list[Entry], work: float) -> str:
+    words = [
+        "* best of the families that train",
+        f"work of one rank without waiting: {number(work)}",
+        "peak activations in microbatches of a whole rank",
+    ]
+    if any(action is not None and action.pair for entry in entries for action in entry.schedule.rows[0]):
+        words.append("overlapped pairs (dualpipe-v) are priced one part after the other")
+    return "; ".join(words)
+
+
+def _document(ranks: int, microbatches: int, entries: list[Entry], best: dict[str, float]) -> dict[str, Any]:
+    families = [
+        {
+            "family": entry.family.name,
+            "stages_per_rank": entry.stages_per_rank,
+            **_figures(entry),
+            "best": [name for name in best if _is_best(entry, name, best)],
+        }
+        for entry in entries
+    ]
+    return {"ranks": ranks, "microbatches": microbatches, "families": families}

@@ -1,0 +1,149 @@
+"""How the command writes: text, JSON, faults and complaints, and with which exit code.
+
+0: done; 1: the schedule in a file is wrong, and every fault is listed; 2: the command was
+called with something that cannot work, and one paragraph on stderr says what would.
+
+Colour goes to terminals alone. A reader that stops early (`| head`) ends the output and not
+the command, so the exit code still says what was found.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, ParamSpec, TextIO
+
+import typer
+from rich.console import Console
+
+from penstock.errors import Fault, ScheduleError, UsageError
+
+__all__ = [
+    "complain",
+    "document_of",
+    "fold",
+    "guarded",
+    "number",
+    "paints",
+    "percent",
+    "shortened",
+    "terminal_width",
+    "working",
+    "write",
+    "write_faults",
+    "write_json",
+]
+
+Parameters = ParamSpec("Parameters")
+
+
+def write(text: str, stream: TextIO | None = None) -> None:
+    """One piece of output and a line end; nothing at all once the reader is gone."""
+    stream = stream or sys.stdout
+    try:
+        try:
+            stream.write(text + "\n")
+        except UnicodeEncodeError:  # a file's name or cell, on a terminal that has no such letter
+            stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
+        stream.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def write_json(document: object) -> None:
+    """A document for a machine, on stdout."""
+    write(json.dumps(document, indent=2))
+
+
+def complain(message: str) -> None:
+    """One paragraph on stderr."""
+    write(f"penstock: {message}", sys.stderr)
+
+
+def document_of(fault: Fault) -> dict[str, Any]:
+    """A fault for a machine."""
+    action = None if fault.action is None else str(fault.action)
+    return {"rank": fault.rank, "position": fault.position, "action": action, "message": fault.message}
+
+
+def write_faults(title: str, faults: Sequence[Fault], stream: TextIO | None = None) -> None:
+    """Every fault on its own line, under a line that counts them."""
+    count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
+    write("\n".join([f"{title}: {count}", *(f"  {fault}" for fault in faults)]), stream)
+
+
+def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """A command whose errors become messages and exit codes."""
+
+    @functools.wraps(command)
+    def run(*args: Parameters.args, **options: Parameters.kwargs) -> None:
+        try:
+            command(*args, **options)
+        except ScheduleError as error:
+            if options.get("as_json"):
+                write_json({"faults": [document_of(fault) for fault in error.faults]})
+            else:
+                write_faults(str(options.get("source", "the schedule")), error.faults, sys.stderr)
+            raise typer.Exit(1) from None
+        except UsageError as error:
+            refuse(str(error))
+        except OSError as error:
+            refuse(f"{error.filename or 'a file'}: {error.strerror or error}")
+        except MemoryError:
+            refuse("the schedule does not fit into this machine's memory; try fewer ranks or microbatches")
+
+    return run
+
+
+def refuse(message: str) -> NoReturn:
+    """Complain, and end with the exit code of bad usage."""
+    complain(message)
+    raise typer.Exit(2)
+
+
+def paints() -> bool:
+    """May stdout take colours? Not a pipe, a dumb terminal or under NO_COLOR."""
+    console = Console()
+    return console.is_terminal and console.color_system is not None and not console.no_color
+
+
+def terminal_width() -> int | None:
+    """The columns of the terminal on stdout; None for a pipe or file, where nothing is wrapped."""
+    console = Console()
+    return console.width if console.is_terminal else None
+
+
+def working(what: str) -> Any:
+    """A spinner on stderr while `what` is done; only a terminal sees it."""
+    return Console(stderr=True).status(what)
+
+
+def fold(text: str, width: int | None) -> str:
+    """Wrapped to the terminal, further lines indented; as it is for a pipe."""
+    if width is None:
+        return text
+    return textwrap.fill(text, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def shortened(items: Iterable[object], most: int = 24) -> str:
+    """The items in a line; of more than `most`, the first and last few and how many there are."""
+    texts = [str(item) for item in items]
+    if len(texts) <= most:
+        return " ".join(texts)
+    return f"{' '.join(texts[: most // 2])} ... {' '.join(texts[-most // 4 :])} ({len(texts)} in all)"
+
+
+def number(value: float) -> str:
+    """Six digits at most, and no trailing zeros."""
+    return f"{value:.6g}"
+
+
+def percent(share: float) -> str:
+    """An idle share, as people say it."""
+    return f"{100 * share:.1f} %"

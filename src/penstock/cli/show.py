@@ -1,0 +1,118 @@
+"""`penstock show`: a schedule as a picture, with what to know about it below."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.output import (
+    complain,
+    fold,
+    guarded,
+    paints,
+    percent,
+    shortened,
+    terminal_width,
+    write,
+    write_json,
+)
+from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, is_file, read, whole
+from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate
+from penstock.schedule.text import to_json
+
+__all__ = ["drawing", "legend", "show"]
+
+MEANINGS = {
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I backward for the inputs",
+    Op.W: "W backward for the weights",
+    Op.SEND_F: "SEND_F/RECV_F an output",
+    Op.SEND_B: "SEND_B/RECV_B a gradient",
+    Op.UNSHARD: "UNSHARD/RESHARD a stage's parameters",
+    Op.REDUCE_GRAD: "REDUCE_GRAD over data parallel ranks",
+}
+
+Width = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole(20), metavar="COLUMNS", help="Wrap the drawing (default: the terminal; a pipe is not wrapped)."
+    ),
+]
+Lowered = Annotated[bool, typer.Option("--lowered", help="The program that is run: with transfers, no idle slots.")]
+Save = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also write it, to .csv (torch's dialect) or .json (everything).")
+]
+
+
+@guarded
+def show(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    lowered: Lowered = False,
+    width: Width = None,
+    save: Save = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw a schedule: a row for each rank, a column for each time slot."""
+    schedule = read(source, ranks, microbatches, stages_per_rank)
+    timeline, found = None, faults(schedule) if is_file(source) else []
+    if not found:
+        timeline = simulate(schedule)
+        schedule = lower(schedule) if lowered and not schedule.passes else schedule
+    if save is not None:
+        schedule.save(save)
+    if as_json:
+        write_json(_document(schedule, timeline))
+    else:
+        columns = terminal_width() if width is None else width
+        facts = [f"placement {shortened(schedule.placement)}"] + (_costs(timeline) if timeline else [])
+        write(fold(described(schedule, source), columns))
+        write(drawing(schedule, columns))
+        write(f"\n{fold(legend(schedule), columns)}")
+        write(fold("; ".join(facts), columns))
+        if save is not None:
+            write(f"saved to {save}")
+    if found:  # drawn all the same: seeing it helps
+        count = f"{len(found)} fault{'s' if len(found) > 1 else ''}"
+        complain(f"{source} has {count} and must not be run; penstock verify {source} lists all")
+        raise typer.Exit(1)
+
+
+def drawing(schedule: Schedule, width: int | None) -> str:
+    """The grid, with colours where stdout takes them."""
+    return schedule.draw(width=width, color=paints())
+
+
+def legend(schedule: Schedule) -> str:
+    """What the letters in the drawing mean; only those that are in it."""
+    there = {part.op for _, _, part in schedule.parts()}
+    words = [meaning for op, meaning in MEANINGS.items() if op in there]
+    if any(None in row for row in schedule.rows) or len(set(map(len, schedule.rows))) > 1:
+        words.append(". idle")
+    if any(action is not None and action.pair for row in schedule.rows for action in row):
+        words.append("(..;..) a pair that may overlap")
+    return "; ".join(["2F0 is the forward of stage 2, microbatch 0", *words])
+
+
+def _costs(timeline: Timeline) -> list[str]:
+    peaks = f"peak activations by rank {shortened(timeline.peak_activations)} (one: a microbatch in a stage)"
+    return [f"idle share {percent(timeline.bubble)} (F, I and W take 1, B 2, hops nothing)", peaks]
+
+
+def _document(schedule: Schedule, timeline: Timeline | None) -> dict[str, object]:
+    """What `--save x.json` writes, and the facts below the drawing: it loads back."""
+    document: dict[str, object] = json.loads(to_json(schedule))
+    rows = document.pop("rows")
+    return document | {
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "idle_share": timeline.bubble if timeline else None,
+        "peak_activations": list(timeline.peak_activations) if timeline else None,
+        "rows": rows,
+    }

@@ -1,0 +1,140 @@
+"""`penstock simulate`: what a schedule takes under stated costs, and where the time goes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.costs import Activation, Bandwidth, Bytes, Forward, Hop, Input, Latency, Weight, amount, read_costs
+from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
+from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, read_proved, whole
+from penstock.schedule import Costs, Schedule, Span, Spread, Timeline, what_if
+from penstock.schedule import simulate as price
+
+__all__ = ["simulate"]
+
+PATH_ENDS = 8  # actions of the critical path that are shown at either end
+
+Jitter = Annotated[
+    str, typer.Option(metavar="SHARE", help="Relative spread of each compute's time, such as 0.1.", show_default=False)
+]
+Draws = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="How many times the jitter is drawn.")]
+Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Where the random numbers start.")]
+
+
+@guarded
+def simulate(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    forward: Forward = "1",
+    input: Input = "1",
+    weight: Weight = "1",
+    hop: Hop = "0",
+    latency: Latency = "0",
+    bandwidth: Bandwidth = None,
+    bytes: Bytes = "0",
+    activation: Activation = "1",
+    jitter: Jitter = "0",
+    draws: Draws = 100,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Price a schedule: makespan, idle share, peak memory and critical path.
+
+    Times are in any unit, the same for all; so is memory. Overlapped pairs are priced one part after the other.
+    """
+    share = amount("--jitter", jitter)
+    schedule = read_proved(source, ranks, microbatches, stages_per_rank)
+    costs = read_costs(
+        schedule.stages,
+        forward=forward,
+        input=input,
+        weight=weight,
+        hop=hop,
+        latency=latency,
+        bandwidth=bandwidth,
+        bytes=bytes,
+        activation=activation,
+    )
+    with working(f"simulating {source}"):
+        timeline = price(schedule, costs)
+        spread = what_if(schedule, costs, jitter=share, draws=draws, seed=seed) if share else None
+    if as_json:
+        write_json(_document(schedule, costs, timeline, spread, {"jitter": share, "draws": draws, "seed": seed}))
+        return
+    columns = terminal_width()
+    write(fold(f"{described(schedule, source)}; {_stated(costs)}", columns))
+    write(f"\nmakespan    {number(timeline.makespan)}")
+    write(f"idle share  {percent(timeline.bubble)}")
+    if spread is not None:
+        write(
+            f"jitter      {number(share)} over {draws} draws (seed {seed}): makespan {number(spread.mean)} "
+            f"+- {number(spread.deviation)}, {number(spread.low)} to {number(spread.high)}"
+        )
+    write(f"\n{_by_rank(timeline)}\n")
+    write(fold(_path(timeline.critical_path), columns))
+
+
+def _stated(costs: Costs) -> str:
+    """The costs that are not nothing, in a phrase."""
+    words = [f"{name} {_numbers(getattr(costs, name))}" for name in ("forward", "input", "weight")]
+    if costs.hop:
+        words.append(f"hop {number(costs.hop)}")
+    if costs.latency:
+        words.append(f"latency {number(costs.latency)}")
+    if costs.bandwidth is not None:
+        words.append(f"{_numbers(costs.bytes)} bytes at {number(costs.bandwidth)} a unit of time")
+    return ", ".join(words)
+
+
+def _numbers(value: Any) -> str:
+    return ",".join(map(number, value)) if isinstance(value, tuple) else number(value)
+
+
+def _by_rank(timeline: Timeline) -> str:
+    rows = [("rank", "idle share", "peak activations", "peak memory")]
+    rows += [
+        (str(rank), percent(idle), str(held), number(memory))
+        for rank, (idle, held, memory) in enumerate(
+            zip(timeline.idle, timeline.peak_activations, timeline.peak_memory, strict=True)
+        )
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def _path(path: tuple[Span, ...]) -> str:
+    """The chain that decides the makespan; of a long one both ends."""
+    names = [str(span.action) for span in path]
+    if len(names) > 2 * PATH_ENDS:
+        names[PATH_ENDS:-PATH_ENDS] = [f"... {len(path) - 2 * PATH_ENDS} more ..."]
+    return f"critical path, {len(path)} computes: {' '.join(names)}"
+
+
+def _document(
+    schedule: Schedule, costs: Costs, timeline: Timeline, spread: Spread | None, draw: dict[str, Any]
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "costs": asdict(costs),
+        "makespan": timeline.makespan,
+        "idle_share": timeline.bubble,
+        "idle_share_by_rank": list(timeline.idle),
+        "peak_activations": list(timeline.peak_activations),
+        "peak_memory": list(timeline.peak_memory),
+        "critical_path": [
+            {"rank": span.rank, "action": str(span.action), "start": span.start, "end": span.end}
+            for span in timeline.critical_path
+        ],
+    }
+    if spread is not None:
+        figures = {name: getattr(spread, name) for name in ("mean", "deviation", "low", "high")}
+        document["what_if"] = {**draw, **figures, "makespans": list(spread.makespans)}
+    return document

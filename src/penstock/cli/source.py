@@ -1,0 +1,164 @@
+"""Where a command's schedule comes from: a family's name and sizes, or a file.
+
+With a name, the sizes say what to build. With a file, they say what the file must be for; a
+file that is for something else is refused as any other wrong file is.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.schedule import FAMILIES, Schedule, build, family, verify
+
+__all__ = [
+    "RANKS",
+    "AsJson",
+    "Microbatches",
+    "Ranks",
+    "Source",
+    "StagesPerRank",
+    "check_size",
+    "described",
+    "is_file",
+    "plural",
+    "read",
+    "read_proved",
+    "whole",
+]
+
+RANKS = 4  # where a name comes without sizes
+MOST_COMPUTES = 10_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """A reader of whole numbers of at least `least`, for an option."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is not a whole number; give one such as {max(least, 4)}") from None
+        if value < least:
+            raise typer.BadParameter(f"{value} is too small; give {least} or more")
+        return value
+
+    return number
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        help=f"A family ({', '.join(FAMILIES)}) or a file that ends in .csv or .json.",
+        show_default=False,
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        "-r",
+        parser=whole(1),
+        metavar="N",
+        help=f"Workers of the pipeline (a name: {RANKS} unless given; a file: what it must be for).",
+    ),
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(
+        "--microbatches",
+        "-m",
+        parser=whole(1),
+        metavar="N",
+        help="Slices of the batch (a name: twice the ranks unless given; a file: what it must be for).",
+    ),
+]
+StagesPerRank = Annotated[
+    int | None,
+    typer.Option(
+        "--stages-per-rank", "-v", parser=whole(1), metavar="N", help="Stages on each rank (default: the family's)."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine.")]
+
+
+def is_file(source: str) -> bool:
+    """Is a file meant? Its ending or a folder says so, or that it is there."""
+    path = Path(source)
+    return path.suffix.lower() in (".csv", ".json") or os.sep in source or (path.is_file() and not _is_family(source))
+
+
+def _is_family(source: str) -> bool:
+    try:
+        family(source)
+    except UsageError:
+        return False
+    return True
+
+
+def read(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+    """The schedule that the arguments mean, not yet proved."""
+    if is_file(source):
+        return _load(source, ranks, microbatches, stages_per_rank)
+    try:
+        entry = family(source)
+    except UsageError as error:
+        raise UsageError(f"{error}; a file's name must end in .csv or .json") from None
+    ranks = RANKS if ranks is None else ranks
+    microbatches = 2 * ranks if microbatches is None else microbatches
+    check_size(ranks, microbatches, entry.stages_per_rank if stages_per_rank is None else stages_per_rank)
+    return build(entry.name, ranks, microbatches, stages_per_rank)
+
+
+def read_proved(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+    """The same; what a file holds is proved first, as nothing else has."""
+    schedule = read(source, ranks, microbatches, stages_per_rank)
+    if is_file(source):
+        verify(schedule)
+    return schedule
+
+
+def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
+    """Refuse what would fill the memory before anything could be said about it."""
+    computes = 2 * ranks * microbatches * stages_per_rank
+    if computes > MOST_COMPUTES:
+        raise UsageError(
+            f"{ranks} ranks x {microbatches} microbatches x {stages_per_rank} stages a rank are {computes:,} computes; "
+            f"the command takes {MOST_COMPUTES:,} at most (penstock.schedule.build has no limit)"
+        )
+
+
+def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+    facts = {name: value for name, value in (("ranks", ranks), ("microbatches", microbatches)) if value is not None}
+    try:
+        schedule = Schedule.load(source, check=False, **facts)
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no file {source}; give one that penstock show NAME --save FILE wrote, or a family's name "
+            f"({', '.join(FAMILIES)})"
+        ) from None
+    except (UnicodeDecodeError, csv.Error, RecursionError, OverflowError) as error:
+        raise ScheduleError(f"the file is not text that a schedule can be read from: {error}") from None
+    if stages_per_rank is not None and schedule.placement.stages_per_rank != stages_per_rank:
+        found = schedule.placement.stages_per_rank
+        raise ScheduleError([Fault(f"the file has {found} stages on a rank, for {stages_per_rank} stages a rank")])
+    return schedule
+
+
+def described(schedule: Schedule, source: str) -> str:
+    """Name and sizes, for a heading."""
+    name = Path(source).name if is_file(source) else schedule.name
+    sizes = (("rank", schedule.ranks), ("stage", schedule.stages), ("microbatch", schedule.microbatches))
+    return f"{name}: {', '.join(f'{count} {what if count == 1 else plural(what)}' for what, count in sizes)}"
+
+
+def plural(word: str) -> str:
+    """Of the few words that are counted here."""
+    return f"{word}es" if word.endswith("ch") else f"{word}s"

@@ -1,0 +1,96 @@
+"""`penstock verify`: the proof that a schedule is right and ends, or every fault that it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import typer
+
+from penstock.cli.output import document_of, guarded, working, write, write_faults, write_json
+from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, plural, read
+from penstock.errors import Fault, ScheduleError
+from penstock.schedule import Op, Schedule, faults, lower
+
+__all__ = ["verify"]
+
+COUNTED = (("computes", Op.F, Op.W), ("transfers", Op.SEND_F, Op.RECV_B), ("sharding", Op.UNSHARD, Op.REDUCE_GRAD))
+
+
+@guarded
+def verify(
+    source: Source,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that a schedule is complete, in order and free of deadlock.
+
+    A schedule of computes alone is proved as it is, and again with its transfers added. Exit code 1 and
+    every fault, with rank, position and action, when it is not.
+    """
+    try:
+        with working(f"proving {source}"):
+            schedule = read(source, ranks, microbatches, stages_per_rank)
+            found, program = _prove(schedule)
+    except ScheduleError as error:  # it could not even be read
+        schedule, found, program = None, list(error.faults), None
+    if as_json:
+        write_json(_document(schedule, program, found))
+    elif schedule is not None and program is not None:
+        write("\n".join([f"proved: {described(schedule, source)}", *_sentences(schedule, program)]))
+    else:
+        title = described(schedule, source) if schedule is not None else source
+        write_faults(title, found)
+    if found:
+        raise typer.Exit(1)
+
+
+def _prove(schedule: Schedule) -> tuple[list[Fault], Schedule | None]:
+    """The faults of the schedule, or else of its program; and the program, where it is sound."""
+    found = faults(schedule)
+    if found or "transfers" in schedule.passes:
+        return found, None if found else schedule
+    program = lower(schedule.compute()) if schedule.passes else lower(schedule)
+    found = faults(program)
+    return found, None if found else program
+
+
+def _counts(schedule: Schedule) -> dict[str, int]:
+    """How many actions of each kind; the parts of a pair are counted each."""
+    by_op = Counter(part.op for _, _, part in schedule.parts())
+    counts = {name: sum(by_op[op] for op in Op if first <= op <= last) for name, first, last in COUNTED}
+    return {**counts, "messages": counts["transfers"] // 2}
+
+
+def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
+    counts = _counts(program)
+    backward = "and no backward" if schedule.forward_only else "and one backward (B, or I and W)"
+    given = "in the file" if schedule is program else "added here"
+    messages = f"{counts['messages']:,} {'message' if counts['messages'] == 1 else plural('message')}"
+    lines = [
+        f"  {counts['computes']:,} computes: each microbatch has one forward {backward} in each stage, "
+        "none before what it needs",
+        f"  {counts['transfers']:,} transfers {given}: {messages}, each link's receives in the order of its sends",
+    ]
+    if counts["sharding"]:
+        lines.append(
+            f"  {counts['sharding']:,} sharding actions: each stage is whole when it computes, and reduced once"
+        )
+    lines.append("  no deadlock: the program ends with nothing buffered, so it ends on every transport")
+    return lines
+
+
+def _document(schedule: Schedule | None, program: Schedule | None, found: list[Fault]) -> dict[str, Any]:
+    document: dict[str, Any] = {"proved": not found}
+    if schedule is not None:
+        document |= {
+            "name": schedule.name,
+            "ranks": schedule.ranks,
+            "stages": schedule.stages,
+            "microbatches": schedule.microbatches,
+        }
+    if program is not None:
+        document |= _counts(program)
+    return document | {"faults": [document_of(fault) for fault in found]}

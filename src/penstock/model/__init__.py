@@ -1,0 +1,1 @@
+"""An nn.Module into stages."""

@@ -1,0 +1,179 @@
+"""A model cut into stages, as the runtime sees it: parts, and which feeds which.
+
+Whatever way a model is cut, the result is one `Split`: a `Part` for each stage and the
+topology of the values that cross. A part is called with what arrived from each producing
+stage and answers with what each consuming stage gets; the runtime never looks inside. Here is
+the way that needs no look at the model: lists of stage modules, and `nn.Sequential` by position.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.schedule.topology import Topology
+
+__all__ = ["OUTPUT", "Part", "Routed", "Split", "split_model"]
+
+OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What a stage returns when some of it skips: `Routed(x, {3: skip})`.
+
+    `output` goes to the next stage as ever, each value of `to` straight to the stage that is its
+    key, where it arrives as one more positional argument (in the order of the sending stages).
+    """
+
+    output: Any
+    to: Mapping[int, Any] = field(default_factory=dict)
+
+
+class Part:
+    """One stage of a list or a Sequential: `module`, and how to call it.
+
+    `names` maps the module's own parameter and buffer names to those of the whole model.
+    """
+
+    def __init__(
+        self, index: int, module: nn.Module, names: dict[str, str], topology: Topology, *, spread: bool
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.names = names
+        self._previous = index - 1 if index - 1 in topology.producers(index) else None
+        self._skips_in = tuple(stage for stage in topology.producers(index) if stage != index - 1)
+        self._skips_out = frozenset(stage for stage in topology.consumers(index) if stage != index + 1)
+        self._next = index + 1 if index + 1 < topology.stages else OUTPUT
+        self._spread = spread
+        self.takes = _keywords(module)
+
+    def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        """Compute: payload by producing stage in, payload by consuming stage out."""
+        if self._previous is None:
+            inputs: tuple[Any, ...] = args
+        else:
+            main = arrived[self._previous]
+            inputs = main if self._spread and type(main) is tuple else (main,)
+        if self._skips_in:
+            inputs = (*inputs, *(arrived[stage] for stage in self._skips_in))
+        if kwargs and self.takes is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name in self.takes}
+        result = self.module(*inputs, **kwargs)
+        if not self._skips_out and type(result) is not Routed:
+            return {self._next: result}
+        return self._routes(result)
+
+    def _routes(self, result: Any) -> dict[int, Any]:
+        routed = result if isinstance(result, Routed) else Routed(result)
+        if set(routed.to) != self._skips_out:
+            raise ModelError(
+                f"stage {self.index} sends to stages {sorted(routed.to)} beside the next one, but "
+                f"{sorted(self._skips_out)} were declared; return penstock.Routed(output, {{stage: value}}) "
+                f"with exactly the stages of skips="
+            )
+        return {self._next: routed.output, **routed.to}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model in parts, one a stage, and the topology of what crosses."""
+
+    parts: tuple[Part, ...]
+    topology: Topology
+    how: str  # one sentence for the user: in which way it was cut
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.parts)
+
+
+def split_model(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int | None,
+    balance: Sequence[int] | None,
+    skips: Iterable[tuple[int, int]] = (),
+) -> Split:
+    """Cut a list of stage modules or an `nn.Sequential`, by position."""
+    if isinstance(model, nn.Sequential):
+        groups = _groups(list(model.named_children()), stages, balance)
+        modules: list[nn.Module] = [nn.Sequential(OrderedDict(group)) for group in groups]
+        counts = ", ".join(str(len(group)) for group in groups)
+        names = [{name: name for name in _state_names(module)} for module in modules]
+        how, spread = f"nn.Sequential by position, layers a stage: {counts}", False
+    elif isinstance(model, nn.ModuleList) or (isinstance(model, Sequence) and not isinstance(model, nn.Module)):
+        modules = list(model)
+        _check_list(modules, stages, balance)
+        names = [{name: f"{index}.{name}" for name in _state_names(module)} for index, module in enumerate(modules)]
+        how, spread = f"a list of {len(modules)} stage modules", True
+    else:
+        raise ModelError(
+            f"{type(model).__name__} is neither an nn.Sequential nor a list of stage modules; "
+            f"pass nn.Sequential(...) with stages=, or a list with one module for each stage"
+        )
+    topology = Topology.chain(len(modules), skips)
+    parts = tuple(
+        Part(index, module, names[index], topology, spread=spread) for index, module in enumerate(modules)
+    )
+    return Split(parts, topology, how)
+
+
+def _check_list(modules: Sequence[Any], stages: int | None, balance: Sequence[int] | None) -> None:
+    if not modules:
+        raise ModelError("the list of stage modules is empty; pass one module for each stage")
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise ModelError(f"entry {index} of the list of stages is a {type(module).__name__}, not an nn.Module")
+    if stages is not None and stages != len(modules):
+        raise ModelError(f"stages={stages}, but the list has {len(modules)} stage modules; leave stages= out")
+    if balance is not None:
+        raise ModelError("balance= cuts an nn.Sequential; a list of stage modules is cut already")
+
+
+def _groups(
+    layers: list[tuple[str, nn.Module]], stages: int | None, balance: Sequence[int] | None
+) -> list[list[tuple[str, nn.Module]]]:
+    count = len(layers)
+    if balance is None:
+        if stages is None:
+            raise ModelError(f"say into how many stages the {count} layers go: stages=2, or balance=[3, 2, ...]")
+        if not 1 <= stages <= count:
+            raise ModelError(f"{count} layers cannot make {stages} stages; pass stages= from 1 to {count}")
+        size, larger = divmod(count, stages)
+        balance = [size + 1] * larger + [size] * (stages - larger)
+    balance = list(balance)
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in balance):
+        raise ModelError(f"balance={balance}: each stage needs at least 1 layer")
+    if sum(balance) != count:
+        raise ModelError(
+            f"balance={balance} sums to {sum(balance)}, but the model has {count} layers; every layer needs a stage"
+        )
+    if stages is not None and stages != len(balance):
+        raise ModelError(f"stages={stages}, but balance={balance} has {len(balance)} entries; leave one of them out")
+    groups, first = [], 0
+    for size in balance:
+        groups.append(layers[first : first + size])
+        first += size
+    return groups
+
+
+def _state_names(module: nn.Module) -> list[str]:
+    found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return found + [name for name, _ in module.named_buffers(remove_duplicate=False)]
+
+
+def _keywords(module: nn.Module) -> frozenset[str] | None:
+    """The keyword arguments that a module's forward takes; None when it takes any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return frozenset(parameter.name for parameter in parameters if parameter.kind in kinds)

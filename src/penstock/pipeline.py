@@ -1,0 +1,364 @@
+"""The face of Penstock: a model, a schedule, and `step`.
+
+A `Pipeline` joins the layers below and adds nothing of its own to what they do: the model is
+cut (model), the schedule is built, lowered and proved (schedule), and its ranks run it (runtime).
+One training step is: split the batch, run the program on every local rank, share the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError, UsageError
+from penstock.model.split import Split, split_model
+from penstock.runtime.crew import Clock, Crew
+from penstock.runtime.executor import Handler, StepInput, StepReport
+from penstock.runtime.losses import REDUCTIONS, loss_shares
+from penstock.runtime.microbatch import Batch, merge, rows_of, split_batch
+from penstock.runtime.world import World
+from penstock.schedule import Op, Schedule, Timeline, family, lower, verify
+from penstock.schedule.builders import build, forward_program
+from penstock.schedule.timeline import peaks
+
+__all__ = ["Pipeline", "StepResult"]
+
+RECOMPUTE = ("never", "except_last", "always")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step or an evaluation says, the same on every rank but for `output`."""
+
+    loss: Tensor | None  # of the whole batch
+    losses: tuple[Tensor, ...] = ()  # of each microbatch, by its number
+    extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
+    output: Any = None  # merged, where asked for, on the rank of the last stage
+
+
+class Pipeline:
+    """Trains a model cut into stages, by a schedule, on threads of this process or under torchrun."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        microbatches: int | None = None,
+        stages: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        loss_fn: Callable[..., Any] | None = None,
+        example: tuple[Any, ...] | dict[str, Any] | None = None,
+        balance: Sequence[int] | None = None,
+        skips: Iterable[tuple[int, int]] = (),
+        ranks: int | None = None,
+        group: Any = None,
+        mesh: Any = None,
+        transport: str | None = None,
+        devices: Sequence[torch.device | str] | None = None,
+        recompute: str = "never",
+        loss_reduction: str = "mean",
+        loss_weight: Callable[[Any], Any] | None = None,
+        batch_dims: Mapping[str | int, Any] | None = None,
+        inputs: str = "every",
+        seed: int | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        _check_choice("recompute", recompute, RECOMPUTE)
+        _check_choice("loss_reduction", loss_reduction, REDUCTIONS)
+        _check_choice("inputs", inputs, ("every", "first"))
+        if not timeout > 0:
+            raise UsageError(f"timeout is in seconds and above 0, got {timeout}")
+        self.loss_fn = loss_fn
+        self.recompute = recompute
+        self.loss_reduction = loss_reduction
+        self.loss_weight = loss_weight
+        self.batch_dims = dict(batch_dims or {})
+        self.inputs = inputs
+        self.split = split_model(model, stages, balance, skips)
+        world = World.find(group, mesh, transport, timeout)
+        self.schedule = _schedule(schedule, self.split, microbatches, ranks, world)
+        self.program = lower(self.schedule) if not self.schedule.passes else self.schedule
+        verify(self.program)
+        self.microbatches = self.schedule.microbatches
+        placement = self.schedule.placement
+        transports = world.transports(placement.ranks, devices)
+        self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
+        self.clock = Clock(torch.initial_seed() if seed is None else seed)
+        self.crew = Crew(self.split, placement, transports, self.clock, self.devices)
+        self.world = world
+        for rank, executor in self.crew.executors.items():
+            for stage in executor.stages.values():
+                if rank in self.devices:
+                    stage.module.to(self.devices[rank])
+        world.agree(self)
+        self._inference: dict[int, Schedule] = {}
+        self._checked_keywords: set[frozenset[str]] = set()
+        self._timeline: Timeline | None = None
+
+    # -- training
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """Forward and backward of one batch; gradients are added to `.grad` as `backward()` does."""
+        self._check_keywords(kwargs)
+        self.clock.training = True
+        given = self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
+        reports = self.crew.run(self.program, given, record=self._timeline is not None)
+        self.clock.step += 1
+        self._keep_timeline(reports)
+        return self._result(reports, outputs)
+
+    # -- inference
+
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        outputs: bool = False,
+        **kwargs: Any,
+    ) -> StepResult:
+        """The loss of a batch of any size, in eval mode, touching nothing that training uses."""
+        self._check_keywords(kwargs)
+        rows = rows_of(args, kwargs, target, self.batch_dims)
+        count = self.world.same_count(self, None if rows is None else max(1, min(self.microbatches, rows)))
+        program = self._inference.get(count)
+        if program is None:
+            program = self._inference[count] = forward_program(self.schedule, count)
+        self.clock.training = False
+        modes = [(module, module.training) for part in self.crew.modules().values() for module in part.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            given = self._inputs(count, args, kwargs, target, loss_kwargs or {}, outputs, training=False)
+            reports = self.crew.run(program, given)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.clock.evaluations += 1
+            self.clock.training = True
+        return self._result(reports, outputs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch of any size, on the rank of the last stage (elsewhere None)."""
+        return self.evaluate(*args, outputs=True, **kwargs).output
+
+    # -- what a step needs and gives
+
+    def _inputs(
+        self,
+        count: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any],
+        outputs: bool,
+        training: bool,
+    ) -> dict[int, StepInput]:
+        if self.inputs == "first":
+            args, kwargs, target, loss_kwargs = self.world.carry(self, args, kwargs, target, loss_kwargs)
+        batch = split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims)
+        shares = self._shares(batch, count, training)
+        recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
+        return {
+            rank: StepInput(
+                _on_device(batch, self.devices.get(rank)),
+                shares,
+                self.loss_fn,
+                keep_outputs=outputs,
+                training=training,
+                recompute=frozenset(range(recomputed)),
+            )
+            for rank in self.crew.executors
+        }
+
+    def _shares(self, batch: Batch, count: int, training: bool) -> list[float]:
+        if self.crew.last() is None or not (training or batch.has_target):
+            return [1.0 / count] * count
+        return loss_shares(batch, self.loss_reduction, self.loss_weight)
+
+    def _result(self, reports: Sequence[StepReport], outputs: bool) -> StepResult:
+        total: Tensor | None = None
+        losses: tuple[Tensor, ...] = ()
+        extra: dict[str, float] = {}
+        for report in reports:
+            if report.loss is not None:
+                total = torch.tensor(report.loss, dtype=report.dtype)
+                losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
+            for name, value in report.extra.items():
+                extra[name] = extra.get(name, 0.0) + value / self.microbatches
+        last = self.crew.last()
+        found = last.outputs() if last is not None else []
+        output = merge(found, self.batch_dims.get("output", 0)) if outputs and found else None
+        return StepResult(total, losses, extra, output)
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        names = frozenset(kwargs)
+        if names in self._checked_keywords:
+            return
+        for name in sorted(names):
+            if not any(part.takes is None or name in part.takes for part in self.split.parts):
+                known = sorted({known for part in self.split.parts for known in part.takes or ()})
+                raise ModelError(
+                    f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
+                )
+        self._checked_keywords.add(names)
+
+    # -- looking at it
+
+    @contextmanager
+    def record(self) -> Iterator[Timeline]:
+        """Measure the steps inside: the timeline holds every rank's spans of the last of them."""
+        timeline = Timeline(self.schedule, (), peaks(self.schedule.rows, self.schedule.forward_only))
+        self._timeline = timeline
+        try:
+            yield timeline
+        finally:
+            self._timeline = None
+
+    def _keep_timeline(self, reports: Sequence[StepReport]) -> None:
+        if self._timeline is not None:
+            self._timeline.fill(span for report in reports for span in report.spans or ())
+
+    def register(self, op: Op, handler: Handler | None) -> None:
+        """Run `handler(action, context)` for every action of that op; None restores the default."""
+        for executor in self.crew.executors.values():
+            executor.register(Op(op), handler)
+
+    def describe(self) -> str:
+        """The table of stages, and how they run."""
+        from penstock.view.stages import stage_table
+
+        return stage_table(self)
+
+    # -- parameters, under the names of the whole model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of the stages that this process owns, each parameter once."""
+        seen: set[int] = set()
+        for index, module in self.crew.modules().items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield self.split.parts[index].names[name], parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What to give to the optimizer of this process."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of the stages that this process owns."""
+        for index, module in self.crew.modules().items():
+            for name, buffer in module.named_buffers():
+                yield self.split.parts[index].names[name], buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers of the stages that this process owns."""
+        return {
+            self.split.parts[index].names.get(name, name): value
+            for index, module in self.crew.modules().items()
+            for name, value in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this process's part of a whole model's state; a name that no stage knows is an error."""
+        known = {name for part in self.split.parts for name in part.names.values()}
+        foreign = sorted(set(state) - known)
+        own = {index: self.split.parts[index].names for index in self.crew.modules()}
+        missing = sorted(
+            names[name]
+            for index, names in own.items()
+            for name in self.crew.modules()[index].state_dict()
+            if names.get(name, name) not in state
+        )
+        if foreign or missing:
+            raise ModelError(f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}")
+        for index, module in self.crew.modules().items():
+            names = self.split.parts[index].names
+            module.load_state_dict({name: state[names.get(name, name)] for name in module.state_dict()})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this process's parameters."""
+        for module in self.crew.modules().values():
+            module.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put the stages into training mode, or out of it."""
+        for module in self.crew.modules().values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put the stages into eval mode."""
+        return self.train(False)
+
+    def close(self) -> None:
+        """End worker threads and connections; the model stays as it is."""
+        self.crew.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _schedule(
+    schedule: str | Schedule, split: Split, microbatches: int | None, ranks: int | None, world: World
+) -> Schedule:
+    """The schedule that was given, loaded or named, for this model and world."""
+    if isinstance(schedule, str) and schedule.lower().endswith((".csv", ".json")):
+        schedule = Schedule.load(Path(schedule))
+    if isinstance(schedule, Schedule):
+        if schedule.stages != split.stages:
+            raise UsageError(f"the schedule is for {schedule.stages} stages, the model has {split.stages}")
+        if microbatches is not None and microbatches != schedule.microbatches:
+            raise UsageError(f"microbatches={microbatches}, but the schedule is for {schedule.microbatches}; leave it out")
+        if schedule.topology != split.topology and not schedule.passes:
+            schedule = schedule.replace(topology=split.topology)
+        world.check_ranks(schedule.ranks, ranks)
+        return schedule
+    if microbatches is None:
+        raise UsageError("say how many microbatches a batch is cut into: microbatches=8")
+    entry = family(schedule)
+    wanted = ranks or world.size
+    if wanted is None:
+        per_rank = entry.stages_per_rank if split.stages % entry.stages_per_rank == 0 else 1
+        wanted = split.stages // per_rank
+    world.check_ranks(wanted, ranks)
+    per_rank, left = divmod(split.stages, wanted)
+    if left or not per_rank:
+        nearest = wanted * (per_rank + 1)
+        raise UsageError(
+            f"{split.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
+            f"or pass ranks={max(n for n in range(1, split.stages + 1) if split.stages % n == 0 and n <= wanted)}"
+        )
+    return build(entry.name, wanted, microbatches, per_rank, skips=split.topology.skips)
+
+
+def _on_device(batch: Batch, device: torch.device | None) -> Batch:
+    if device is None or device.type == "cpu":
+        return batch
+    from torch.utils import _pytree as pytree
+
+    def move(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+    return Batch(move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target)
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")

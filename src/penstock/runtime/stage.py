@@ -1,0 +1,234 @@
+"""One stage's part of the work: forward, backward, weights, for one microbatch at a time.
+
+Between its forward and its backward a microbatch is a `Record`: the leaves that arrived (their
+`.grad` is what goes back), and the graph's roots by consumer. Roots are edges of the graph, not
+tensors, so an output's memory is gone as soon as it has been sent, unless the graph itself
+needs it. With recompute the record is only what arrived, and the forward runs again, with the
+same random numbers, when the backward is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, RunError
+from penstock.model.split import OUTPUT, Part
+from penstock.runtime.backward import DeferredWeights, StageParameters
+from penstock.runtime.losses import ExtraLosses, check_loss
+
+__all__ = ["LossOf", "Record", "Stage"]
+
+LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
+Turn = Callable[[str, int], AbstractContextManager[None]]
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+class Record:
+    """What a microbatch holds between its forward and its backward."""
+
+    __slots__ = ("again", "deferred", "extra", "leaves", "loss", "roots")
+
+    def __init__(self, leaves: dict[int, list[Tensor]]) -> None:
+        self.leaves = leaves  # by producing stage: the arrived tensors that want a gradient
+        self.roots: dict[int, list[GradientEdge]] = {}  # by consuming stage
+        self.loss: GradientEdge | None = None
+        self.extra: list[GradientEdge] = []
+        self.deferred: DeferredWeights | None = None
+        self.again: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
+
+
+def tensors_with_gradient(value: Any) -> list[Tensor]:
+    """The tensors of a payload that want a gradient, in the order both ends agree on."""
+    if type(value) is Tensor:
+        return [value] if value.requires_grad else []
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+class Stage:
+    """A part of the model on its rank. `turn` wraps a compute in its random numbers."""
+
+    def __init__(self, part: Part, turn: Turn, *, is_last: bool) -> None:
+        self.part = part
+        self.module = part.module
+        self.turn = turn
+        self.is_last = is_last
+        self.records: dict[int, Record] = {}
+        self._waiting: dict[int, DeferredWeights] = {}  # between I and W
+        self._parameters = StageParameters()
+
+    def clear(self) -> None:
+        """Forget all microbatches, as after a failed step."""
+        self.records.clear()
+        self._waiting.clear()
+
+    # -- forward
+
+    def infer(self, microbatch: int, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Any) -> dict[int, Any]:
+        """A forward that keeps nothing."""
+        with torch.no_grad(), self.turn("F", microbatch):
+            return self.part.run(arrived, args, kwargs)
+
+    def forward(
+        self,
+        microbatch: int,
+        arrived: Mapping[int, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        split: bool,
+        recompute: bool,
+        loss_of: LossOf | None,
+    ) -> tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]:
+        """(payload by consumer, loss, extra losses); leaves a record for the backward."""
+        if microbatch in self.records:
+            raise RunError(f"stage {self.part.index} has run microbatch {microbatch} forward already in this step")
+        record = Record({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
+        self.records[microbatch] = record
+        if not recompute:
+            return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+        # the graph is built, so that the outputs say truly whether they want a gradient, but it
+        # saves nothing and is dropped here
+        with saved_tensors_hooks(_save_nothing, _never_unpack):
+            results = self._run(record, microbatch, arrived, args, kwargs, False, loss_of)
+        record.roots, record.loss, record.extra = {}, None, []
+
+        def again() -> None:
+            with _KeepBuffers(self.module):
+                self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+
+        record.again = again
+        return results
+
+    def _run(
+        self,
+        record: Record,
+        microbatch: int,
+        arrived: Mapping[int, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        split: bool,
+        loss_of: LossOf | None,
+    ) -> tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]:
+        loss = None
+        with ExitStack() as stack:
+            stack.enter_context(self.turn("F", microbatch))
+            extra = stack.enter_context(ExtraLosses())
+            if split:
+                record.deferred = DeferredWeights(self._parameters)
+                stack.enter_context(record.deferred.recording())
+            emitted = self.part.run(arrived, args, kwargs)
+            if loss_of is not None:
+                loss = check_loss(loss_of(emitted[OUTPUT]))
+        roots = {target: tensors_with_gradient(payload) for target, payload in emitted.items() if target != OUTPUT}
+        record.roots = {target: [get_gradient_edge(tensor) for tensor in found] for target, found in roots.items()}
+        if loss is not None and loss.requires_grad:
+            record.loss = get_gradient_edge(loss)
+        record.extra = [get_gradient_edge(value) for _, value in extra.found if value.requires_grad]
+        if record.deferred is not None:
+            ends = [tensor for found in roots.values() for tensor in found]
+            ends += [value for value in (loss, *(value for _, value in extra.found)) if value is not None]
+            record.deferred.learn(ends)
+        return emitted, loss, extra.found
+
+    # -- backward
+
+    def backward(
+        self,
+        microbatch: int,
+        gradients: Mapping[int, Sequence[Tensor | None]],
+        *,
+        split: bool,
+        loss_seed: Tensor | None,
+        extra_seed: Tensor | None,
+    ) -> dict[int, list[Tensor | None]]:
+        """B or I: gradients by consumer in, gradients by producer out (None where there is none)."""
+        record = self.records.pop(microbatch, None)
+        if record is None:
+            raise RunError(f"stage {self.part.index} has no forward of microbatch {microbatch} to go back through")
+        if record.again is not None:
+            record.again()
+        roots, seeds = self._seeds(record, microbatch, gradients, loss_seed, extra_seed)
+        if split and record.deferred is not None:
+            record.deferred.begin_input()
+            self._waiting[microbatch] = record.deferred
+        if roots:
+            with self.turn("B", microbatch):
+                _ENGINE.run_backward(
+                    tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        back: dict[int, list[Tensor | None]] = {}
+        for stage, leaves in record.leaves.items():
+            back[stage] = [leaf.grad for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+        return back
+
+    def _seeds(
+        self,
+        record: Record,
+        microbatch: int,
+        gradients: Mapping[int, Sequence[Tensor | None]],
+        loss_seed: Tensor | None,
+        extra_seed: Tensor | None,
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """The graph's roots and the gradient that enters at each; without one a root takes no part."""
+        roots: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        for target, edges in record.roots.items():
+            arrived = gradients[target]
+            if len(arrived) != len(edges):
+                raise RunError(
+                    f"stage {self.part.index}, microbatch {microbatch}: {len(arrived)} gradients came back from "
+                    f"stage {target} for {len(edges)} tensors that want one"
+                )
+            for edge, gradient in zip(edges, arrived, strict=True):
+                if gradient is not None:
+                    roots.append(edge)
+                    seeds.append(gradient)
+        if record.loss is not None and loss_seed is not None:
+            roots.append(record.loss)
+            seeds.append(loss_seed)
+        for edge in record.extra:
+            assert extra_seed is not None
+            roots.append(edge)
+            seeds.append(extra_seed)
+        return roots, seeds
+
+    def weights(self, microbatch: int) -> None:
+        """W: the weight gradients that were put off."""
+        deferred = self._waiting.pop(microbatch, None)
+        if deferred is None:
+            raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
+        deferred.run()
+
+
+class _KeepBuffers:
+    """A recomputed forward must not count twice: what it changes in buffers is put back."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._buffers = list(module.buffers())
+
+    def __enter__(self) -> None:
+        self._before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._buffers]
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for buffer, version, value in self._before:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+def _save_nothing(_: Tensor) -> None:
+    return None
+
+
+def _never_unpack(_: Any) -> Tensor:
+    raise ModelError("a stage that is recomputed took a gradient inside its own forward; use recompute='never' for it")

@@ -1,0 +1,6 @@
+"""How values move between ranks: one seam (`base`), and a module for each way across it."""
+
+from penstock.runtime.transport.base import Channel, Transport
+from penstock.runtime.transport.threads import ThreadTransport
+
+__all__ = ["Channel", "ThreadTransport", "Transport"]

@@ -1,0 +1,195 @@
+"""Ranks are processes: messages travel through torch.distributed.
+
+Gloo offers little: messages of a tag between two ranks arrive in order; a message may be
+shorter than its receive, but one that is longer aborts the *process* of the receiver; nothing
+can be polled; and a wait that times out closes all connections. So the receiver must know the
+size beforehand, and no guess may ever be too small. Yet shapes may change at will.
+
+The rule: the prediction for the k-th message of a channel in a step is the layout of the k-th
+message of that channel in the step before (none: a header only). Both ends know it without
+talking, however early or late receives are posted, because messages and posts of one channel
+pair up in order and the k-th message of the last step was taken before this step began. It also
+makes a ragged last microbatch, or shapes that differ from one microbatch to the next but repeat
+every step, perfectly predicted. A message that looks as predicted is one frame (and one message
+for each large tensor, into its final memory). Any other sends a header in the place of the
+frame, a byte in the place of each large tensor, and then the layout with all bytes as one more
+message whose size the header told. That both ends count alike is checked at the end of every step.
+
+CUDA tensors travel by the group's CUDA backend where it has one (`cpu:gloo,cuda:nccl`), frames and
+headers always by its CPU backend. NCCL has no tags and knows no shorter messages; its operations
+pair up in the order of the calls, which for posts and sends is the same on each link in every
+verified program. A changed layout therefore still sends what was predicted (of any content), and
+the new values go with the rest through the CPU, once. (There is no GPU where this was written:
+that path has not been run.)
+
+Losing a peer, and who is told what: see `watch`. A blocked wait is inside gloo, where Python does
+not see Ctrl-C before it ends: at the latest after the timeout, in practice once any rank that was
+not blocked has left.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.runtime.transport.base import Channel, Transport, check_channels
+from penstock.runtime.transport.inbox import Inbox
+from penstock.runtime.transport.layout import Book
+from penstock.runtime.transport.link import SUBTAGS, Incoming, Links, Outgoing
+from penstock.runtime.transport.operations import Operations, find_device_backend
+from penstock.runtime.transport.outbox import Outbox
+from penstock.runtime.transport.star import Star
+from penstock.runtime.transport.watch import Watch
+
+__all__ = ["DistributedTransport"]
+
+CHANNELS = 0x1FFF  # at most, in one program
+FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
+CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
+
+_made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
+
+
+class DistributedTransport(Transport):
+    """One rank's end, on a process group (by default the whole world). Ranks are ranks of the group.
+
+    At most `max_sends` messages of a channel are under way; `device` is where values that were
+    sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 60.0,
+        *,
+        max_sends: int = 4,
+        coordinator: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise UsageError("torch.distributed is not initialised; call init_process_group() or use ThreadTransport")
+        if max_sends < 1:
+            raise UsageError(f"max_sends={max_sends}; at least 1 send must be allowed under way")
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
+        self.timeout = timeout
+        self.device = None if device is None else torch.device(device)
+        backend = group._get_backend(torch.device("cpu"))
+        number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
+        self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
+        self._watch = _start_watch(group, backend, self._tag + CONTROL_TAG, number, timeout)
+        weakref.finalize(self, self._watch.close)
+        self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
+        self._book = Book()
+        self._inbox = Inbox(self._operations, self._book, self.device)
+        self._outbox = Outbox(self._operations, self._book, self.device, max_sends)
+        self._star = Star(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
+        self._links = Links((), self.rank, 0)
+        self._opened: dict[tuple[Channel, ...], Links] = {}
+
+    @property
+    def broken(self) -> PeerFailure | None:
+        return self._watch.verdict
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        self._check_whole()
+        if channels is self._links.channels or tuple(channels) == self._links.channels:
+            return
+        self._links.check_idle("open()")
+        checked = check_channels(channels, self.ranks)
+        if len(checked) > CHANNELS:
+            raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
+        if checked not in self._opened:
+            self._opened[checked] = Links(checked, self.rank, self._tag)
+        self._links = self._opened[checked]
+
+    def _incoming(self, channel: int) -> Incoming:
+        link = self._links.ins.get(channel)
+        if link is None:
+            raise self._links.missing(channel, "receive")
+        return link
+
+    def _outgoing(self, channel: int) -> Outgoing:
+        link = self._links.outs.get(channel)
+        if link is None:
+            raise self._links.missing(channel, "send")
+        return link
+
+    def post(self, channel: int, microbatch: int) -> None:
+        self._inbox.post(self._incoming(channel), microbatch)
+
+    def receive(self, channel: int, microbatch: int) -> Any:
+        return self._inbox.take(self._incoming(channel), microbatch)
+
+    def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
+        if self.broken is not None:
+            return self.broken
+        return self._inbox.drop(self._incoming(channel), microbatch)
+
+    def send(self, channel: int, microbatch: int, value: Any) -> None:
+        if self._watch.verdict is not None:
+            self._check_whole()
+        self._outbox.send(self._outgoing(channel), microbatch, value)
+
+    def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
+        if self.broken is None:
+            self._outbox.send_failure(self._outgoing(channel), microbatch, failure)
+
+    def flush(self) -> None:
+        for link in self._links.outs.values():
+            self._outbox.finish(link)
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._check_whole()
+        links = self._links
+        program = zlib.crc32(repr(links.channels).encode())
+        try:
+            values = self._star.exchange(self._operations.step, program, links.counts(), links.channels, value)
+        except MessageError as error:
+            self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
+            raise
+        links.end_step()
+        self._operations.step += 1
+        return values
+
+    def abort(self, failure: PeerFailure) -> None:
+        self._watch.settle(failure)
+
+    def reset(self) -> None:
+        """Forget the predictions. A lost peer cannot be forgotten: then the group must be rebuilt."""
+        self._check_whole()
+        self._links.check_idle("reset()")
+        self.flush()
+        for links in self._opened.values():
+            links.forget()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._opened.clear()
+        self._book.clear()
+        self._links = Links((), self.rank, 0)
+
+
+def _start_watch(group: dist.ProcessGroup, backend: Any, tag: int, number: int, timeout: float) -> Watch:
+    def cut(peer: int) -> None:
+        """A receive that times out closes all connections of this rank, and so frees its main thread."""
+        with suppress(RuntimeError):
+            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
+
+    store = dist.distributed_c10d._get_process_group_store(group)
+    members = dist.get_process_group_ranks(group)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = None if agent or 0 not in members else members.index(0)
+    return Watch(store, host, f"penstock/{number}", dist.get_rank(group), len(members), timeout, cut)

@@ -1,0 +1,113 @@
+"""Sending: packed or direct, waited for late, and never more than a few under way."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.layout import Book, Frame, Layout, flatten
+from penstock.runtime.transport.link import Outgoing, Part, UnderWay
+from penstock.runtime.transport.operations import Operations
+from penstock.runtime.transport.wire import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
+
+__all__ = ["Outbox"]
+
+
+class Outbox:
+    """Puts messages on outgoing links.
+
+    Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is
+    released when `max_sends` later messages of its link have been sent, or at `finish`.
+    """
+
+    def __init__(self, operations: Operations, book: Book, device: torch.device | None, max_sends: int) -> None:
+        self._operations = operations
+        self._book = book
+        self._device = device
+        self._max_sends = max_sends
+
+    def send(self, link: Outgoing, microbatch: int, value: Any) -> None:
+        """As predicted where the value looks so, in full where it does not."""
+        layout = link.predicted()
+        leaves = None if layout is None else layout.fits(value)
+        if layout is None or leaves is None:
+            self._send_changed(link, microbatch, layout, value)
+            return
+        frame = layout.take_frame()
+        self._write_header(frame.header, DATA, link, microbatch, layout.checksum, 0)
+        directs = layout.pack(leaves, frame)
+        operations = self._operations
+        work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
+        parts = [operations.send_part(tensor, link, microbatch) for tensor in directs]
+        self._sent(link, UnderWay(microbatch, work, layout, frame, parts))
+
+    def _send_changed(self, link: Outgoing, microbatch: int, predicted: Layout | None, value: Any) -> None:
+        before = link.layouts[link.count - 1] if 0 < link.count <= len(link.layouts) else None
+        leaves = None if before is None else before.fits(value)
+        if before is not None and leaves is not None:
+            layout = before  # as in a first step, where all microbatches look alike
+        else:
+            leaves = flatten(value)
+            made = Layout.of(leaves, self._operations.device_backend is not None)
+            layout = self._book.intern(made.text, lambda: made)
+        packed = layout.all_packed()
+        body = Frame(packed.frame_bytes + len(layout.text), packed.slots)
+        packed.pack(leaves, body)
+        self._write_header(body.header, CHANGED, link, microbatch, layout.checksum, len(layout.text))
+        ctypes.memmove(body.tensor.data_ptr() + packed.frame_bytes, layout.text, len(layout.text))
+        ordinal = link.count
+        self._send_instead(link, microbatch, predicted, CHANGED, body.tensor)
+        link.remember(ordinal, layout)
+
+    def send_failure(self, link: Outgoing, microbatch: int, failure: PeerFailure) -> None:
+        """The reason why there is no value, in its place."""
+        body = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
+        self._send_instead(link, microbatch, link.predicted(), FAILURE, body)
+
+    def _send_instead(self, link: Outgoing, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
+        """A header where a frame was predicted, next to nothing for each large tensor, then the body."""
+        operations, edge = self._operations, link.edge
+        frame, header = blank_header()
+        self._write_header(header, kind, link, microbatch, 0, body.numel())
+        work = operations.send(frame, link.peer, link.tag, edge, microbatch)
+        parts: list[Part] = []
+        for slot in predicted.directs if predicted is not None else ():
+            by_device = operations.travels_by_device(slot.device)  # NCCL must send as much as is received
+            filler = torch.zeros(
+                slot.nbytes if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
+            )
+            parts.append(operations.send_part(filler, link, microbatch))
+        following = operations.send(body, link.peer, link.following_tag(link.count), edge, microbatch)
+        parts.append(Part(body, following, False))
+        self._sent(link, UnderWay(microbatch, work, None, frame, parts))
+
+    def _write_header(
+        self, buffer: Any, kind: int, link: Outgoing, microbatch: int, checksum: int, follows: int
+    ) -> None:
+        step = self._operations.step
+        HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, link.count, microbatch, *link.identity)
+
+    def _sent(self, link: Outgoing, message: UnderWay) -> None:
+        link.count += 1
+        link.under_way.append(message)
+        if len(link.under_way) > self._max_sends:
+            self._finish_oldest(link)
+
+    def _finish_oldest(self, link: Outgoing) -> None:
+        message = link.under_way[0]
+        self._operations.wait(message.work, link.peer, link.edge, message.microbatch)
+        for part in message.parts:
+            self._operations.wait_part(part, link.peer, link.edge, message.microbatch)
+        link.under_way.popleft()
+        if message.layout is not None and isinstance(message.frame, Frame):
+            message.layout.give_back(message.frame)
+
+    def finish(self, link: Outgoing) -> None:
+        """Wait until all that was sent on the link has left."""
+        while link.under_way:
+            self._finish_oldest(link)

@@ -1,0 +1,124 @@
+"""The exchange that ends a step: each rank's value to every rank, through one coordinator.
+
+A star of point-to-point messages and not a collective: whoever waits here waits for one named
+rank, so a dead one is seen at once and by name, and a collective that a rank never enters is
+not left half done. Each rank also says how many messages it sent and took on each channel;
+where these differ, the ranks ran different programs, and all are told before that could
+pair messages of different steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MessageError, UsageError
+from penstock.runtime.transport.base import Channel
+from penstock.runtime.transport.operations import Operations
+
+__all__ = ["Star", "compare_counts"]
+
+FRAME_BYTES = 512
+_HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
+_MAGIC = 0x53544152
+_ROOM = FRAME_BYTES - _HEAD.size
+
+Counts = tuple[dict[int, int], dict[int, int]]
+Report = tuple[int, Counts, bytes]
+
+
+class Star:
+    """One rank's part in the exchanges of its group."""
+
+    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations) -> None:
+        if not 0 <= coordinator < ranks:
+            raise UsageError(f"coordinator={coordinator}; there are ranks 0 to {ranks - 1}")
+        self.rank = rank
+        self.ranks = ranks
+        self.coordinator = coordinator
+        self._tag = tag
+        self._operations = operations
+
+    def exchange(self, step: int, program: int, counts: Counts, channels: Sequence[Channel], value: Any) -> list[Any]:
+        """Every rank's value, in the order of the ranks; or the same `MessageError` on all."""
+        try:
+            mine = pickle.dumps(value)
+        except Exception as error:
+            raise UsageError(f"exchange() needs a picklable value, not {type(value).__name__}: {error}") from error
+        report: Report = (program, counts, mine)
+        if self.rank == self.coordinator:
+            fault, values = self._conduct(step, report, channels)
+        else:
+            frame, work = self._post(self.coordinator)
+            self._put(self.coordinator, step, pickle.dumps(report))
+            fault, values = pickle.loads(self._get(self.coordinator, step, frame, work))
+        if fault is not None:
+            raise MessageError(fault)
+        return [value if rank == self.rank else pickle.loads(values[rank]) for rank in range(self.ranks)]
+
+    def _conduct(self, step: int, report: Report, channels: Sequence[Channel]) -> tuple[str | None, list[bytes]]:
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        posted = {rank: self._post(rank) for rank in others}
+        reports = {self.rank: report}
+        for rank in others:
+            reports[rank] = pickle.loads(self._get(rank, step, *posted[rank]))
+        fault = compare_counts(reports, channels)
+        values = [reports[rank][2] for rank in range(self.ranks)]
+        answer = pickle.dumps((fault, values))
+        for rank in others:
+            self._put(rank, step, answer)
+        return fault, values
+
+    def _post(self, peer: int) -> tuple[Tensor, Any]:
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        return frame, self._operations.receive(frame, peer, self._tag)
+
+    def _put(self, peer: int, step: int, body: bytes) -> None:
+        head = _HEAD.pack(_MAGIC, 0, step, len(body))
+        works = [self._start(head + (body if len(body) <= _ROOM else b""), peer)]
+        if len(body) > _ROOM:
+            works.append(self._start(body, peer))
+        for _, work in works:
+            self._operations.wait(work, peer)
+
+    def _start(self, content: bytes, peer: int) -> tuple[Tensor, Any]:
+        tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return tensor, self._operations.send(tensor, peer, self._tag)
+
+    def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
+        self._operations.wait(work, peer)
+        raw = ctypes.string_at(frame.data_ptr(), FRAME_BYTES)
+        magic, _, its_step, size = _HEAD.unpack_from(raw)
+        if magic != _MAGIC or its_step != step:
+            raise MessageError(
+                f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; "
+                "all ranks must run the same steps"
+            )
+        if size <= _ROOM:
+            return raw[_HEAD.size : _HEAD.size + size]
+        body = torch.empty(size, dtype=torch.uint8)
+        self._operations.wait(self._operations.receive(body, peer, self._tag), peer)
+        return ctypes.string_at(body.data_ptr(), size)
+
+
+def compare_counts(reports: dict[int, Report], channels: Sequence[Channel]) -> str | None:
+    """What the ranks disagree on, or None."""
+    faults = []
+    mine = next(iter(reports.values()))[0]
+    odd = [rank for rank, (program, _, _) in reports.items() if program != mine]
+    if odd:
+        return f"ranks {sorted(odd)} have other channels open than rank {next(iter(reports))}; open() the same on all"
+    for index, edge in enumerate(channels):
+        sent = reports[edge.source_rank][1][0].get(index, 0)
+        taken = reports[edge.target_rank][1][1].get(index, 0)
+        if sent != taken:
+            faults.append(
+                f"on channel {edge}, rank {edge.source_rank} sent {sent} and rank {edge.target_rank} took {taken}"
+            )
+    return "; ".join(["the ranks ran different programs", *faults]) if faults else None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.model.split import Routed as Routed
-    from penstock.parity import parity as parity
+    from penstock.check import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
     from penstock.runtime.losses import add_loss as add_loss
@@ -28,7 +28,7 @@ _HOMES = {
     "Shared": "penstock.runtime.microbatch",
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
-    "parity": "penstock.parity",
+    "parity": "penstock.check",
     "randomness": "penstock.runtime.randomness",
 }
 

@@ -284,7 +284,9 @@ class Pipeline:
             if names.get(name, name) not in state
         )
         if foreign or missing:
-            raise ModelError(f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}")
+            raise ModelError(
+                f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}"
+            )
         for index, module in self.crew.modules().items():
             names = self.split.parts[index].names
             module.load_state_dict({name: state[names.get(name, name)] for name in module.state_dict()})
@@ -293,6 +295,14 @@ class Pipeline:
         """Forget the gradients of this process's parameters."""
         for module in self.crew.modules().values():
             module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm."""
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        local = nn.utils.get_total_norm(gradients, norm_type)
+        total = self.world.join_norms(local, norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total.to(local.device))
+        return total
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the stages into training mode, or out of it."""
@@ -325,7 +335,9 @@ def _schedule(
         if schedule.stages != split.stages:
             raise UsageError(f"the schedule is for {schedule.stages} stages, the model has {split.stages}")
         if microbatches is not None and microbatches != schedule.microbatches:
-            raise UsageError(f"microbatches={microbatches}, but the schedule is for {schedule.microbatches}; leave it out")
+            raise UsageError(
+                f"microbatches={microbatches}, but the schedule is for {schedule.microbatches}; leave it out"
+            )
         if schedule.topology != split.topology and not schedule.passes:
             schedule = schedule.replace(topology=split.topology)
         world.check_ranks(schedule.ranks, ranks)
@@ -356,7 +368,9 @@ def _on_device(batch: Batch, device: torch.device | None) -> Batch:
     def move(value: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
-    return Batch(move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target)
+    return Batch(
+        move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target
+    )
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

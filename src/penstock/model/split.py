@@ -120,9 +120,7 @@ def split_model(
             f"pass nn.Sequential(...) with stages=, or a list with one module for each stage"
         )
     topology = Topology.chain(len(modules), skips)
-    parts = tuple(
-        Part(index, module, names[index], topology, spread=spread) for index, module in enumerate(modules)
-    )
+    parts = tuple(Part(index, module, names[index], topology, spread=spread) for index, module in enumerate(modules))
     return Split(parts, topology, how)
 
 

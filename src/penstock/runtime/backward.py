@@ -101,7 +101,7 @@ class StageParameters:
 
 def _uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
     """How often each leaf is used in the graph behind `outputs`, by the leaf's id."""
-    uses: Counter[int] = Counter()
+    uses = Counter(id(output) for output in outputs if output.grad_fn is None)
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -236,11 +236,11 @@ class _Sums:
         self._positions: dict[int, int] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        count = len(self._roots)
-        position = self._positions.setdefault(id(parameter), count)
-        if position < count:
+        position = self._positions.get(id(parameter))
+        if position is not None:
             self._gradients[position] = self._gradients[position] + gradient
             return
+        self._positions[id(parameter)] = len(self._roots)
         self._roots.append(parameter)
         self._gradients.append(gradient)
         self.bytes += gradient.nbytes
@@ -252,20 +252,19 @@ class _Sums:
 
     def accumulate(self, still_due: Set[int] = frozenset()) -> None:
         """Hand the sums to autograd's own accumulation, but for the parameters to which more is to come."""
-        pairs = list(zip(self._roots, self._gradients, strict=True))
+        roots, gradients = self._roots, self._gradients
         self._roots, self._gradients, self._positions, self.bytes = [], [], {}, 0
-        ready = []
-        for root, gradient in pairs:
-            if isinstance(root, Tensor) and id(root) in still_due:
-                self.add(root, gradient)
-            else:
-                ready.append((root, gradient))
-        if ready:
+        if still_due:
+            for root, gradient in zip(roots, gradients, strict=True):
+                if isinstance(root, Tensor) and id(root) in still_due:
+                    self.add(root, gradient)
+            ready = [index for index, root in enumerate(roots) if id(root) not in still_due]
+            roots, gradients = [roots[index] for index in ready], [gradients[index] for index in ready]
+        if roots:
             # torch.autograd.backward checks each root in Python first, which costs more than a small product.
             _ENGINE.run_backward(
-                tuple(root for root, _ in ready), tuple(gradient for _, gradient in ready),
-                False, False, (), allow_unreachable=True, accumulate_grad=True,
-            )  # fmt: skip
+                tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 class _Recording(TorchFunctionMode):

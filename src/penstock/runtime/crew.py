@@ -129,11 +129,11 @@ class Crew:
             self.reset()
             raise
         wait(futures)
-        errors = [error for future in futures if (error := future.exception()) is not None]
+        errors = [found for future in futures if (found := future.exception()) is not None]
         if not errors:
             return futures[0].result()
         self.reset()
-        raise next((error for error in errors if error.__cause__ is not None), errors[0])
+        raise next((found for found in errors if found.__cause__ is not None), errors[0])
 
     def reset(self) -> None:
         """Forget what a failed step left behind."""

@@ -145,12 +145,14 @@ def _bias_gradient(bias: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _linear_gradients(use: Use, gradient: Tensor, add: Add) -> None:
-    x, rows, weight = _as_rows(use.input()), _as_rows(gradient), use.weight
+    x, rows, weight, bias = use.input(), gradient, use.weight, use.bias
+    if x.dim() != 2 or rows.dim() != 2:
+        x, rows = _as_rows(x), _as_rows(rows)
     # Autograd lays the gradient of a product's right factor, here the transposed weight, out as the factor is.
     add(weight, rows.t().mm(x) if weight.stride() == (weight.shape[1], 1) else x.t().mm(rows).t())
-    if use.bias is not None:
+    if bias is not None:
         flattened = use.options
-        add(use.bias, _bias_gradient(use.bias, rows if flattened else gradient))
+        add(bias, _bias_gradient(bias, rows if flattened else gradient))
 
 
 def _matmul_gradients(use: Use, gradient: Tensor, add: Add) -> None:
@@ -294,18 +296,23 @@ def _addmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict
     if kwargs or len(args) != 3:
         return None
     bias, x, weight = args
-    return _Call(func, args, kwargs).split(
-        tape, x, weight, bias, lambda call: torch.addmm(call.bias, call.x, call.weight), _matmul_gradients
-    )
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, _matmul_gradients)
+
+
+def _addmm_output(call: _Call) -> Tensor:
+    assert call.bias is not None
+    return torch.addmm(call.bias, call.x, call.weight)
 
 
 def _bmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2:
         return None
     x, weight = args
-    return _Call(func, args, kwargs).split(
-        tape, x, weight, None, lambda call: torch.bmm(call.x, call.weight), _bmm_gradients
-    )
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, _bmm_gradients)
+
+
+def _bmm_output(call: _Call) -> Tensor:
+    return torch.bmm(call.x, call.weight)
 
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -345,6 +352,8 @@ def _attention(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: 
     The function asks first whether a mode wants it and would be handed back for ever; so the same code runs with that
     question answered by no, with the mode on for what it calls.
     """
+    if any(isinstance(value, Tensor) and type(value) not in PLAIN for value in (*args, *kwargs.values())):
+        return None  # a subclass of Tensor may want to be asked
     unasked = FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )

@@ -197,7 +197,7 @@ class Executor:
         own: BaseException | None = None
         try:
             self.mailbox.open()
-            if record or torch.autograd._profiler_enabled():
+            if record or torch._C._autograd._profiler_enabled():
                 self._loop_watched(plan, program, record)
             else:
                 self._loop(plan)
@@ -236,7 +236,7 @@ class Executor:
         """The same loop with a label for the profiler and the clock read around each action."""
         actions = [action for action in program.rows[self.rank] if action is not None]
         spans: list[Span] = []
-        profiling = torch.autograd._profiler_enabled()
+        profiling = torch._C._autograd._profiler_enabled()
         self._timing = True
         try:
             for position, ((function, first, second), action) in enumerate(zip(plan, actions, strict=True)):

@@ -93,9 +93,8 @@ class Mailbox:
         self._transport.send(channel, microbatch, self._out.pop((channel, microbatch)))
 
     def _receive(self, channel: int, microbatch: int) -> Any:
-        value = self._transport.receive(channel, microbatch)
-        del self.pending[channel, microbatch]
-        return value
+        self.pending.pop((channel, microbatch), None)  # also where what came is a failure, it has come
+        return self._transport.receive(channel, microbatch)
 
     # -- forward
 

@@ -75,7 +75,8 @@ def split_batch(
 def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Dims) -> int | None:
     """How many microbatches a batch can give at most: its rows, or the items of a ready split."""
     splitter = _Splitter(1, dims, strict=False)
-    for label, value in [*enumerate(args), *kwargs.items(), ("target", target)]:
+    labelled: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
+    for label, value in labelled:
         if isinstance(value, Microbatches):
             return len(value)
         splitter.split(label, value)
@@ -112,7 +113,7 @@ class _Splitter:
     def _dims(self, label: str | int, dim: Any, spec: Any, leaves: int) -> list[int | None]:
         if dim is None or isinstance(dim, int):
             return [dim] * leaves
-        found, dim_spec = pytree.tree_flatten(dim, is_leaf=lambda leaf: leaf is None)
+        found, _ = pytree.tree_flatten(dim, is_leaf=lambda leaf: leaf is None)
         if len(found) != leaves:
             raise UsageError(
                 f"batch_dims[{label!r}] has {len(found)} entries for an argument with {leaves} leaves; "

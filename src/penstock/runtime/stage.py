@@ -211,19 +211,28 @@ class Stage:
 
 
 class _KeepBuffers:
-    """A recomputed forward must not count twice: what it changes in buffers is put back."""
+    """A recomputed forward must not count twice: it runs on copies of the stage's buffers.
+
+    Copies, and not a restore afterwards: the graph may have saved a buffer, and writing to it
+    would make the backward impossible.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._buffers = list(module.buffers())
+        self._module = module
 
     def __enter__(self) -> None:
-        self._before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in self._buffers]
+        self._originals = [
+            (holder, name, buffer)
+            for holder in self._module.modules()
+            for name, buffer in holder._buffers.items()
+            if buffer is not None
+        ]
+        for holder, name, buffer in self._originals:
+            holder._buffers[name] = buffer.detach().clone()
 
     def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, version, value in self._before:
-                if buffer._version != version:
-                    buffer.copy_(value)
+        for holder, name, buffer in self._originals:
+            holder._buffers[name] = buffer
 
 
 def _save_nothing(_: Tensor) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
@@ -36,11 +37,25 @@ class World:
         self.timeout = timeout
         self._transport: Transport | None = None
 
+    @property
+    def kind(self) -> str:
+        """What the ranks are, in words."""
+        return "threads of this process" if self.size is None else f"{self.size} processes"
+
+    @property
+    def wire(self) -> str:
+        """What carries values between ranks, in words."""
+        if self.size is None:
+            return "handed over in memory, without a copy"
+        return f"torch.distributed ({dist.get_backend(self.group)})"
+
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
         """Read the arguments, then the environment."""
         if transport not in (None, *TRANSPORTS):
-            raise UsageError(f"transport={transport!r}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
+            raise UsageError(
+                f"transport={transport!r}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
+            )
         if group is not None and mesh is not None:
             raise UsageError("pass group= or mesh=, not both")
         if mesh is not None:
@@ -114,8 +129,21 @@ class World:
             raise ModelError(f"the ranks were given batches of different size (rank, microbatches): {told}")
         return told[0][1] if told else pipe.microbatches
 
+    def join_norms(self, local: Tensor, norm_type: float) -> Tensor:
+        """The norm of all ranks' gradients together, from the norm of each."""
+        if self._transport is None:
+            return local
+        norms = torch.tensor(self._transport.exchange(local.item()), dtype=torch.float64)
+        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        return total.to(local.dtype)
+
     def carry(
-        self, pipe: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]
+        self,
+        pipe: Pipeline,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         """inputs='first': what later ranks need goes to them straight from the first stage's rank."""
         transport = self._transport
@@ -124,9 +152,13 @@ class World:
         if transport is None or placement.ranks == 1:
             return args, kwargs, target, loss_kwargs
         if transport.rank != home and (args or kwargs or target is not None):
-            raise UsageError(f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too")
+            raise UsageError(
+                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too"
+            )
         channels = [
-            Channel(-1, placement.stages_of(rank)[0], "F", home, rank) for rank in range(placement.ranks) if rank != home
+            Channel(-1, placement.stages_of(rank)[0], "F", home, rank)
+            for rank in range(placement.ranks)
+            if rank != home
         ]
         transport.open(channels)
         if transport.rank == home:

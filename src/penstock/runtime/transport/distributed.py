@@ -107,8 +107,8 @@ class DistributedTransport(Transport):
         self._check_whole()
         if channels is self._links.channels or tuple(channels) == self._links.channels:
             return
-        self._links.check_idle("open()")
         checked = check_channels(channels, self.ranks)
+        self._links.check_idle("open()")
         if len(checked) > CHANNELS:
             raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
         if checked not in self._opened:

@@ -29,6 +29,9 @@ from penstock.runtime.transport.wire import (
 __all__ = ["Inbox"]
 
 
+_RECEIPT = torch.ones(1, dtype=torch.uint8)
+
+
 class Inbox:
     """Takes messages off incoming links. Buffers are made when a receive is posted and belong to the value then."""
 
@@ -130,7 +133,10 @@ class Inbox:
 
     def _follow(self, link: Incoming, microbatch: int, header: Header) -> Tensor:
         """The message that a header announced."""
+        operations, peer, edge = self._operations, link.peer, link.edge
+        tag = link.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8)
-        work = self._operations.receive(body, link.peer, link.following_tag(header.ordinal), link.edge, microbatch)
-        self._operations.wait(work, link.peer, link.edge, microbatch)
+        operations.wait(operations.receive(body, peer, tag, edge, microbatch), peer, edge, microbatch)
+        # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
+        operations.wait(operations.send(_RECEIPT, peer, tag, edge, microbatch), peer, edge, microbatch)
         return body

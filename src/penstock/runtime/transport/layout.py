@@ -98,7 +98,7 @@ class Layout:
         self.slots = tuple(slots)  # None: the leaf is a plain value
         self.plain = plain
         # the sender's text on both ends: equal values need not pickle to equal bytes
-        self.text = pickle.dumps((form, spec, self.slots, plain)) if text is None else text
+        self.text = pickle.dumps((form, _take_down(spec), self.slots, plain)) if text is None else text
         self.checksum = zlib.crc32(self.text)
         tensors = [slot for slot in self.slots if slot is not None]
         packed = [slot for slot in tensors if slot.offset >= 0]
@@ -133,7 +133,7 @@ class Layout:
     def load(cls, text: bytes) -> Layout:
         """From the text that a peer of this group sent."""
         form, spec, slots, plain = pickle.loads(text)
-        return cls(form, spec, slots, plain, text)
+        return cls(form, _put_up(spec), slots, plain, text)
 
     def fits(self, value: Any) -> Leaves | None:
         """The value taken apart if it looks like this, so that only its bytes need to travel; else None."""
@@ -242,6 +242,20 @@ class Book:
 
     def clear(self) -> None:
         self._layouts.clear()
+
+
+def _take_down(spec: Any) -> Any:
+    """A tree spec as plain tuples: torch warns when one of its own is unpickled."""
+    if spec is None or spec.type is None:
+        return None
+    return spec.type, spec.context, [_take_down(child) for child in spec.children()]
+
+
+def _put_up(parts: Any) -> Any:
+    if parts is None:
+        return pytree.treespec_leaf()
+    kind, context, children = parts
+    return pytree.TreeSpec(kind, context, [_put_up(child) for child in children])
 
 
 def _align(size: int) -> int:

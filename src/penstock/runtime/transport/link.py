@@ -16,7 +16,7 @@ from penstock.errors import UsageError
 from penstock.runtime.transport.base import Channel
 from penstock.runtime.transport.layout import Frame, Layout
 
-__all__ = ["SUBTAGS", "Incoming", "Links", "Outgoing", "Part", "Pending", "UnderWay"]
+__all__ = ["SUBTAGS", "Following", "Incoming", "Links", "Outgoing", "Part", "Pending", "UnderWay"]
 
 SUBTAGS = 0x1000  # tags of one channel: one for frames, the others for what follows a frame
 
@@ -49,6 +49,14 @@ class UnderWay(NamedTuple):
     layout: Layout | None
     frame: Frame | Tensor
     parts: Sequence[Part]
+
+
+class Following(NamedTuple):
+    """A message that goes with a frame, sent but perhaps not taken yet, and the byte that says that it is."""
+
+    body: Part
+    receipt: Part
+    microbatch: int
 
 
 class End:
@@ -87,6 +95,7 @@ class Outgoing(End):
     def __init__(self, edge: Channel, tag: int) -> None:
         super().__init__(edge, edge.target_rank, tag)
         self.under_way: deque[UnderWay] = deque()
+        self.following: list[Following] = []
 
 
 class Links:

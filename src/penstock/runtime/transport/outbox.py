@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.layout import Book, Frame, Layout, flatten
-from penstock.runtime.transport.link import Outgoing, Part, UnderWay
+from penstock.runtime.transport.link import Following, Outgoing, Part, UnderWay
 from penstock.runtime.transport.operations import Operations
 from penstock.runtime.transport.wire import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
 
@@ -22,7 +22,11 @@ class Outbox:
     """Puts messages on outgoing links.
 
     Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is
-    released when `max_sends` later messages of its link have been sent, or at `finish`.
+    released when `max_sends` later messages of its link have been sent, or at `finish`. Such a wait
+    ends when the receive is posted, which is what a proved program can rely on. It must not wait
+    for a message that *follows* a frame: that one is received where it is used, which may be after
+    something else that this rank has yet to send. For those the receiver sends a receipt, a byte
+    that turns up in memory, where it can be seen without waiting.
     """
 
     def __init__(self, operations: Operations, book: Book, device: torch.device | None, max_sends: int) -> None:
@@ -82,8 +86,11 @@ class Outbox:
                 slot.nbytes if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
             parts.append(operations.send_part(filler, link, microbatch))
-        following = operations.send(body, link.peer, link.following_tag(link.count), edge, microbatch)
-        parts.append(Part(body, following, False))
+        tag = link.following_tag(link.count)
+        note = torch.zeros(1, dtype=torch.uint8)
+        receipt = Part(note, operations.receive(note, link.peer, tag, edge, microbatch), False)
+        following = Part(body, operations.send(body, link.peer, tag, edge, microbatch), False)
+        link.following.append(Following(following, receipt, microbatch))
         self._sent(link, UnderWay(microbatch, work, None, frame, parts))
 
     def _write_header(
@@ -97,6 +104,15 @@ class Outbox:
         link.under_way.append(message)
         if len(link.under_way) > self._max_sends:
             self._finish_oldest(link)
+        if link.following:
+            taken = [following for following in link.following if following.receipt.tensor.item()]
+            for following in taken:
+                self._finish_following(link, following)
+
+    def _finish_following(self, link: Outgoing, following: Following) -> None:
+        for part in (following.receipt, following.body):
+            self._operations.wait_part(part, link.peer, link.edge, following.microbatch)
+        link.following.remove(following)
 
     def _finish_oldest(self, link: Outgoing) -> None:
         message = link.under_way[0]
@@ -111,3 +127,5 @@ class Outbox:
         """Wait until all that was sent on the link has left."""
         while link.under_way:
             self._finish_oldest(link)
+        for following in list(link.following):
+            self._finish_following(link, following)

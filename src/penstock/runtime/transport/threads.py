@@ -163,9 +163,9 @@ class ThreadTransport(Transport):
         self._check_whole()
         if channels is self._channels or tuple(channels) == self._channels:
             return
+        checked = check_channels(channels, self.ranks)
         if any(self._due) or any(self._came):
             raise UsageError("open() while receives are posted; receive or discard them first")
-        checked = check_channels(channels, self.ranks)
         self._links = self._board.open(self.rank, self._turn, checked)
         self._turn += 1
         self._channels = checked

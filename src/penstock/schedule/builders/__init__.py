@@ -143,8 +143,16 @@ def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
         [trusted(stage, Op.F, microbatch) for stage in schedule.placement.stages_of(rank) for microbatch in range(microbatches)]
         for rank in range(schedule.ranks)
     ]
-    facts = {"placement": schedule.placement, "topology": schedule.topology, "microbatches": microbatches}
-    return lower(Schedule(order, forward_only=True, name="forward-only", **facts))
+    return lower(
+        Schedule(
+            order,
+            placement=schedule.placement,
+            topology=schedule.topology,
+            microbatches=microbatches,
+            forward_only=True,
+            name="forward-only",
+        )
+    )
 
 
 def _in_blocks(row: list[Action], size: int) -> list[Action]:

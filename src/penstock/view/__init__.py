@@ -1,0 +1,1 @@
+"""Looking at schedules, stages and runs: reads values, changes nothing."""

@@ -115,10 +115,32 @@ class Pipeline:
         self._check_keywords(kwargs)
         self.clock.training = True
         given = self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
-        reports = self.crew.run(self.program, given, record=self._timeline is not None)
+        with self._undone_if_it_fails():
+            reports = self.crew.run(self.program, given, record=self._timeline is not None)
         self.clock.step += 1
         self._keep_timeline(reports)
         return self._result(reports, outputs)
+
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """A failed step leaves no gradient where there was none; what it added to others cannot be taken back."""
+        fresh, mixed = [], 0
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                fresh.append(parameter)
+            else:
+                mixed += 1
+        try:
+            yield
+        except BaseException as error:
+            for parameter in fresh:
+                parameter.grad = None
+            if mixed:
+                error.add_note(
+                    f"{mixed} parameters had gradients before this step, and it may have added a part of its own; "
+                    f"call zero_grad() before the next step"
+                )
+            raise
 
     # -- inference
 

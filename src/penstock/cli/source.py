@@ -33,6 +33,7 @@ __all__ = [
     "whole",
 ]
 
+SUFFIXES = (".csv", ".json")
 RANKS = 4  # where a name comes without sizes
 MOST_COMPUTES = 10_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
@@ -92,7 +93,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine."
 def is_file(source: str) -> bool:
     """Is a file meant? Its ending or a folder says so, or that it is there."""
     path = Path(source)
-    return path.suffix.lower() in (".csv", ".json") or os.sep in source or (path.is_file() and not _is_family(source))
+    return path.suffix.lower() in SUFFIXES or os.sep in source or (path.is_file() and not _is_family(source))
 
 
 def _is_family(source: str) -> bool:
@@ -137,6 +138,8 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
 
 def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
     facts = {name: value for name, value in (("ranks", ranks), ("microbatches", microbatches)) if value is not None}
+    if Path(source).suffix.lower() not in SUFFIXES:
+        raise UsageError(f"{source}: a schedule's file ends in .csv or .json, so that its form is known")
     try:
         schedule = Schedule.load(source, check=False, **facts)
     except FileNotFoundError:
@@ -144,8 +147,16 @@ def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_r
             f"there is no file {source}; give one that penstock show NAME --save FILE wrote, or a family's name "
             f"({', '.join(FAMILIES)})"
         ) from None
+    except UsageError as error:  # the file's own doing
+        raise ScheduleError(str(error)) from None
     except (UnicodeDecodeError, csv.Error, RecursionError, OverflowError) as error:
         raise ScheduleError(f"the file is not text that a schedule can be read from: {error}") from None
+    computes = 2 * schedule.stages * schedule.microbatches
+    if computes > MOST_COMPUTES:  # before anything looks for each of them
+        raise ScheduleError(
+            f"{schedule.microbatches} microbatches in {schedule.stages} stages are {computes:,} computes; "
+            f"the command takes {MOST_COMPUTES:,} at most"
+        )
     if stages_per_rank is not None and schedule.placement.stages_per_rank != stages_per_rank:
         found = schedule.placement.stages_per_rank
         raise ScheduleError([Fault(f"the file has {found} stages on a rank, for {stages_per_rank} stages a rank")])

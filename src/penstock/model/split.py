@@ -40,10 +40,19 @@ class Part:
     """One stage of a list or a Sequential: `module`, and how to call it.
 
     `names` maps the module's own parameter and buffer names to those of the whole model.
+    `entrances` are the names of the model's inputs: where a later stage gives one of its own places
+    the same name (`x`, `input`), what came from the stage before stands there, not the model's input.
     """
 
     def __init__(
-        self, index: int, module: nn.Module, names: dict[str, str], topology: Topology, *, spread: bool
+        self,
+        index: int,
+        module: nn.Module,
+        names: dict[str, str],
+        topology: Topology,
+        *,
+        spread: bool,
+        entrances: Sequence[str] = (),
     ) -> None:
         self.index = index
         self.module = module
@@ -54,6 +63,7 @@ class Part:
         self._next = index + 1 if index + 1 < topology.stages else OUTPUT
         self._spread = spread
         self.takes = _keywords(module)
+        self._order = tuple(name if name in entrances else None for name in _positional(module))
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Compute: payload by producing stage in, payload by consuming stage out."""
@@ -64,8 +74,13 @@ class Part:
             inputs = main if self._spread and type(main) is tuple else (main,)
         if self._skips_in:
             inputs = (*inputs, *(arrived[stage] for stage in self._skips_in))
-        if kwargs and self.takes is not None:
-            kwargs = {name: value for name, value in kwargs.items() if name in self.takes}
+        if kwargs:
+            filled = () if self._previous is None else self._order[: len(inputs)]
+            kwargs = {
+                name: value
+                for name, value in kwargs.items()
+                if (self.takes is None or name in self.takes) and name not in filled
+            }
         result = self.module(*inputs, **kwargs)
         if not self._skips_out and type(result) is not Routed:
             return {self._next: result}
@@ -104,7 +119,9 @@ def split_model(
 ) -> Split:
     """Cut a list of stage modules or an `nn.Sequential`, by position."""
     if isinstance(model, nn.Sequential):
-        groups = _groups(list(model.named_children()), stages, balance)
+        # not named_children(), which leaves out a layer that stands there twice, such as one ReLU used everywhere
+        layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+        groups = _groups(layers, stages, balance)
         modules: list[nn.Module] = [nn.Sequential(OrderedDict(group)) for group in groups]
         counts = ", ".join(str(len(group)) for group in groups)
         names = [{name: name for name in _state_names(module)} for module in modules]
@@ -164,8 +181,10 @@ def _groups(
 
 
 def _state_names(module: nn.Module) -> list[str]:
+    """Every name under which the module has something: parameters, all buffers, and what only its state knows."""
     found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    return found + [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    found += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))
 
 
 def _keywords(module: nn.Module) -> frozenset[str] | None:
@@ -175,3 +194,9 @@ def _keywords(module: nn.Module) -> frozenset[str] | None:
         return None
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return frozenset(parameter.name for parameter in parameters if parameter.kind in kinds)
+
+
+def _positional(module: nn.Module) -> tuple[str, ...]:
+    """The names of the places that positional arguments fill, in order."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)

@@ -43,6 +43,7 @@ __all__ = ["DeferredWeights", "StageParameters", "backward_full", "backward_inpu
 # of gradients beside the accumulated ones.
 BYTES_PER_PASS = 2**20
 
+_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _ENGINE = torch.autograd.Variable._execution_engine
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -86,8 +87,9 @@ class StageParameters:
         in_graph = _uses_in_graph(outputs)
         for key, parameter in candidates.items():
             if in_graph[key]:
-                forget = self._forgetter(key)
-                self._deferrable[key] = (weakref.ref(parameter, forget), in_graph[key] <= uses[key])
+                # Of several microbatches in flight one may take another path: one use that cannot wait decides.
+                every = in_graph[key] <= uses[key] and self.status(parameter) is not False
+                self._deferrable[key] = (weakref.ref(parameter, self._forgetter(key)), every)
 
     def _forgetter(self, key: int) -> Callable[[weakref.ref[Tensor]], None]:
         table = weakref.ref(self)
@@ -108,7 +110,7 @@ def _uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
         for node, _ in nodes.pop().next_functions:
             if node is None:
                 continue
-            if hasattr(node, "variable"):
+            if isinstance(node, _LEAF):
                 uses[id(node.variable)] += 1
             elif node not in seen:
                 seen.add(node)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -135,7 +134,7 @@ class Executor:
         self._extra_seed: Tensor | None = None
         self._position = 0
         self._waited = 0.0
-        self._timing = False
+        self._watching = False
 
     # -- preparing
 
@@ -179,7 +178,11 @@ class Executor:
 
     def _run_pair(self, action: Action, _: Any) -> None:
         for part in action.parts():
-            self._entry(part)[0](*self._entry(part)[1:])
+            function, first, second = self._entry(part)
+            if self._watching:
+                self._watched(function, first, second, part)
+            else:
+                function(first, second)
 
     def _nothing(self, action: Action, _: Any) -> None:
         """Sharding actions: nothing is sharded unless a handler says so."""
@@ -235,22 +238,24 @@ class Executor:
     def _loop_watched(self, plan: list[Entry], program: Schedule, record: bool) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
         actions = [action for action in program.rows[self.rank] if action is not None]
-        spans: list[Span] = []
-        profiling = torch._C._autograd._profiler_enabled()
-        self._timing = True
+        self.report.spans = [] if record else None
+        self._watching = True
         try:
             for position, ((function, first, second), action) in enumerate(zip(plan, actions, strict=True)):
                 self._position = position
-                self._waited = 0.0
-                begin = perf_counter()
-                with torch.profiler.record_function(f"penstock {action}") if profiling else nullcontext():
-                    function(first, second)
-                spans.append(Span(self.rank, action, begin + self._waited, perf_counter(), self._waited))
+                self._watched(function, first, second, action)
         finally:
-            self._timing = False
+            self._watching = False
         self._position = len(plan)
-        if record:
-            self.report.spans = spans
+
+    def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
+        """Run one action under its label; a compute leaves a span, without the time it waited."""
+        self._waited = 0.0
+        begin = perf_counter()
+        with torch.profiler.record_function(f"penstock {action}"):
+            function(first, second)
+        if self.report.spans is not None and (action.op.is_compute or action.op in self.handlers):
+            self.report.spans.append(Span(self.rank, action, begin + self._waited, perf_counter(), self._waited))
 
     # -- computing
 
@@ -264,7 +269,7 @@ class Executor:
         if self._fetched and (op, stage, microbatch) in self._fetched:
             return self._fetched.pop((op, stage, microbatch))
         take = self.mailbox.take_inputs if op is Op.F else self.mailbox.take_gradients
-        if not self._timing:
+        if not self._watching:
             return take(stage, microbatch) if op is not Op.W else None
         begin = perf_counter()
         found = take(stage, microbatch) if op is not Op.W else None

@@ -9,6 +9,7 @@ tensor without dimensions, and whatever is marked `Shared`, goes to every microb
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 
-__all__ = ["Batch", "Microbatches", "Shared", "merge", "split_batch"]
+__all__ = ["Batch", "Microbatches", "Shared", "count_for", "merge", "split_batch"]
 
 Dims = Mapping[str | int, Any]
 
@@ -99,7 +100,7 @@ class _Splitter:
         if type(value) is Tensor and type(dim) is int and value.dim() > 0:
             return list(self._cut(label, value, dim))
         leaves, spec = pytree.tree_flatten(value)
-        wanted = self._dims(label, dim, spec, len(leaves))
+        wanted = _dims_of_leaves(label, dim, len(leaves))
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
@@ -144,7 +145,8 @@ class _Splitter:
         if len(value) != self.count:
             raise ModelError(f"{_name(label)} has {len(value)} microbatches, the pipeline {self.count}")
         if self._ready_rows is None:
-            self._ready_rows = [_first_rows(item) for item in value]
+            dim = self.dims.get(label, 0)
+            self._ready_rows = [_first_rows(item, dim if isinstance(dim, int) else 0) for item in value]
         return list(value)
 
     def rows(self) -> list[int] | None:
@@ -156,27 +158,44 @@ class _Splitter:
         return [size + 1] * larger + [size] * (self.count - larger)
 
 
-def _first_rows(item: Any) -> int:
+def _first_rows(item: Any, dim: int) -> int:
     for leaf in pytree.tree_leaves(item):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
+        if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
+            return leaf.shape[dim]
     return 1
+
+
+def _dims_of_leaves(label: str | int, dim: Any, leaves: int) -> list[int | None]:
+    """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut."""
+    if dim is None or isinstance(dim, int):
+        return [dim] * leaves
+    found = pytree.tree_leaves(dim, is_leaf=lambda leaf: leaf is None)
+    if len(found) != leaves:
+        raise UsageError(
+            f"batch_dims[{label!r}] has {len(found)} entries for a value with {leaves} leaves; "
+            f"give one number or None in all, or one for each leaf"
+        )
+    return found
 
 
 def _name(label: str | int) -> str:
     return f"argument {label}" if isinstance(label, int) else f"{label!r}"
 
 
-def merge(outputs: Sequence[Any], dim: int = 0) -> Any:
-    """Outputs of all microbatches as one: tensors joined along `dim`, scalars stacked."""
+def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
+    """Outputs of all microbatches as one: tensors joined along `dim` (one number, or one for each leaf), scalars
+    stacked. A leaf that has no rows (None), or is no tensor, is itself where all agree, else the list of all."""
     leaves, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         raise ModelError("microbatches gave outputs of different structure; they cannot be merged into one")
-    return pytree.tree_unflatten([_join(column, dim) for column in zip(*leaves, strict=True)], specs[0])
+    dims = _dims_of_leaves("output", dim, len(leaves[0]))
+    joined = [_join(column, at) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
+    return pytree.tree_unflatten(joined, specs[0])
 
 
-def _join(column: Sequence[Any], dim: int) -> Any:
+def _join(column: Sequence[Any], dim: int | None) -> Any:
     first = column[0]
-    if not isinstance(first, Tensor):
-        return first if all(value == first for value in column) else list(column)
-    return torch.stack(tuple(column)) if first.dim() == 0 else torch.cat(tuple(column), dim)
+    if isinstance(first, Tensor) and dim is not None:
+        return torch.stack(tuple(column)) if first.dim() == 0 else torch.cat(tuple(column), dim)
+    same = torch.equal if isinstance(first, Tensor) else operator.eq
+    return first if all(same(value, first) for value in column) else list(column)

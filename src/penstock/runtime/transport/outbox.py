@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -105,14 +106,13 @@ class Outbox:
         if len(link.under_way) > self._max_sends:
             self._finish_oldest(link)
         if link.following:
-            taken = [following for following in link.following if following.receipt.tensor.item()]
-            for following in taken:
-                self._finish_following(link, following)
+            self._finish_following(link, [each for each in link.following if each.receipt.tensor.item()])
 
-    def _finish_following(self, link: Outgoing, following: Following) -> None:
-        for part in (following.receipt, following.body):
-            self._operations.wait_part(part, link.peer, link.edge, following.microbatch)
-        link.following.remove(following)
+    def _finish_following(self, link: Outgoing, done: Sequence[Following]) -> None:
+        for each in done:
+            for part in (each.receipt, each.body):
+                self._operations.wait_part(part, link.peer, link.edge, each.microbatch)
+        link.following = [each for each in link.following if not any(each is other for other in done)]
 
     def _finish_oldest(self, link: Outgoing) -> None:
         message = link.under_way[0]
@@ -127,5 +127,4 @@ class Outbox:
         """Wait until all that was sent on the link has left."""
         while link.under_way:
             self._finish_oldest(link)
-        for following in list(link.following):
-            self._finish_following(link, following)
+        self._finish_following(link, link.following)

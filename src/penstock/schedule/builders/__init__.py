@@ -140,7 +140,11 @@ def build(
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
     """The lowered inference program for the same stages on the same ranks, breadth first."""
     order = [
-        [trusted(stage, Op.F, microbatch) for stage in schedule.placement.stages_of(rank) for microbatch in range(microbatches)]
+        [
+            trusted(stage, Op.F, microbatch)
+            for stage in schedule.placement.stages_of(rank)
+            for microbatch in range(microbatches)
+        ]
         for rank in range(schedule.ranks)
     ]
     return lower(

@@ -30,15 +30,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     With `jitter`, each compute's time is drawn around its cost with that relative spread.
     """
     costs = costs or Costs()
-    shape = list(schedule.shape_faults())
-    if shape:
-        raise ScheduleError(shape)
-    if jitter < 0:
-        raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter}")
+    _check(schedule, costs, jitter)
     rows = _opened(schedule)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     times = costs.by_op(schedule.stages)
-    costs.check_edges(schedule.topology)
     wires, links = _wires(schedule, table, costs)
     noise = random.Random(seed)
     needed, made = table.needed, table.made
@@ -79,6 +74,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
         peak_memory=_peak_memory(rows, schedule, costs),
         arrival=_Arrivals(table, at),
     )
+
+
+def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:
+    shape = list(schedule.shape_faults())
+    if shape:
+        raise ScheduleError(shape)
+    costs.check_edges(schedule.topology)
+    if jitter < 0:
+        raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter}")
 
 
 class _Arrivals:

@@ -19,7 +19,7 @@ from rich.table import Table
 from penstock.cli.costs import amount
 from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
 from penstock.cli.show import drawing
-from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size
+from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size, counted
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate
 
 __all__ = ["compare"]
@@ -126,7 +126,7 @@ def _cells(entry: Entry, best: dict[str, float]) -> Iterator[str]:
 
 
 def _write_table(ranks: int, microbatches: int, entries: list[Entry], best: dict[str, float]) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("family", no_wrap=True)
     for heading in ("stages\na rank", "makespan", "idle\nshare", "peak\nactivations"):
         table.add_column(heading, justify="right", overflow="fold")
@@ -137,7 +137,7 @@ def _write_table(ranks: int, microbatches: int, entries: list[Entry], best: dict
     with console.capture() as captured:
         console.print(table)
     lines = [line.rstrip() for line in captured.get().splitlines()]
-    write("\n".join([f"{ranks} ranks, {microbatches} microbatches", *filter(None, lines), ""]))
+    write("\n".join([f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}", *filter(None, lines), ""]))
 
 
 def _note(entries: list[Entry], work: float) -> str:

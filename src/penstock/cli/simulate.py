@@ -63,17 +63,22 @@ def simulate(
     with working(f"simulating {source}"):
         timeline = price(schedule, costs)
         spread = what_if(schedule, costs, jitter=share, draws=draws, seed=seed) if share else None
+    draw = {"jitter": share, "draws": draws, "seed": seed}
     if as_json:
-        write_json(_document(schedule, costs, timeline, spread, {"jitter": share, "draws": draws, "seed": seed}))
-        return
+        write_json(_document(schedule, costs, timeline, spread, draw))
+    else:
+        _report(f"{described(schedule, source)}; {_stated(costs)}", timeline, spread, draw)
+
+
+def _report(title: str, timeline: Timeline, spread: Spread | None, draw: dict[str, Any]) -> None:
     columns = terminal_width()
-    write(fold(f"{described(schedule, source)}; {_stated(costs)}", columns))
+    write(fold(title, columns))
     write(f"\nmakespan    {number(timeline.makespan)}")
     write(f"idle share  {percent(timeline.bubble)}")
     if spread is not None:
         write(
-            f"jitter      {number(share)} over {draws} draws (seed {seed}): makespan {number(spread.mean)} "
-            f"+- {number(spread.deviation)}, {number(spread.low)} to {number(spread.high)}"
+            f"jitter      {number(draw['jitter'])} over {draw['draws']} draws (seed {draw['seed']}): makespan "
+            f"{number(spread.mean)} +- {number(spread.deviation)}, {number(spread.low)} to {number(spread.high)}"
         )
     write(f"\n{_by_rank(timeline)}\n")
     write(fold(_path(timeline.critical_path), columns))

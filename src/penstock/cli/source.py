@@ -25,9 +25,9 @@ __all__ = [
     "Source",
     "StagesPerRank",
     "check_size",
+    "counted",
     "described",
     "is_file",
-    "plural",
     "read",
     "read_proved",
     "whole",
@@ -154,22 +154,23 @@ def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_r
     computes = 2 * schedule.stages * schedule.microbatches
     if computes > MOST_COMPUTES:  # before anything looks for each of them
         raise ScheduleError(
-            f"{schedule.microbatches} microbatches in {schedule.stages} stages are {computes:,} computes; "
+            f"{schedule.microbatches} microbatches in {counted(schedule.stages, 'stage')} are {computes:,} computes; "
             f"the command takes {MOST_COMPUTES:,} at most"
         )
     if stages_per_rank is not None and schedule.placement.stages_per_rank != stages_per_rank:
         found = schedule.placement.stages_per_rank
-        raise ScheduleError([Fault(f"the file has {found} stages on a rank, for {stages_per_rank} stages a rank")])
+        raise ScheduleError([Fault(f"the file has {counted(found, 'stage')} on a rank, not {stages_per_rank}")])
     return schedule
 
 
 def described(schedule: Schedule, source: str) -> str:
     """Name and sizes, for a heading."""
     name = Path(source).name if is_file(source) else schedule.name
-    sizes = (("rank", schedule.ranks), ("stage", schedule.stages), ("microbatch", schedule.microbatches))
-    return f"{name}: {', '.join(f'{count} {what if count == 1 else plural(what)}' for what, count in sizes)}"
+    sizes = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
+    return f"{name}: {', '.join(counted(*size) for size in sizes)}"
 
 
-def plural(word: str) -> str:
-    """Of the few words that are counted here."""
-    return f"{word}es" if word.endswith("ch") else f"{word}s"
+def counted(count: int, word: str) -> str:
+    """`1 rank`, `2 microbatches`."""
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{count:,} {word if count == 1 else plural}"

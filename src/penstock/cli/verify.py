@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from penstock.cli.output import document_of, guarded, working, write, write_faults, write_json
-from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, plural, read
+from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, counted, described, read
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule import Op, Schedule, faults, lower
 
@@ -68,7 +68,7 @@ def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
     counts = _counts(program)
     backward = "and no backward" if schedule.forward_only else "and one backward (B, or I and W)"
     given = "in the file" if schedule is program else "added here"
-    messages = f"{counts['messages']:,} {'message' if counts['messages'] == 1 else plural('message')}"
+    messages = counted(counts["messages"], "message")
     lines = [
         f"  {counts['computes']:,} computes: each microbatch has one forward {backward} in each stage, "
         "none before what it needs",

@@ -1,0 +1,159 @@
+"""The way in: an ordinary module and an example, out comes a split."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.model.replay.part import ReplayPart
+from penstock.model.replay.plan import Plan, min_max_cuts, plan_stages
+from penstock.model.replay.record import Leaf, Recording, record
+from penstock.model.replay.shapes import Shapes
+from penstock.model.replay.units import find_units
+from penstock.model.split import Split
+
+__all__ = ["split_by_replay"]
+
+
+def split_by_replay(
+    model: nn.Module,
+    stages: int | None,
+    example: tuple[Any, ...] | Mapping[str, Any],
+    balance: str | Sequence[int] | None = None,
+    split_at: Sequence[str] = (),
+) -> Split:
+    """Cut a model without tracing it; see `record`, `plan` and `part`."""
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    defaults = _defaults(model, kwargs)
+    wanted = stages if stages is not None else len(split_at) + 1
+    units = find_units(model, wanted, tuple(split_at))
+    recording = record(model, units, args, {**defaults, **kwargs})
+    modules = dict(model.named_modules())
+    cuts = _cuts(model, modules, recording, wanted, balance, split_at)
+    plan = plan_stages(recording, cuts)
+    shapes = Shapes(modules)
+    owned = _owners(model, units, plan)
+    parts = tuple(
+        ReplayPart(index, model, plan, shapes, owned[index], defaults) for index in range(plan.stages)
+    )
+    counts = ", ".join(str(len(plan.units_of(index))) for index in range(plan.stages))
+    return Split(parts, plan.topology, f"replay of the model's own forward, units a stage: {counts}")
+
+
+def _defaults(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Training needs no key-value cache, and one would carry tensors past the units."""
+    names = inspect.signature(model.forward).parameters
+    return {"use_cache": False} if "use_cache" in names and "use_cache" not in kwargs else {}
+
+
+def _cuts(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    recording: Recording,
+    stages: int,
+    balance: str | Sequence[int] | None,
+    split_at: Sequence[str],
+) -> list[int]:
+    calls = recording.calls
+    if split_at:
+        return _cuts_at(model, recording, stages, split_at)
+    seen: set[int] = set()
+    weights = [0.0] * len(calls)
+    for number, call in enumerate(calls):
+        if not call.glue:
+            fresh = [parameter for parameter in modules[call.unit].parameters() if id(parameter) not in seen]
+            seen.update(map(id, fresh))
+            weights[number] = float(sum(parameter.numel() for parameter in fresh))
+            if balance == "time":
+                weights[number] = call.seconds
+    starts = [
+        number
+        for number, call in enumerate(calls)
+        if not call.glue and next(modules[call.unit].parameters(), None) is not None
+    ]
+    if balance is not None and not isinstance(balance, str):
+        return _cuts_by_count(starts, stages, balance)
+    return min_max_cuts(weights, stages, starts, _crossing(recording))
+
+
+def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> list[int]:
+    if sum(balance) != len(starts) or len(balance) != stages:
+        raise ModelError(
+            f"balance={list(balance)} has {len(balance)} entries and sums to {sum(balance)}, but the model is to have "
+            f"{stages} stages and makes {len(starts)} unit calls; every call needs a stage"
+        )
+    cuts, place = [], 0
+    for size in balance[:-1]:
+        place += size
+        cuts.append(starts[place])
+    return cuts
+
+
+def _cuts_at(model: nn.Module, recording: Recording, stages: int, split_at: Sequence[str]) -> list[int]:
+    import difflib
+
+    calls = recording.calls
+    if len(split_at) != stages - 1:
+        raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
+    cuts = []
+    names = [call.unit for call in calls]
+    for name in split_at:
+        found = [number for number, unit in enumerate(names) if unit == name or unit.startswith(f"{name}.")]
+        if not found:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+            hint = f"; near: {', '.join(near)}" if near else f" (units: {', '.join(dict.fromkeys(names))})"
+            raise ModelError(f"split_at: no unit {name!r} is called in the model's forward{hint}")
+        cuts.append(found[0])
+    if cuts != sorted(set(cuts)):
+        raise ModelError(f"split_at={list(split_at)} is not in the order in which the model calls its units")
+    return cuts
+
+
+def _crossing(recording: Recording) -> list[float]:
+    """For a cut before each call: how many bytes of values cross it."""
+    calls = recording.calls
+    last_use: dict[tuple[int, int], int] = {}
+    for number, call in enumerate(calls):
+        for mark in call.needs:
+            last_use[mark] = number
+    for mark in recording.output:
+        last_use[mark] = len(calls)
+    bytes_at = [0.0] * (len(calls) + 1)
+    for (call_number, place), last in last_use.items():
+        leaf = calls[call_number].leaves[place]
+        if isinstance(leaf, Leaf):
+            size = float(leaf.dtype.itemsize)
+            for length in leaf.shape:
+                size *= length
+            for cut in range(call_number + 1, last + 1):
+                bytes_at[cut] += size
+    return bytes_at
+
+
+def _owners(model: nn.Module, units: list[str], plan: Plan) -> list[list[str]]:
+    """Each unit with the stages that call it; one that nobody calls stays with its neighbour before it."""
+    owned: list[list[str]] = [plan.units_of(stage) for stage in range(plan.stages)]
+    called = {unit for names in owned for unit in names}
+    stage = 0
+    for unit in units:
+        if unit in called:
+            stage = next(index for index, names in enumerate(owned) if unit in names)
+        else:
+            owned[stage].append(unit)
+    covered = {
+        id(parameter)
+        for names in owned
+        for name in names
+        for parameter in dict(model.named_modules())[name].parameters()
+    }
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    if missing:
+        raise ModelError(
+            f"no stage would own {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}: it is used by the "
+            f"code between units; move it into a submodule that is called, or cut the model elsewhere"
+        )
+    return owned

@@ -1,0 +1,92 @@
+"""From a recording to stages: which stage makes which call, and what crosses to whom.
+
+Calls are assigned in call order, contiguously. A stage replays the whole glue, so what it needs
+from elsewhere are exactly the marks at the arguments of its own calls (and, for the last one,
+at the final output) that belong to calls of other stages; each travels straight from the
+stage that made it. A call of parameters that an earlier stage owns (a block shared by all
+layers, a tied module used twice) is made where it stands, on a copy of those parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import ModelError
+from penstock.model.replay.record import Mark, Recording
+from penstock.schedule.topology import Topology
+
+__all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages"]
+
+GLUE = -1  # in the place of a stage: every stage makes the call
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who makes and who needs what."""
+
+    recording: Recording
+    stage_of: tuple[int, ...]  # of each call
+    stages: int
+    crossing: dict[tuple[int, int], tuple[Mark, ...]]  # (from stage, to stage) -> what crosses
+    topology: Topology
+
+    def units_of(self, stage: int) -> list[str]:
+        """The units that a stage calls, each once, in call order."""
+        calls = self.recording.calls
+        return list(dict.fromkeys(calls[number].unit for number, owner in enumerate(self.stage_of) if owner == stage))
+
+
+def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
+    """`cuts` are the numbers of the first calls of stages 1, 2, ..."""
+    stages = len(cuts) + 1
+    stage_of, stage = [], 0
+    for number in range(len(recording.calls)):
+        while stage < len(cuts) and number >= cuts[stage]:
+            stage += 1
+        stage_of.append(GLUE if recording.calls[number].glue else stage)
+    crossing: dict[tuple[int, int], set[Mark]] = {}
+    for number, call in enumerate(recording.calls):
+        for mark in call.needs:
+            _cross(crossing, stage_of[mark[0]], stage_of[number], mark)
+    for mark in recording.output:
+        _cross(crossing, stage_of[mark[0]], stages - 1, mark)
+    if not recording.output:
+        raise ModelError("the model's output does not depend on any of its units; there is nothing to train")
+    topology = Topology(stages, crossing)
+    ordered = {edge: tuple(sorted(marks)) for edge, marks in crossing.items()}
+    return Plan(recording, tuple(stage_of), stages, ordered, topology)
+
+
+def _cross(crossing: dict[tuple[int, int], set[Mark]], source: int, target: int, mark: Mark) -> None:
+    if source != target:
+        crossing.setdefault((source, target), set()).add(mark)
+
+
+def min_max_cuts(weights: Sequence[float], stages: int, allowed: Sequence[int], crossing: Sequence[float]) -> list[int]:
+    """Cut `weights` into contiguous stages so that the heaviest is as light as can be, exactly.
+
+    Cuts may stand only before the entries in `allowed`; among equals, the fewest bytes cross.
+    Dynamic programming over (stages left, first entry).
+    """
+    count = len(weights)
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    starts = [place for place in allowed if 0 < place < count]
+    if len(starts) < stages - 1:
+        raise ModelError(f"{len(starts) + 1} pieces cannot make {stages} stages; pass stages={len(starts) + 1} or fewer")
+    best: dict[int, tuple[float, float, tuple[int, ...]]]
+    best = {place: (sums[count] - sums[place], 0.0, ()) for place in [0, *starts]}
+    for _ in range(stages - 1):
+        better: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for first in [0, *starts]:
+            options = [
+                (max(sums[cut] - sums[first], best[cut][0]), crossing[cut] + best[cut][1], (cut, *best[cut][2]))
+                for cut in starts
+                if cut > first and cut in best
+            ]
+            if options:
+                better[first] = min(options)
+        best = better
+    return list(best[0][2])

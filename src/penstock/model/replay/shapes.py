@@ -1,0 +1,69 @@
+"""What a unit call that is not made here would have returned: shapes, types and plain values.
+
+For arguments like the example's the recording knows. For others (another batch size, another
+length) the unit is run once on meta tensors, which compute nothing, and the answer is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError
+from penstock.model.replay.record import Call, Leaf, shapes_of
+
+__all__ = ["Shapes", "stand_in"]
+
+
+class Shapes:
+    """Answers for one model; shared by the stages of a process."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self._modules = modules
+        self._known: dict[tuple[int, Any, bool], tuple[list[Any], Any]] = {}
+
+    def of(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        """(leaves, structure) of the output of call `number` for these arguments."""
+        given = shapes_of((args, kwargs))
+        if given == call.given:
+            return call.leaves, call.spec
+        module = self._modules[call.unit]
+        key = (number, given, module.training)
+        if key not in self._known:
+            self._known[key] = self._run(module, call, args, kwargs)
+        return self._known[key]
+
+    def _run(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        def to_meta(value: Any) -> Any:
+            return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), value)
+
+        state = {name: torch.empty_like(value, device="meta") for name, value in _state(module)}
+        try:
+            with torch.no_grad():
+                output = torch.func.functional_call(module, state, to_meta(args), to_meta(kwargs), tie_weights=False)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            raise ModelError(
+                f"{call.unit} was recorded for arguments of shapes {call.given} and cannot be run on meta tensors for "
+                f"{shapes_of((args, kwargs))} ({type(error).__name__}: {error}); pass an example= of the shape that "
+                f"a microbatch has"
+            ) from error
+        device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        leaves, spec = pytree.tree_flatten(output)
+        known = [
+            Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        return known, spec
+
+
+def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+
+
+def stand_in(leaf: Leaf, writable: bool) -> Tensor:
+    """A tensor of that shape and type which costs nothing, unless the glue writes into it."""
+    if writable:
+        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.split import Split, split_model
+from penstock.model.cut import cut_model
+from penstock.model.split import Split
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput, StepReport
 from penstock.runtime.losses import REDUCTIONS, loss_shares
-from penstock.runtime.microbatch import Batch, merge, rows_of, split_batch
+from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 from penstock.schedule import Op, Schedule, Timeline, family, lower, verify
 from penstock.schedule.builders import build, forward_program
@@ -54,7 +57,9 @@ class Pipeline:
         schedule: str | Schedule = "1f1b",
         loss_fn: Callable[..., Any] | None = None,
         example: tuple[Any, ...] | dict[str, Any] | None = None,
-        balance: Sequence[int] | None = None,
+        balance: str | Sequence[int] | None = None,
+        split: str = "auto",
+        split_at: Sequence[str] = (),
         skips: Iterable[tuple[int, int]] = (),
         ranks: int | None = None,
         group: Any = None,
@@ -80,26 +85,31 @@ class Pipeline:
         self.loss_weight = loss_weight
         self.batch_dims = dict(batch_dims or {})
         self.inputs = inputs
-        self.split = split_model(model, stages, balance, skips)
-        world = World.find(group, mesh, transport, timeout)
-        self.schedule = _schedule(schedule, self.split, microbatches, ranks, world)
-        self.program = lower(self.schedule) if not self.schedule.passes else self.schedule
-        verify(self.program)
-        self.microbatches = self.schedule.microbatches
-        placement = self.schedule.placement
-        transports = world.transports(placement.ranks, devices)
-        self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
-        self.clock = Clock(torch.initial_seed() if seed is None else seed)
-        self.crew = Crew(self.split, placement, transports, self.clock, self.devices)
-        self.world = world
-        for rank, executor in self.crew.executors.items():
-            for stage in executor.stages.values():
-                if rank in self.devices:
-                    stage.module.to(self.devices[rank])
-        world.agree(self)
+        self.world = world = World.find(group, mesh, transport, timeout)
+        with world.building():
+            self.split = cut_model(
+                model, stages, balance=balance, skips=skips, example=example, split_at=split_at, split=split
+            )
+            self.schedule = _schedule(schedule, self.split, microbatches, ranks, world)
+            self.program = lower(self.schedule) if not self.schedule.passes else self.schedule
+            verify(self.program)
+            self.microbatches = self.schedule.microbatches
+            placement = self.schedule.placement
+            transports = world.transports(placement.ranks, devices)
+            self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
+            self.clock = Clock(torch.initial_seed() if seed is None else seed)
+            self.crew = Crew(self.split, placement, transports, self.clock, self.devices)
+            for rank, executor in self.crew.executors.items():
+                for stage in executor.stages.values():
+                    if rank in self.devices:
+                        stage.module.to(self.devices[rank])
+            world.agree(self)
+        self.tied = TiedParameters(self.split, placement, world.transport)
+        self.tied.make_equal()
         self._inference: dict[int, Schedule] = {}
         self._checked_keywords: set[frozenset[str]] = set()
-        self._timeline: Timeline | None = None
+        self._recorder: Recorder | None = None
+        self._undone: list[nn.Parameter] = []  # by the last step, which failed
 
     # -- training
 
@@ -112,14 +122,26 @@ class Pipeline:
         **kwargs: Any,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to `.grad` as `backward()` does."""
-        self._check_keywords(kwargs)
+
+        def given() -> dict[int, StepInput]:
+            return self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
+
         self.clock.training = True
-        given = self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
-        with self._undone_if_it_fails():
-            reports = self.crew.run(self.program, given, record=self._timeline is not None)
+        self._settle()
+        with self._undone_if_it_fails(), self.tied.summed():
+            begun = None if self._recorder is None else self._recorder.begin()
+            reports = self.crew.run(self.program, given, record=begun)
         self.clock.step += 1
-        self._keep_timeline(reports)
-        return self._result(reports, outputs)
+        if self._recorder is not None:
+            self._recorder.keep(reports)
+        return self._result(reports, outputs, self.microbatches)
+
+    def _settle(self) -> None:
+        """A rank that was late to leave a failed step may have left gradients there."""
+        if self.crew.settle():
+            for parameter in self._undone:
+                parameter.grad = None
+        self._undone = []
 
     @contextmanager
     def _undone_if_it_fails(self) -> Iterator[None]:
@@ -135,7 +157,8 @@ class Pipeline:
         except BaseException as error:
             for parameter in fresh:
                 parameter.grad = None
-            if mixed:
+            self._undone = fresh
+            if mixed and not isinstance(error, (ModelError, UsageError)):  # these come before anything has run
                 error.add_note(
                     f"{mixed} parameters had gradients before this step, and it may have added a part of its own; "
                     f"call zero_grad() before the next step"
@@ -153,9 +176,16 @@ class Pipeline:
         **kwargs: Any,
     ) -> StepResult:
         """The loss of a batch of any size, in eval mode, touching nothing that training uses."""
-        self._check_keywords(kwargs)
-        rows = rows_of(args, kwargs, target, self.batch_dims)
-        count = self.world.same_count(self, None if rows is None else max(1, min(self.microbatches, rows)))
+
+        def wanted() -> int | None:
+            self._check_keywords(kwargs)
+            return count_for(self.microbatches, args, kwargs, target, self.batch_dims)
+
+        def given() -> dict[int, StepInput]:
+            return self._inputs(count, args, kwargs, target, loss_kwargs or {}, outputs, training=False)
+
+        self._settle()
+        count = self.world.same_count(self, wanted)
         program = self._inference.get(count)
         if program is None:
             program = self._inference[count] = forward_program(self.schedule, count)
@@ -164,14 +194,13 @@ class Pipeline:
         try:
             for module, _ in modes:
                 module.training = False
-            given = self._inputs(count, args, kwargs, target, loss_kwargs or {}, outputs, training=False)
             reports = self.crew.run(program, given)
         finally:
             for module, mode in modes:
                 module.training = mode
             self.clock.evaluations += 1
             self.clock.training = True
-        return self._result(reports, outputs)
+        return self._result(reports, outputs, count)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch of any size, on the rank of the last stage (elsewhere None)."""
@@ -189,9 +218,12 @@ class Pipeline:
         outputs: bool,
         training: bool,
     ) -> dict[int, StepInput]:
-        if self.inputs == "first":
-            args, kwargs, target, loss_kwargs = self.world.carry(self, args, kwargs, target, loss_kwargs)
-        batch = split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims)
+        def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]) -> Batch:
+            self._check_keywords(kwargs)
+            return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims)
+
+        whole = (args, kwargs, target, loss_kwargs)
+        batch = self.world.carry(self, *whole, cut) if self.inputs == "first" else cut(*whole)
         shares = self._shares(batch, count, training)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
         return {
@@ -207,11 +239,11 @@ class Pipeline:
         }
 
     def _shares(self, batch: Batch, count: int, training: bool) -> list[float]:
-        if self.crew.last() is None or not (training or batch.has_target):
+        if self.crew.last() is None:
             return [1.0 / count] * count
-        return loss_shares(batch, self.loss_reduction, self.loss_weight)
+        return loss_shares(batch, self.loss_reduction, self.loss_weight if training or batch.has_target else None)
 
-    def _result(self, reports: Sequence[StepReport], outputs: bool) -> StepResult:
+    def _result(self, reports: Sequence[StepReport], outputs: bool, count: int) -> StepResult:
         total: Tensor | None = None
         losses: tuple[Tensor, ...] = ()
         extra: dict[str, float] = {}
@@ -220,7 +252,7 @@ class Pipeline:
                 total = torch.tensor(report.loss, dtype=report.dtype)
                 losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
             for name, value in report.extra.items():
-                extra[name] = extra.get(name, 0.0) + value / self.microbatches
+                extra[name] = extra.get(name, 0.0) + value / count
         last = self.crew.last()
         found = last.outputs() if last is not None else []
         output = merge(found, self.batch_dims.get("output", 0)) if outputs and found else None
@@ -242,17 +274,20 @@ class Pipeline:
 
     @contextmanager
     def record(self) -> Iterator[Timeline]:
-        """Measure the steps inside: the timeline holds every rank's spans of the last of them."""
-        timeline = Timeline(self.schedule, (), peaks(self.schedule.rows, self.schedule.forward_only))
-        self._timeline = timeline
-        try:
-            yield timeline
-        finally:
-            self._timeline = None
+        """Measure the steps inside, on every rank: the timeline holds all ranks' spans of the last of them.
 
-    def _keep_timeline(self, reports: Sequence[StepReport]) -> None:
-        if self._timeline is not None:
-            self._timeline.fill(span for report in reports for span in report.spans or ())
+        With two steps or more inside, what the optimizer and the loop took between them is measured too.
+        """
+        timeline = Timeline(self.schedule, (), peaks(self.schedule.rows, self.schedule.forward_only), unit="s")
+        recorder = Recorder(timeline, min(self.crew.executors), self.world.clock_shifts(self.schedule.ranks))
+        self._recorder = recorder
+        try:
+            with recorder.watching():
+                yield timeline
+        finally:
+            self._recorder = None
+        if recorder.silent:
+            raise UsageError(f"rank {recorder.silent[0]} did not record the step; enter pipe.record() on every rank")
 
     def register(self, op: Op, handler: Handler | None) -> None:
         """Run `handler(action, context)` for every action of that op; None restores the default."""
@@ -274,7 +309,8 @@ class Pipeline:
             for name, parameter in module.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield self.split.parts[index].names[name], parameter
+                    full = self.split.parts[index].names[name]
+                    yield self.split.aliases.get(full, full), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What to give to the optimizer of this process."""
@@ -320,7 +356,8 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm."""
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        counted = filter(self.tied.counts, self.parameters())
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         local = nn.utils.get_total_norm(gradients, norm_type)
         total = self.world.join_norms(local, norm_type)
         nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total.to(local.device))
@@ -360,12 +397,21 @@ def _schedule(
             raise UsageError(
                 f"microbatches={microbatches}, but the schedule is for {schedule.microbatches}; leave it out"
             )
-        if schedule.topology != split.topology and not schedule.passes:
+        if ranks is not None and ranks != schedule.ranks:
+            raise UsageError(f"ranks={ranks}, but the schedule is for {schedule.ranks} ranks; leave ranks= out")
+        if schedule.topology != split.topology:
+            if schedule.passes:
+                raise UsageError(
+                    f"the schedule has its transfers already, for the skips {list(schedule.topology.skips)}, but the "
+                    f"model's skips are {list(split.topology.skips)}; pass the schedule without transfers"
+                )
             schedule = schedule.replace(topology=split.topology)
         world.check_ranks(schedule.ranks, ranks)
         return schedule
     if microbatches is None:
         raise UsageError("say how many microbatches a batch is cut into: microbatches=8")
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"ranks={ranks}: a pipeline has at least 1")
     entry = family(schedule)
     wanted = ranks or world.size
     if wanted is None:
@@ -379,7 +425,8 @@ def _schedule(
             f"{split.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
             f"or pass ranks={max(n for n in range(1, split.stages + 1) if split.stages % n == 0 and n <= wanted)}"
         )
-    return build(entry.name, wanted, microbatches, per_rank, skips=split.topology.skips)
+    built = build(entry.name, wanted, microbatches, per_rank, skips=split.topology.skips)
+    return built if built.topology == split.topology else built.replace(topology=split.topology)
 
 
 def _on_device(batch: Batch, device: torch.device | None) -> Batch:

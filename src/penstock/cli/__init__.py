@@ -18,6 +18,8 @@ from penstock.cli.output import complain
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.verify import verify
+from penstock.cli.view import view
+from penstock.cli.whatif import whatif
 
 __all__ = ["app", "main"]
 
@@ -28,6 +30,8 @@ EXAMPLES = """Examples:\n
   penstock verify program.csv
   penstock simulate zb-v -r 4 -m 16 --weight 0.8 --hop 0.1
   penstock compare -r 8 -m 32
+  penstock view 1f1b zb-v -r 4 -m 8 --html page.html
+  penstock whatif --from run.json --ranks 8 --schedule zb-v
 """
 
 
@@ -60,7 +64,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (show, verify, simulate, compare):
+for command in (show, verify, simulate, compare, view, whatif):
     app.command(short_help=(command.__doc__ or "").partition(":")[0].partition(".")[0] + ".")(command)
 
 

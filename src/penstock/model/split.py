@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.part import OUTPUT, StagePart, no_stream
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Part", "Routed", "Split", "split_model"]
-
-OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
-
 
 @dataclass(frozen=True)
 class Routed:
@@ -44,6 +43,8 @@ class Part:
     the same name (`x`, `input`), what came from the stage before stands there, not the model's input.
     """
 
+    whole_batch = False
+
     def __init__(
         self,
         index: int,
@@ -54,7 +55,8 @@ class Part:
         spread: bool,
         entrances: Sequence[str] = (),
     ) -> None:
-        self.index = index
+        self.index = self.stream = index
+        self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
         self.module = module
         self.names = names
         self._previous = index - 1 if index - 1 in topology.producers(index) else None
@@ -101,9 +103,10 @@ class Part:
 class Split:
     """A model in parts, one a stage, and the topology of what crosses."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StagePart, ...]
     topology: Topology
     how: str  # one sentence for the user: in which way it was cut
+    aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
 
     @property
     def stages(self) -> int:
@@ -137,7 +140,11 @@ def split_model(
             f"pass nn.Sequential(...) with stages=, or a list with one module for each stage"
         )
     topology = Topology.chain(len(modules), skips)
-    parts = tuple(Part(index, module, names[index], topology, spread=spread) for index, module in enumerate(modules))
+    entrances = _positional(modules[0])
+    parts = tuple(
+        Part(index, module, names[index], topology, spread=spread, entrances=entrances)
+        for index, module in enumerate(modules)
+    )
     return Split(parts, topology, how)
 
 

@@ -74,6 +74,11 @@ class StageParameters:
         self._differentiates = True
 
     @property
+    def known(self) -> bool:
+        """Whether a first microbatch has been looked at."""
+        return bool(self._deferrable)
+
+    @property
     def splits(self) -> bool:
         return not self._differentiates
 

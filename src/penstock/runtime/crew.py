@@ -7,26 +7,33 @@ thread that computes. What the caller's thread has set for autocast holds for th
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+from time import monotonic
 from typing import Any
 
 import torch
 
 from penstock.errors import PeerFailure, RunError, UsageError
+from penstock.model.part import StagePart
 from penstock.model.split import Split
 from penstock.runtime.executor import Executor, StepInput, StepReport
 from penstock.runtime.mailbox import Mailbox
-from penstock.runtime.randomness import RandomTurns, seed_generators, seed_of
+from penstock.runtime.randomness import Room, Turns, seed_generators, seed_of, unit_stream
+from penstock.runtime.recorder import Begun
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.schedule import Placement, Schedule
 
 __all__ = ["Clock", "Crew"]
 
-TURNS = RandomTurns()  # torch has one generator in a process, so there is one of these
+ROOM = Room()  # torch has one generator in a process, so there is one of these
+GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
 
 
 class Clock:
@@ -68,72 +75,109 @@ class Crew:
         self.transports = list(transports)
         self._threads = len(transports) > 1
         self._inside = False
+        self._patience = _Patience(transports)
+        self._turns = Turns(ROOM, clock.seed_for, self._patience.waits)
+        self._late: set[Future[list[StepReport]]] = set()  # ranks that have not left a failed step yet
         self.executors: dict[int, Executor] = {}
         for transport in transports:
             rank = transport.rank
             stages = {
                 index: Stage(
                     split.parts[index],
-                    self._turn(index, devices.get(rank)),
+                    self._turn(split.parts[index], devices.get(rank)),
                     is_last=index == split.stages - 1,
                 )
                 for index in placement.stages_of(rank)
             }
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
-        self._pool: ThreadPoolExecutor | None = None
+        self._workers: _Workers | None = None
 
-    def _turn(self, stage: int, device: torch.device | None) -> Callable[[str, int], Any]:
-        clock, nothing = self.clock, _NoTurn()
+    def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
+        clock, nothing, stage = self.clock, _NoTurn(), part.stream
+        part.around = unit_stream
         if self._threads:
-            return lambda kind, microbatch: TURNS.turn(f"{kind} of stage {stage}", clock.seed_for(microbatch, stage))
+            return self._turns.of(part.index, stage, part.module, device)
+
+        on_cpu = device is None or device.type != "cuda"
+        seed: Callable[[int], object] = (
+            torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
+        )
 
         def seeded(kind: str, microbatch: int) -> _NoTurn:
             if kind == "F":
-                seed_generators(clock.seed_for(microbatch, stage), device)
+                seed(clock.seed_for(microbatch, stage))
             return nothing
 
         return seeded
 
-    def run(self, program: Schedule, given: Mapping[int, StepInput], *, record: bool = False) -> list[StepReport]:
+    def run(
+        self, program: Schedule, given: Callable[[], Mapping[int, StepInput]], *, record: Begun | None = None
+    ) -> list[StepReport]:
         """One step on all local ranks; every rank's report, or the one failure that ended it."""
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
-        state = torch.get_rng_state()
         try:
-            if not self._threads:
-                ((rank, executor),) = self.executors.items()
-                return executor.run(program, given[rank], record=record)
-            return self._run_threads(program, given, record)
+            with ROOM.kept():
+                if not self._threads:
+                    ((rank, executor),) = self.executors.items()
+                    return executor.run(program, lambda: given()[rank], record=record)
+                self._turns.begin()
+                return self._run_threads(program, given(), record)
         finally:
-            torch.set_rng_state(state)
             self._inside = False
 
-    def _run_threads(self, program: Schedule, given: Mapping[int, StepInput], record: bool) -> list[StepReport]:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(self.executors), thread_name_prefix="penstock-rank")
-            weakref.finalize(self, self._pool.shutdown, wait=False)
+    def _run_threads(self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None) -> list[StepReport]:
+        if self._workers is None:
+            self._workers = _Workers(list(self.executors))
+            weakref.finalize(self, self._workers.stop)
+            self._patience.ranks = self._workers.ranks
         autocast = _caller_autocast()
 
         def work(executor: Executor) -> list[StepReport]:
             with autocast():
-                return executor.run(program, given[executor.rank], record=record)
+                return executor.run(program, lambda: given[executor.rank], record=record)
 
-        futures = [self._pool.submit(work, executor) for executor in self.executors.values()]
+        futures: list[Future[list[StepReport]]] = []
+        errors: list[BaseException] = []
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException as error:  # Ctrl-C: stop the ranks, then leave
-            self.transports[0].abort(PeerFailure(0, f"stopped by {type(error).__name__}"))
-            wait(futures)
-            self.reset()
+            for rank, executor in self.executors.items():
+                futures.append(self._workers.submit(rank, partial(work, executor)))
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            errors = [found for future in futures if future in done and (found := future.exception()) is not None]
+            if not errors:
+                return futures[0].result()
+            self._leave(futures)
+            errors = [found for future in futures if future.done() and (found := future.exception()) is not None]
+            raise min(errors, key=_rank_of_error)
+        except BaseException as error:
+            if not errors:  # Ctrl-C: stop the ranks, then leave
+                self.transports[0].abort(PeerFailure(0, f"stopped by {type(error).__name__}"))
+                self._leave(futures)
             raise
-        wait(futures)
-        errors = [found for future in futures if (found := future.exception()) is not None]
-        if not errors:
-            return futures[0].result()
+        finally:
+            del futures, errors  # an error that its own frame holds would keep the whole step alive
+
+    def _leave(self, futures: Sequence[Future[list[StepReport]]]) -> None:
+        """A failed step ends with its ranks, but for those that are deep in the user's code: nobody can stop these."""
+        self._late = wait(futures, GRACE).not_done
+        if not self._late:
+            self.reset()
+
+    def settle(self) -> bool:
+        """Before a step: no rank may be in an earlier one. True where some still were, and have left only now."""
+        if not self._late:
+            return False
+        self._late = wait(self._late, GRACE).not_done
+        if self._late:
+            lines = "; ".join(f"rank {rank} {executor.progress()}" for rank, executor in self.executors.items())
+            raise RunError(
+                f"{len(self._late)} ranks have not come back from their code in a step that failed ({lines}); "
+                f"wait for them, or make a new Pipeline"
+            )
         self.reset()
-        raise next((found for found in errors if found.__cause__ is not None), errors[0])
+        return True
 
     def reset(self) -> None:
         """Forget what a failed step left behind."""
@@ -145,9 +189,10 @@ class Crew:
 
     def close(self) -> None:
         """End the workers and give back what the transports hold."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
-            self._pool = None
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers.join(GRACE)
+            self._workers = None
         for transport in self.transports:
             transport.close()
 
@@ -162,6 +207,71 @@ class Crew:
         """The modules of the local stages, in the order of stages."""
         found = {index: stage.module for executor in self.executors.values() for index, stage in executor.stages.items()}
         return dict(sorted(found.items()))
+
+
+def _rank_of_error(error: BaseException) -> int:
+    """Of the errors of several ranks: sys.exit() before all, then the one that knows its cause as an exception."""
+    if not isinstance(error, PeerFailure):
+        return 0
+    return 1 if error.__cause__ is not None else 2
+
+
+class _Patience:
+    """A rank waits for the generator as for a message: within the timeout, and not in a step that is lost."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.ranks: dict[int, int] = {}  # by thread
+        self._transports = {each.rank: each for each in transports if isinstance(each, ThreadTransport)}
+        self._since: dict[int, float] = {}
+
+    def waits(self, inside: list[int] | None) -> None:
+        """The threads that have the generator now, while this one waits; None when it waits no more."""
+        rank = self.ranks.get(threading.get_ident())
+        if rank is None:
+            return
+        if inside is not None:
+            peer = next((self.ranks[thread] for thread in inside if thread in self.ranks), None)
+            self._transports[rank].waits_elsewhere(peer, monotonic() - self._since.setdefault(rank, monotonic()))
+        elif self._since.pop(rank, None) is not None:
+            self._transports[rank].waits_elsewhere(None, 0.0)
+
+
+class _Workers:
+    """One thread for each rank. Daemons: a rank that never comes back must not keep the process from its end."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
+        self._threads = [
+            threading.Thread(target=_serve, args=(jobs,), name=f"penstock-rank-{rank}", daemon=True)
+            for rank, jobs in self._jobs.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+        self.ranks = {thread.ident or 0: rank for thread, rank in zip(self._threads, ranks, strict=True)}
+
+    def submit(self, rank: int, job: Callable[[], list[StepReport]]) -> Future[list[StepReport]]:
+        future: Future[list[StepReport]] = Future()
+        self._jobs[rank].put((job, future))
+        return future
+
+    def stop(self) -> None:
+        for jobs in self._jobs.values():
+            jobs.put(None)
+
+    def join(self, seconds: float) -> None:
+        deadline = monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - monotonic()))
+
+
+def _serve(jobs: SimpleQueue[Any]) -> None:
+    while (entry := jobs.get()) is not None:
+        job, future = entry
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        del entry, job, future  # an idle worker holds nothing of a step
 
 
 def _caller_autocast() -> Callable[[], Any]:

@@ -14,23 +14,30 @@ and leave the links clean for the next one.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.errors import MessageError, PeerFailure
+from penstock.errors import MessageError, ModelError, PeerFailure
 from penstock.model.split import OUTPUT
+from penstock.runtime.losses import Seeds, sum_in_order
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.microbatch import Batch
-from penstock.runtime.stage import Stage
+from penstock.runtime.recorder import Begun
+from penstock.runtime.stage import LossOf, Stage
 from penstock.runtime.transport import Transport
+from penstock.runtime.transport.base import with_report
 from penstock.schedule import Action, Op, Schedule, Span
 
 __all__ = ["Context", "Executor", "Handler", "StepInput", "StepReport"]
+
+TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
 
 
 @dataclass
@@ -55,7 +62,10 @@ class StepReport:
     dtype: torch.dtype = torch.float32
     failure: PeerFailure | None = None
     progress: str = ""
+    rows: int | None = None  # of the batch that this rank was given
     spans: list[Span] | None = None
+    begun: Begun | None = None  # of a step that is recorded
+    ended: float = 0.0  # when all was computed and sent
 
 
 class Context:
@@ -113,6 +123,15 @@ Handler = Callable[[Action, Context], None]
 Entry = tuple[Callable[[Any, Any], Any], Any, Any]
 
 
+class _Plan(NamedTuple):
+    """What can be worked out about a program before its first step."""
+
+    program: Schedule
+    actions: list[Action]
+    entries: list[Entry]
+    split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
+
+
 class Executor:
     """One rank: its stages, its mailbox and the programs it has prepared."""
 
@@ -123,16 +142,19 @@ class Executor:
         self.transport = transport
         self.handlers: dict[Op, Handler] = {}
         self.context = Context(self)
+        transport.report_by(self.progress)
         self.given: StepInput
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
-        self._plans: dict[int, tuple[Schedule, list[Entry]]] = {}
+        self._plans: dict[int, _Plan] = {}
         self._split: frozenset[tuple[int, int]] = frozenset()
         self._fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
-        self._seeds: list[Tensor] = []
-        self._extra_seed: Tensor | None = None
+        self._seeds: Seeds
+        self._actions: list[Action] = []  # of the program that runs
         self._position = 0
+        self._part: Action | None = None  # the half of a pair that failed
+        self._ready = False
         self._waited = 0.0
         self._watching = False
 
@@ -146,13 +168,15 @@ class Executor:
             self.handlers[op] = handler
         self._plans.clear()
 
-    def _plan(self, program: Schedule) -> list[Entry]:
-        known = self._plans.get(id(program))
-        if known is not None and known[0] is program:
-            return known[1]
-        entries = [self._entry(action) for action in program.rows[self.rank] if action is not None]
-        self._plans[id(program)] = (program, entries)
-        return entries
+    def _plan(self, program: Schedule) -> _Plan:
+        plan = self._plans.get(id(program))
+        if plan is None or plan.program is not program:
+            actions = [action for action in program.rows[self.rank] if action is not None]
+            parts = [part for action in actions for part in action.parts()]
+            split = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
+            plan = _Plan(program, actions, [self._entry(action) for action in actions], split)
+            self._plans[id(program)] = plan
+        return plan
 
     def _entry(self, action: Action) -> Entry:
         handler = self.handlers.get(action.op)
@@ -166,95 +190,112 @@ class Executor:
             channel = self.mailbox.channel(action)
             return (self.mailbox.send if op in (Op.SEND_F, Op.SEND_B) else self.mailbox.post), channel, microbatch
         if op.is_pair:
-            return self._run_pair, action, None
+            return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
             return self._nothing, action, None
-        return {Op.F: self._forward, Op.B: self._backward, Op.I: self._input, Op.W: self._weight}[op], stage, microbatch
+        computes = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward, Op.W: self._weight}
+        return computes[op], stage, microbatch
 
     def run_default(self, action: Action) -> None:
         """Run one action as if no handler were registered."""
         function, first, second = self._default(action)
         function(first, second)
 
-    def _run_pair(self, action: Action, _: Any) -> None:
-        for part in action.parts():
-            function, first, second = self._entry(part)
-            if self._watching:
-                self._watched(function, first, second, part)
-            else:
-                function(first, second)
+    def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
+        for part, (function, first, second) in parts:
+            try:
+                if self._watching:
+                    self._watched(function, first, second, part)
+                else:
+                    function(first, second)
+            except BaseException:
+                self._part = part
+                raise
 
     def _nothing(self, action: Action, _: Any) -> None:
         """Sharding actions: nothing is sharded unless a handler says so."""
 
     # -- the loop
 
-    def run(self, program: Schedule, given: StepInput, *, record: bool = False) -> list[StepReport]:
-        """One step of this rank; returns the reports of all ranks, or raises what went wrong anywhere."""
-        self.given = given
-        self.report = StepReport()
+    def run(
+        self, program: Schedule, given: Callable[[], StepInput], *, record: Begun | None = None
+    ) -> list[StepReport]:
+        """One step of this rank; returns the reports of all ranks, or raises what went wrong anywhere.
+
+        The batch is asked for here, because its peers must also hear of a rank that was given a wrong one.
+        """
+        self.report = StepReport(begun=record)
         self.losses = {}
         plan = self._plan(program)
-        self._prepare(program, given)
+        self._actions, self._split = plan.actions, plan.split
+        self._position = 0
+        self._part = None
+        self._ready = False
         failure: PeerFailure | None = None
         own: BaseException | None = None
         try:
+            self._prepare(program, given())
             self.mailbox.open()
+            self._ready = True
             if record or torch._C._autograd._profiler_enabled():
-                self._loop_watched(plan, program, record)
+                self._loop_watched(plan.entries, record)
             else:
-                self._loop(plan)
+                self._loop(plan.entries)
             self.transport.flush()
+            self.report.ended = perf_counter()
+            self._sum_losses()
         except PeerFailure as error:
-            failure = error
+            failure = copy(error)  # without the frames that it came through, which hold tensors
         except MessageError as error:
-            own, failure = error, self._describe(error, program)
+            own, failure = error, self._describe(error)
             self.transport.abort(failure)
         except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again below
-            own, failure = error, self._describe(error, program)
-        if failure is not None:
-            self._drain(program, failure)
-        return self._finish(program, failure, own)
+            own, failure = error, self._describe(error)
+        try:
+            if failure is not None:
+                self.report.progress = self.progress()
+                with suppress(PeerFailure):  # a peer is lost as well: the exchange will say so
+                    self._drain(failure)
+            return self._finish(failure, own)
+        finally:
+            del own, failure  # an error that its own frame holds would keep the whole step alive
 
     def _prepare(self, program: Schedule, given: StepInput) -> None:
+        self.given = given
+        self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         if given.training:
-            self._seeds = [torch.tensor(share) for share in given.shares]
-            self._extra_seed = torch.tensor(1.0 / program.microbatches)
-            self._split = frozenset(
-                (part.stage, part.microbatch)
-                for action in program.rows[self.rank]
-                if action is not None
-                for part in action.parts()
-                if part.op is Op.I
-            )
-        self._position = 0
+            self._seeds = Seeds(given.shares)
 
     def _loop(self, plan: list[Entry]) -> None:
+        news = self.transport.news
         for position, (function, first, second) in enumerate(plan):
             self._position = position
+            if news:
+                raise copy(news[0])
             function(first, second)
         self._position = len(plan)
 
-    def _loop_watched(self, plan: list[Entry], program: Schedule, record: bool) -> None:
+    def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
-        actions = [action for action in program.rows[self.rank] if action is not None]
         self.report.spans = [] if record else None
         self._watching = True
         try:
-            for position, ((function, first, second), action) in enumerate(zip(plan, actions, strict=True)):
+            for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
                 self._position = position
+                if self.transport.news:
+                    raise copy(self.transport.news[0])
                 self._watched(function, first, second, action)
         finally:
             self._watching = False
         self._position = len(plan)
 
     def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
-        """Run one action under its label; a compute leaves a span, without the time it waited."""
+        """Run one action under its label; a compute or send leaves a span, without the time it waited."""
         self._waited = 0.0
         begin = perf_counter()
         with torch.profiler.record_function(f"penstock {action}"):
             function(first, second)
-        if self.report.spans is not None and (action.op.is_compute or action.op in self.handlers):
+        if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
             self.report.spans.append(Span(self.rank, action, begin + self._waited, perf_counter(), self._waited))
 
     # -- computing
@@ -268,27 +309,32 @@ class Executor:
     def _await(self, op: Op, stage: int, microbatch: int) -> Any:
         if self._fetched and (op, stage, microbatch) in self._fetched:
             return self._fetched.pop((op, stage, microbatch))
+        if op is Op.W:
+            return None
         take = self.mailbox.take_inputs if op is Op.F else self.mailbox.take_gradients
         if not self._watching:
-            return take(stage, microbatch) if op is not Op.W else None
+            return take(stage, microbatch)
         begin = perf_counter()
-        found = take(stage, microbatch) if op is not Op.W else None
+        found = take(stage, microbatch)
         self._waited += perf_counter() - begin
         return found
 
     def compute(self, part: Action) -> None:
         """Run one compute with the default code."""
         function, stage, microbatch = self._default(part)
-        function(stage, microbatch)
+        try:
+            function(stage, microbatch)
+        except BaseException:
+            self._part = part
+            raise
 
     def _forward(self, stage: int, microbatch: int) -> None:
         given, owner = self.given, self.stages[stage]
         arrived = self._await(Op.F, stage, microbatch)
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
+        loss_of = self._loss_of(microbatch) if owner.is_last else None
         if not given.training:
-            emitted = owner.infer(microbatch, arrived, args, kwargs)
-            if owner.is_last:
-                self._infer_last(microbatch, emitted.pop(OUTPUT))
+            emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of)
         else:
             emitted, loss, extra = owner.forward(
                 microbatch,
@@ -297,47 +343,36 @@ class Executor:
                 kwargs,
                 split=(stage, microbatch) in self._split,
                 recompute=microbatch in given.recompute,
-                loss_of=self._loss_of(microbatch) if owner.is_last else None,
+                loss_of=loss_of,
             )
-            if loss is not None:
-                self.losses[microbatch] = loss.detach()
-            for name, value in extra:
-                self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
-            if owner.is_last:
-                output = emitted.pop(OUTPUT)
-                if given.keep_outputs:
-                    self._outputs[microbatch] = _detached(output)
+        if loss is not None:
+            self.losses[microbatch] = loss.detach().clone()  # mse_loss gives a scalar in a storage of the output's size
+        for name, value in extra:
+            self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
+        if owner.is_last:
+            output = emitted.pop(OUTPUT)
+            if given.keep_outputs:
+                self._outputs[microbatch] = _detached(output)
         self.mailbox.put_outputs(stage, microbatch, emitted)
 
-    def _infer_last(self, microbatch: int, output: Any) -> None:
-        if self.given.loss_fn is not None and self.given.batch.has_target:
-            with torch.no_grad():
-                self.losses[microbatch] = self._loss_of(microbatch)(output)
-        if self.given.keep_outputs:
-            self._outputs[microbatch] = _detached(output)
-
-    def _loss_of(self, microbatch: int) -> Callable[[Any], Any]:
+    def _loss_of(self, microbatch: int) -> LossOf | None:
+        """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
         given = self.given
         if given.loss_fn is None:
-            return lambda output: output
+            return (lambda output: output) if given.training else _scalar
+        if not (given.training or given.batch.has_target):
+            return None
         target, extra = given.batch.targets[microbatch], given.batch.loss_kwargs[microbatch]
         return lambda output: given.loss_fn(output, target, **extra)  # type: ignore[misc]
 
     def _backward(self, stage: int, microbatch: int) -> None:
-        self._go_back(Op.B, stage, microbatch)
-
-    def _input(self, stage: int, microbatch: int) -> None:
-        self._go_back(Op.I, stage, microbatch)
-
-    def _go_back(self, op: Op, stage: int, microbatch: int) -> None:
-        gradients = self._await(op, stage, microbatch)
-        loss = self.losses.get(microbatch)
-        seed = None
-        if loss is not None and self.stages[stage].is_last:
-            seed = self._seeds[microbatch].to(loss)
-        back = self.stages[stage].backward(
-            microbatch, gradients, split=op is Op.I, loss_seed=seed, extra_seed=self._extra_seed
-        )
+        """B, or I where the program has an I of this microbatch."""
+        split = (stage, microbatch) in self._split
+        gradients = self._await(Op.I if split else Op.B, stage, microbatch)
+        owner, seeds, seed = self.stages[stage], self._seeds, None
+        if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
+            seed = seeds.of(microbatch, loss)
+        back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)
         self.mailbox.put_gradients(stage, microbatch, back)
 
     def _weight(self, stage: int, microbatch: int) -> None:
@@ -350,92 +385,118 @@ class Executor:
 
     # -- failing
 
-    def _describe(self, error: BaseException, program: Schedule) -> PeerFailure:
-        actions = [action for action in program.rows[self.rank] if action is not None]
-        action = actions[self._position] if self._position < len(actions) else None
+    def _describe(self, error: BaseException) -> PeerFailure:
+        action = self._part
+        if action is None and self._ready and self._position < len(self._actions):
+            action = self._actions[self._position]
         return PeerFailure(
             self.rank,
-            f"{type(error).__name__}: {error}",
+            _in_words(error),
             stage=None if action is None else action.stage,
             action=None if action is None else str(action),
             microbatch=None if action is None else action.microbatch,
             original_traceback="".join(traceback.format_exception(error)),
         )
 
-    def _progress(self, program: Schedule) -> str:
-        actions = [action for action in program.rows[self.rank] if action is not None]
-        last = actions[self._position - 1] if self._position else None
-        if self._position >= len(actions):
-            return f"had finished all {len(actions)} actions, last {last}"
-        return f"at {actions[self._position]}, last finished {last or 'nothing'}"
+    def progress(self) -> str:
+        """Where this rank is in its program; asked for by other threads too."""
+        actions, position = self._actions, self._position
+        last = actions[position - 1] if 0 < position <= len(actions) else None
+        if position >= len(actions):
+            return f"done with all {len(actions)} actions, last {last or 'nothing'}"
+        waited = self.mailbox.waited_for
+        waiting = "" if waited is None else f", waiting for rank {waited[1]} in {waited[0]}"
+        return f"at {actions[position]}, last finished {last or 'nothing'}{waiting}"
 
-    def _drain(self, program: Schedule, failure: PeerFailure) -> None:
+    def _drain(self, failure: PeerFailure) -> None:
         """Walk the rest of the program without computing, so that no peer waits for this rank."""
-        actions = [action for action in program.rows[self.rank] if action is not None]
-        self.report.progress = self._progress(program)
+        if self.transport.broken is not None:
+            return
+        if failure.rank == self.rank:
+            self.transport.announce(failure)
+        if not self._ready:
+            self.mailbox.open()
         pending = self.mailbox.pending
-        for position, action in enumerate(actions[self._position :], self._position):
+        for position, action in enumerate(self._actions[self._position :], self._position):
             if not action.op.is_transfer:
                 continue
             channel = self.mailbox.channel(action)
             if action.op in (Op.SEND_F, Op.SEND_B):
-                self.transport.send_failure(channel, action.microbatch, failure)
+                if position > self._position or self.mailbox.owes(channel, action.microbatch):
+                    self.transport.send_failure(channel, action.microbatch, failure)
             elif (channel, action.microbatch) not in pending:
-                if position > self._position:
-                    self.transport.post(channel, action.microbatch)
+                self.transport.post(channel, action.microbatch)
                 pending[channel, action.microbatch] = None
         for channel, microbatch in list(pending):
             self.transport.discard(channel, microbatch)
 
-    def _finish(self, program: Schedule, failure: PeerFailure | None, own: BaseException | None) -> list[StepReport]:
+    def _finish(self, failure: PeerFailure | None, own: BaseException | None) -> list[StepReport]:
         self.report.failure = failure
         if failure is None:
-            self._sum_losses()
-        if not self.report.progress:
-            self.report.progress = self._progress(program)
+            self.report.progress = self.progress()
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
         except PeerFailure as lost:
             self.clear()
             raise lost from own
-        failures = [report.failure for report in reports if report.failure is not None]
-        if not failures:
+        failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
+        sizes = _different_sizes(reports)
+        if not failures and not sizes:
             return reports
         self.clear()
-        lines = [f"  rank {rank}: {report.progress}" for rank, report in enumerate(reports)]
-        origins = [failed for rank, report in enumerate(reports) if (failed := report.failure) and failed.rank == rank]
-        cause = (origins or failures)[0]
-        cause.report = "what each rank was doing:\n" + "\n".join(lines)
-        told = PeerFailure(*_parts(cause)[0], **_parts(cause)[1])
-        if isinstance(own, (KeyboardInterrupt, SystemExit)):
-            raise own
-        raise told from own
+        if not failures:
+            raise ModelError(sizes)
+        origins = [failed for rank, failed in failures.items() if failed.rank == rank]
+        cause = (origins or list(failures.values()))[0]
+        doing = [
+            report.progress + (f", failed: {failed.cause}" if failed in origins else "")
+            for report, failed in zip(reports, map(failures.get, range(len(reports))), strict=True)
+        ]
+        doing[-1] += f"\n  {sizes}" if sizes else ""
+        if own is not None and (not self._ready or isinstance(own, (KeyboardInterrupt, SystemExit))):
+            raise own  # a wrong batch is the caller's error, and no rank's failure here
+        raise with_report(cause, doing) from own
 
     def _sum_losses(self) -> None:
-        """The batch's loss, summed in the order of microbatches as a plain loop would."""
+        """The batch's loss, for the report."""
         numbers = sorted(self.losses)
         if not numbers:
             return
-        losses = [self.losses[number] for number in numbers]
-        total = losses[0] * self.given.shares[numbers[0]]
-        for number, loss in zip(numbers[1:], losses[1:], strict=True):
-            total = total + loss * self.given.shares[number]
-        self.report.loss = total.item()
-        self.report.losses_by_number = torch.stack(losses).tolist()
-        self.report.dtype = total.dtype
+        losses = torch.stack([self.losses[number] for number in numbers])
+        self.report.loss = sum_in_order(losses, [self.given.shares[number] for number in numbers])
+        self.report.losses_by_number = losses.tolist()
+        self.report.dtype = losses.dtype
 
     def clear(self) -> None:
         """Forget everything about the step, so that the next one starts clean."""
         self.mailbox.clear()
         self._fetched.clear()
         self._outputs.clear()
+        self.losses = {}
+        self.report = StepReport()
+        self.__dict__.pop("given", None)
         for stage in self.stages.values():
             stage.clear()
 
 
-def _parts(failure: PeerFailure) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    _, (rank, cause, details) = failure.__reduce__()
-    return (rank, cause), details
+def _different_sizes(reports: Sequence[StepReport]) -> str:
+    """Batches that are not of one size are not one batch, even where all shapes happen to fit."""
+    sizes = {rank: report.rows for rank, report in enumerate(reports) if report.rows is not None}
+    if len(set(sizes.values())) < 2:
+        return ""
+    listed = ", ".join(f"rank {rank}: {rows} rows" for rank, rows in sizes.items())
+    return f"the ranks were given batches of different size ({listed}); pass the same batch on every rank"
+
+
+def _in_words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an error that cannot even be printed must still be told
+        return type(error).__name__
+
+
+def _scalar(output: Any) -> Tensor | None:
+    return output if isinstance(output, Tensor) and output.dim() == 0 else None
 
 
 def _detached(value: Any) -> Any:

@@ -12,15 +12,17 @@ just add, tied parameters are not scaled twice, and hooks see final numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import c_float
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.runtime.microbatch import Batch
 
-__all__ = ["ExtraLosses", "add_loss", "loss_shares"]
+__all__ = ["ExtraLosses", "Seeds", "add_loss", "check_loss", "loss_shares", "sum_in_order"]
 
 REDUCTIONS = ("mean", "sum")
 
@@ -42,6 +44,56 @@ def loss_shares(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] 
     if not total > 0:
         raise ModelError(f"the microbatches weigh {total} in all; the mean loss of such a batch is not defined")
     return [weight / total for weight in weights]
+
+
+class Seeds:
+    """What enters the backward at each microbatch's loss: its share, as a tensor like the loss.
+
+    All of them are made at once, when the first loss shows its kind: one by one they cost more than a small backward.
+    A microbatch without a share takes no part: its own mean may well be nan, and 0 * nan would reach the weights.
+    """
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self._shares = torch.tensor(shares, dtype=torch.float64)
+        self._counts = [share != 0 for share in shares]
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+        self._seeds: tuple[Tensor, ...] = ()
+        self.extra = torch.tensor(1.0 / len(shares), dtype=torch.float64)  # for named losses: a mean over microbatches
+
+    def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
+        if not self._counts[microbatch]:
+            return None
+        if loss.dtype is not self._dtype or loss.device != self._device:
+            self._dtype, self._device = loss.dtype, loss.device
+            self._seeds = self._shares.to(self._device, self._dtype).unbind()
+        return self._seeds[microbatch]
+
+
+def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
+    """The batch's loss with the bits of a plain loop: `total = total + loss * share`, rounded at every step.
+
+    In Python's numbers, because 128 operations on tensors of one element cost more than the step's exchange. These are
+    doubles; of two floats, product and sum in doubles, rounded once more, are the floats' own (53 bits >= 2 * 24 + 2).
+    """
+    counted = [number for number, share in enumerate(shares) if share != 0]
+    if losses.dtype not in (torch.float32, torch.float64):
+        total = losses[counted[0]] * shares[counted[0]]
+        for number in counted[1:]:
+            total = total + losses[number] * shares[number]
+        return total.item()
+    rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
+    result: float | None = None
+    values = losses.tolist()
+    for number in counted:
+        term = rounded(values[number] * rounded(shares[number]))
+        result = term if result is None else rounded(result + term)
+    assert result is not None, "the shares of a batch are not all 0"
+    return result
+
+
+def _as_float(value: float) -> float:
+    return c_float(value).value
 
 
 def check_loss(loss: Any) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from penstock.errors import RunError
+from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
 from penstock.runtime.transport.share import share
 from penstock.schedule import Link, Placement, Topology, links
@@ -23,8 +23,9 @@ class _Route(NamedTuple):
     """One neighbour of a stage: how its value comes or goes."""
 
     other: int  # the stage at the other end
-    channel: int | None  # None: it lives on this rank
+    channel: Any  # a number, or None: it lives on this rank
     readers: tuple[int, ...]  # the stages of the far rank that share one message
+    alone: bool  # a message of its own, for nobody else
 
 
 def channels_of(placement: Placement, topology: Topology) -> tuple[list[Channel], dict[tuple[int, int, str], int]]:
@@ -50,6 +51,7 @@ class Mailbox:
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
         self._out: dict[tuple[int, int], Any] = {}  # channel, microbatch
         self.pending: dict[tuple[int, int], None] = {}  # posted and not yet taken, in order
+        self.waited_for: tuple[str, int] | None = None  # the receive that brought a failure, and from which rank
         crossing = links(placement, topology)
         self._inputs: dict[int, list[_Route]] = {}
         self._outputs: dict[int, list[_Route]] = {}
@@ -61,8 +63,10 @@ class Mailbox:
         other = source if way == "in" else target
         for link in crossing:
             if link.source == source and target in link.targets:
-                return _Route(other, self._numbers[link.source, link.target, "F"], link.targets)
-        return _Route(other, None, (target,))
+                return _Route(
+                    other, self._numbers[link.source, link.target, "F"], link.targets, len(link.targets) == 1
+                )
+        return _Route(other, None, (target,), False)
 
     def channel(self, action: Action) -> int:
         """The channel of a transfer action."""
@@ -80,6 +84,7 @@ class Mailbox:
         self._values.clear()
         self._out.clear()
         self.pending.clear()
+        self.waited_for = None
 
     # -- transfers
 
@@ -90,17 +95,33 @@ class Mailbox:
 
     def send(self, channel: int, microbatch: int) -> None:
         """SEND: what was put up for this message leaves."""
-        self._transport.send(channel, microbatch, self._out.pop((channel, microbatch)))
+        key = channel, microbatch
+        if key not in self._out:
+            self._out[key] = None  # still owed
+            raise RunError(f"{self.channels[channel].send_action(microbatch)}: nothing was put up to be sent")
+        self._transport.send(channel, microbatch, self._out[key])
+        del self._out[key]
+
+    def owes(self, channel: int, microbatch: int) -> bool:
+        """Whether what was put up for this message has yet to leave."""
+        return (channel, microbatch) in self._out
 
     def _receive(self, channel: int, microbatch: int) -> Any:
         self.pending.pop((channel, microbatch), None)  # also where what came is a failure, it has come
-        return self._transport.receive(channel, microbatch)
+        try:
+            return self._transport.receive(channel, microbatch)
+        except PeerFailure:
+            self.waited_for = self.channels[channel].receive_action(microbatch), self.channels[channel].source_rank
+            raise
 
     # -- forward
 
     def take_inputs(self, stage: int, microbatch: int) -> dict[int, Any]:
         """The payload from each producing stage; waits where it is still on its way."""
-        return {route.other: self._take("F", stage, route, microbatch) for route in self._inputs[stage]}
+        routes = self._inputs[stage]
+        if len(routes) == 1 and (route := routes[0]).alone:  # as in any chain of stages
+            return {route.other: self._receive(route.channel, microbatch)}
+        return {route.other: self._take("F", stage, route, microbatch) for route in routes}
 
     def put_outputs(self, stage: int, microbatch: int, emitted: Mapping[int, Any]) -> None:
         """Hand over what stays on this rank; put up the rest for its SEND."""
@@ -115,7 +136,10 @@ class Mailbox:
 
     def take_gradients(self, stage: int, microbatch: int) -> dict[int, Any]:
         """The gradients from each consuming stage."""
-        return {route.other: self._take_back(stage, route, microbatch) for route in self._outputs[stage]}
+        routes = self._outputs[stage]
+        if len(routes) == 1 and (route := routes[0]).alone:
+            return {route.other: self._receive(route.channel + 1, microbatch)}
+        return {route.other: self._take_back(stage, route, microbatch) for route in routes}
 
     def put_gradients(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
         """Give each producing stage the gradients of what it sent."""
@@ -128,14 +152,14 @@ class Mailbox:
     # -- one message may be for, or from, several stages of a rank
 
     def _put_up(self, channel: int, route: _Route, reader: int, microbatch: int, payload: Any) -> None:
-        if len(route.readers) == 1:
+        if route.alone:
             self._out[channel, microbatch] = payload
         else:
             self._out.setdefault((channel, microbatch), {})[reader] = payload
 
     def _take(self, direction: str, stage: int, route: _Route, microbatch: int) -> Any:
         if route.channel is not None:
-            if len(route.readers) == 1:
+            if route.alone:
                 return self._receive(route.channel, microbatch)
             if (direction, stage, route.other, microbatch) not in self._values:
                 for reader, payload in self._receive(route.channel, microbatch).items():
@@ -144,7 +168,7 @@ class Mailbox:
 
     def _take_back(self, stage: int, route: _Route, microbatch: int) -> Any:
         if route.channel is not None:
-            if len(route.readers) == 1:
+            if route.alone:
                 return self._receive(route.channel + 1, microbatch)
             if ("B", stage, route.other, microbatch) not in self._values:
                 for reader, payload in self._receive(route.channel + 1, microbatch).items():
@@ -156,4 +180,6 @@ class Mailbox:
             return self._values.pop((direction, to, source, microbatch))
         except KeyError:
             what = "output" if direction == "F" else "gradient"
-            raise RunError(f"stage {to} wants the {what} of stage {source}, microbatch {microbatch}: not there") from None
+            raise RunError(
+                f"stage {to} wants the {what} of stage {source}, microbatch {microbatch}: not there"
+            ) from None

@@ -73,15 +73,18 @@ def split_batch(
     )
 
 
-def rows_of(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Dims) -> int | None:
-    """How many microbatches a batch can give at most: its rows, or the items of a ready split."""
+def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Dims) -> int | None:
+    """Into how many microbatches a batch of any size goes, or None where nothing says how many rows it has.
+
+    A ready split says so itself; else there are `most`, or as many as there are rows.
+    """
     splitter = _Splitter(1, dims, strict=False)
     labelled: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
     for label, value in labelled:
         if isinstance(value, Microbatches):
             return len(value)
         splitter.split(label, value)
-    return splitter.total
+    return None if splitter.total is None else max(1, min(most, splitter.total))
 
 
 class _Splitter:
@@ -100,7 +103,7 @@ class _Splitter:
         if type(value) is Tensor and type(dim) is int and value.dim() > 0:
             return list(self._cut(label, value, dim))
         leaves, spec = pytree.tree_flatten(value)
-        wanted = _dims_of_leaves(label, dim, len(leaves))
+        wanted = _dims_of_leaves(label, dim, value, len(leaves))
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
@@ -110,17 +113,6 @@ class _Splitter:
         return [
             pytree.tree_unflatten([column[number] for column in columns], spec) for number in range(self.count)
         ]
-
-    def _dims(self, label: str | int, dim: Any, spec: Any, leaves: int) -> list[int | None]:
-        if dim is None or isinstance(dim, int):
-            return [dim] * leaves
-        found, _ = pytree.tree_flatten(dim, is_leaf=lambda leaf: leaf is None)
-        if len(found) != leaves:
-            raise UsageError(
-                f"batch_dims[{label!r}] has {len(found)} entries for an argument with {leaves} leaves; "
-                f"give one number or None in all, or one for each leaf"
-            )
-        return found
 
     def _cut(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
         if not -value.dim() <= dim < value.dim():
@@ -165,16 +157,27 @@ def _first_rows(item: Any, dim: int) -> int:
     return 1
 
 
-def _dims_of_leaves(label: str | int, dim: Any, leaves: int) -> list[int | None]:
-    """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut."""
+def _dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
+    """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut.
+
+    One number, or None, holds for all leaves below the place where it stands; keys are found by name.
+    """
     if dim is None or isinstance(dim, int):
         return [dim] * leaves
-    found = pytree.tree_leaves(dim, is_leaf=lambda leaf: leaf is None)
-    if len(found) != leaves:
-        raise UsageError(
-            f"batch_dims[{label!r}] has {len(found)} entries for a value with {leaves} leaves; "
-            f"give one number or None in all, or one for each leaf"
-        )
+    found: list[int | None] = []
+    for path, _ in pytree.tree_flatten_with_path(value)[0]:
+        here = dim
+        try:
+            for key in path:
+                here = here if here is None or isinstance(here, int) else key.get(here)
+        except (AttributeError, LookupError, TypeError):
+            here = dim
+        if not (here is None or isinstance(here, int)):
+            raise UsageError(
+                f"batch_dims[{label!r}] says nothing about {pytree.keystr(path) or 'the value'}; "
+                f"give one number or None in all, or one for each leaf"
+            )
+        found.append(here)
     return found
 
 
@@ -188,7 +191,7 @@ def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
     leaves, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         raise ModelError("microbatches gave outputs of different structure; they cannot be merged into one")
-    dims = _dims_of_leaves("output", dim, len(leaves[0]))
+    dims = _dims_of_leaves("output", dim, outputs[0], len(leaves[0]))
     joined = [_join(column, at) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
     return pytree.tree_unflatten(joined, specs[0])
 

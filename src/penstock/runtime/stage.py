@@ -10,7 +10,7 @@ same random numbers, when the backward is due.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
-from penstock.model.split import OUTPUT, Part
+from penstock.model.part import OUTPUT, StagePart
 from penstock.runtime.backward import DeferredWeights, StageParameters
 from penstock.runtime.losses import ExtraLosses, check_loss
 
 __all__ = ["LossOf", "Record", "Stage"]
 
 LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
+Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
 Turn = Callable[[str, int], AbstractContextManager[None]]
 
+_NOTHING = nullcontext()
+_WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
@@ -52,10 +55,18 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """`get_gradient_edge` without its questions where the answer is plain: an ordinary node of autograd's own."""
+    node = tensor.grad_fn
+    if node is None or isinstance(node, _WRITTEN_IN_PYTHON):
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
 class Stage:
     """A part of the model on its rank. `turn` wraps a compute in its random numbers."""
 
-    def __init__(self, part: Part, turn: Turn, *, is_last: bool) -> None:
+    def __init__(self, part: StagePart, turn: Turn, *, is_last: bool) -> None:
         self.part = part
         self.module = part.module
         self.turn = turn
@@ -71,10 +82,19 @@ class Stage:
 
     # -- forward
 
-    def infer(self, microbatch: int, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Any) -> dict[int, Any]:
+    def infer(
+        self,
+        microbatch: int,
+        arrived: Mapping[int, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        loss_of: LossOf | None,
+    ) -> Forward:
         """A forward that keeps nothing."""
-        with torch.no_grad(), self.turn("F", microbatch):
-            return self.part.run(arrived, args, kwargs)
+        with torch.no_grad(), self.turn("F", microbatch), ExtraLosses() as extra:
+            emitted = self.part.run(arrived, args, kwargs)
+            loss = None if loss_of is None else loss_of(emitted[OUTPUT])
+        return emitted, None if loss is None else check_loss(loss), extra.found
 
     def forward(
         self,
@@ -86,8 +106,8 @@ class Stage:
         split: bool,
         recompute: bool,
         loss_of: LossOf | None,
-    ) -> tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]:
-        """(payload by consumer, loss, extra losses); leaves a record for the backward."""
+    ) -> Forward:
+        """Leaves a record for the backward."""
         if microbatch in self.records:
             raise RunError(f"stage {self.part.index} has run microbatch {microbatch} forward already in this step")
         record = Record({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
@@ -95,10 +115,12 @@ class Stage:
         if not recompute:
             return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
-        # saves nothing and is dropped here
-        with saved_tensors_hooks(_save_nothing, _never_unpack):
-            results = self._run(record, microbatch, arrived, args, kwargs, False, loss_of)
-        record.roots, record.loss, record.extra = {}, None, []
+        # saves nothing and is dropped here; the very first also shows which weights can wait for W,
+        # so that the gradients of all microbatches are added in W, in their order
+        learns = split and not self._parameters.known
+        with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
+            results = self._run(record, microbatch, arrived, args, kwargs, learns, loss_of)
+        record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
 
         def again() -> None:
             with _KeepBuffers(self.module):
@@ -116,22 +138,22 @@ class Stage:
         kwargs: Mapping[str, Any],
         split: bool,
         loss_of: LossOf | None,
-    ) -> tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]:
+    ) -> Forward:
         loss = None
-        with ExitStack() as stack:
-            stack.enter_context(self.turn("F", microbatch))
-            extra = stack.enter_context(ExtraLosses())
-            if split:
-                record.deferred = DeferredWeights(self._parameters)
-                stack.enter_context(record.deferred.recording())
+        recording: AbstractContextManager[object] = _NOTHING
+        if split:
+            record.deferred = DeferredWeights(self._parameters)
+            recording = record.deferred.recording()
+        with self.turn("F", microbatch), ExtraLosses() as extra, recording:
             emitted = self.part.run(arrived, args, kwargs)
             if loss_of is not None:
                 loss = check_loss(loss_of(emitted[OUTPUT]))
         roots = {target: tensors_with_gradient(payload) for target, payload in emitted.items() if target != OUTPUT}
-        record.roots = {target: [get_gradient_edge(tensor) for tensor in found] for target, found in roots.items()}
+        record.roots = {target: [edge_of(tensor) for tensor in found] for target, found in roots.items()}
         if loss is not None and loss.requires_grad:
-            record.loss = get_gradient_edge(loss)
-        record.extra = [get_gradient_edge(value) for _, value in extra.found if value.requires_grad]
+            record.loss = edge_of(loss)
+        if extra.found:
+            record.extra = [edge_of(value) for _, value in extra.found if value.requires_grad]
         if record.deferred is not None:
             ends = [tensor for found in roots.values() for tensor in found]
             ends += [value for value in (loss, *(value for _, value in extra.found)) if value is not None]

@@ -8,15 +8,19 @@ wrong numbers is an error that names it.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ModelError, UsageError
+from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
+from penstock.runtime.microbatch import Batch
+from penstock.runtime.recorder import host_name, offsets
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
 from penstock.runtime.transport.distributed import DistributedTransport
 
@@ -31,11 +35,15 @@ TRANSPORTS = ("threads", "distributed")
 class World:
     """`size` is the number of processes, or None where ranks are threads."""
 
+    capacity: int | None = None  # messages that a link between threads buffers: any number, or at most so many
+
     def __init__(self, group: Any, size: int | None, timeout: float) -> None:
         self.group = group
         self.size = size
         self.timeout = timeout
         self._transport: Transport | None = None
+        self._told = False  # the other ranks know what this one was given
+        self._one_host = True
 
     @property
     def kind(self) -> str:
@@ -88,46 +96,81 @@ class World:
         if devices is not None and len(devices) != ranks:
             raise UsageError(f"{len(devices)} devices for {ranks} ranks; pass one for each rank")
         if self.size is None:
-            return ThreadTransport.group(ranks, timeout=self.timeout, devices=devices)
-        rank = dist.get_rank(self.group)
-        self._transport = DistributedTransport(
-            self.group,
-            self.timeout,
-            coordinator=ranks - 1,
-            device=None if devices is None else devices[rank],
-        )
-        return [self._transport]
+            return ThreadTransport.group(ranks, self.capacity, self.timeout, devices)
+        return [self._connect(None if devices is None else devices[dist.get_rank(self.group)])]
+
+    def _connect(self, device: torch.device | str | None) -> Transport:
+        assert self.size is not None
+        self._transport = DistributedTransport(self.group, self.timeout, coordinator=self.size - 1, device=device)
+        return self._transport
+
+    @property
+    def transport(self) -> Transport | None:
+        """This process's transport, where ranks are processes."""
+        return self._transport
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """A rank that cannot build its pipeline tells the others, which would wait for it in `agree`."""
+        try:
+            yield
+        except BaseException as error:
+            if self.size is not None and not self._told:
+                transport = self._transport or self._connect(None)
+                with suppress(PenstockError):
+                    transport.exchange(f"{type(error).__name__}: {error}")
+            if self._transport is not None:
+                self._transport.close()
+            raise
 
     def agree(self, pipe: Pipeline) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""
         if self._transport is None:
             return
-        _check_tied(pipe)
-        shapes = [
-            [(part.names.get(name, name), tuple(value.shape)) for name, value in part.module.state_dict().items()]
-            for part in pipe.split.parts
+        mine = _facts(pipe)
+        self._told = True
+        told = self._transport.exchange((mine, pipe.clock.seed, host_name()))
+        refused = [(rank, theirs) for rank, theirs in enumerate(told) if isinstance(theirs, str)]
+        if refused:
+            raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
+        faults = [
+            f"{name}: rank {rank} has {theirs.get(name, ('nothing', ''))[0]}, rank 0 has {fact[0]}"
+            for name, fact in told[0][0].items()
+            for rank, (theirs, _, _) in enumerate(told)
+            if theirs.get(name) != fact
         ]
-        mine = {
-            "schedule": (pipe.schedule.name, pipe.schedule.rows),
-            "stages' parameters": shapes,
-            "recompute": pipe.recompute,
-            "inputs": pipe.inputs,
-        }
-        told = self._transport.exchange(({name: _digest(value) for name, value in mine.items()}, pipe.clock.seed))
-        for rank, (theirs, _) in enumerate(told):
-            for name in mine:
-                if theirs[name] != told[0][0][name]:
-                    raise UsageError(f"rank {rank} was given another {name} than rank 0; pass the same on every rank")
+        if faults:
+            raise UsageError(
+                "\n  ".join(["the ranks were given different pipelines; pass the same on every rank", *faults])
+            )
         pipe.clock.seed = told[0][1]
+        self._one_host = len({host for _, _, host in told}) == 1
 
-    def same_count(self, pipe: Pipeline, count: int | None) -> int:
+    def clock_shifts(self, ranks: int) -> list[float]:
+        """How far each rank's clock is ahead of rank 0's; on one host it is the same clock."""
+        if self._transport is None or self._one_host:
+            return [0.0] * ranks
+        return offsets(self._transport)[0]
+
+    def same_count(self, pipe: Pipeline, count: Callable[[], int | None]) -> int:
         """How many microbatches an evaluation has: what the ranks that see the batch say."""
         if self._transport is None:
-            return count if count is not None else pipe.microbatches
-        told = [(rank, other) for rank, other in enumerate(self._transport.exchange(count)) if other is not None]
-        if len({other for _, other in told}) > 1:
-            raise ModelError(f"the ranks were given batches of different size (rank, microbatches): {told}")
-        return told[0][1] if told else pipe.microbatches
+            return count() or pipe.microbatches
+        mine, own = None, None
+        try:
+            mine = count()
+        except PenstockError as error:  # the others wait for this rank's answer, whatever it is
+            own = error
+        told = list(enumerate(self._transport.exchange((mine, None if own is None else str(own)))))
+        if own is not None:
+            raise own
+        for rank, (_, problem) in told:
+            if problem is not None:
+                raise PeerFailure(rank, problem)
+        counts = [(rank, other) for rank, (other, _) in told if other is not None]
+        if len({other for _, other in counts}) > 1:
+            raise ModelError(f"the ranks were given batches of different size (rank, microbatches): {counts}")
+        return counts[0][1] if counts else pipe.microbatches
 
     def join_norms(self, local: Tensor, norm_type: float) -> Tensor:
         """The norm of all ranks' gradients together, from the norm of each."""
@@ -144,17 +187,14 @@ class World:
         kwargs: Mapping[str, Any],
         target: Any,
         loss_kwargs: Mapping[str, Any],
-    ) -> tuple[Any, ...]:
+        cut: Callable[..., Batch],
+    ) -> Batch:
         """inputs='first': what later ranks need goes to them straight from the first stage's rank."""
         transport = self._transport
         placement = pipe.schedule.placement
         home = placement.rank_of(0)
         if transport is None or placement.ranks == 1:
-            return args, kwargs, target, loss_kwargs
-        if transport.rank != home and (args or kwargs or target is not None):
-            raise UsageError(
-                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too"
-            )
+            return cut(args, kwargs, target, loss_kwargs)
         channels = [
             Channel(-1, placement.stages_of(rank)[0], "F", home, rank)
             for rank in range(placement.ranks)
@@ -162,39 +202,66 @@ class World:
         ]
         transport.open(channels)
         if transport.rank == home:
-            for number, channel in enumerate(channels):
-                transport.send(number, 0, _needed(pipe, channel.target_rank, kwargs, target, loss_kwargs))
-            transport.flush()
-            return args, kwargs, target, loss_kwargs
+            try:
+                batch = cut(args, kwargs, target, loss_kwargs)
+                for number, channel in enumerate(channels):
+                    needed = _needed(pipe, channel.target_rank, args, kwargs, target, loss_kwargs)
+                    transport.send(number, 0, (needed, batch.rows))
+            except PenstockError as error:
+                for number in range(len(channels)):
+                    transport.send_failure(number, 0, PeerFailure(home, f"{type(error).__name__}: {error}"))
+                raise
+            finally:
+                transport.flush()
+            return batch
         number = next(number for number, channel in enumerate(channels) if channel.target_rank == transport.rank)
-        named, goal, extra = transport.receive(number, 0)
-        return (), named, goal, extra
+        (given, named, goal, extra), rows = transport.receive(number, 0)
+        if args or kwargs or target is not None:
+            raise UsageError(
+                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too"
+            )
+        batch = cut(given, named, goal, extra)
+        batch.rows = rows
+        return batch
 
 
-def _needed(pipe: Pipeline, rank: int, kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]) -> Any:
-    stages = pipe.schedule.placement.stages_of(rank)
-    takes = [pipe.split.parts[stage].takes for stage in stages]
-    named = {name: value for name, value in kwargs.items() if any(known is None or name in known for known in takes)}
-    if pipe.split.stages - 1 in stages:
-        return named, target, dict(loss_kwargs)
-    return named, None, {}
+def _needed(
+    pipe: Pipeline,
+    rank: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    loss_kwargs: Mapping[str, Any],
+) -> Any:
+    parts = [pipe.split.parts[stage] for stage in pipe.schedule.placement.stages_of(rank)]
+    given = args if any(part.whole_batch for part in parts) else ()
+    named = {
+        name: value
+        for name, value in kwargs.items()
+        if any(part.takes is None or name in part.takes for part in parts)
+    }
+    if parts[-1].index == pipe.split.stages - 1:
+        return given, named, target, dict(loss_kwargs)
+    return given, named, None, {}
+
+
+def _facts(pipe: Pipeline) -> dict[str, tuple[str, str]]:
+    """What must be the same on every rank: each in words, and a digest of all of it."""
+    schedule = pipe.schedule
+    facts: dict[str, tuple[str, Any]] = {
+        "microbatches": (str(schedule.microbatches), None),
+        "schedule": (f"{schedule.name or 'its own'} for {schedule.stages} stages", schedule.rows),
+        "recompute": (pipe.recompute, None),
+        "inputs": (pipe.inputs, None),
+    }
+    for part in pipe.split.parts:
+        shapes = [(part.names.get(name, name), tuple(value.shape)) for name, value in part.module.state_dict().items()]
+        numbers = sum(math.prod(shape) for _, shape in shapes)
+        facts[f"stage {part.index}"] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
+    return {name: (words, _digest(value)) for name, (words, value) in facts.items()}
 
 
 def _digest(value: Any) -> str:
     import hashlib
 
     return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
-def _check_tied(pipe: Pipeline) -> None:
-    """A parameter on two ranks would drift apart in silence."""
-    owners: dict[int, tuple[int, str]] = {}
-    for index, part in enumerate(pipe.split.parts):
-        rank = pipe.schedule.placement.rank_of(index)
-        for name, parameter in part.module.named_parameters():
-            first = owners.setdefault(id(parameter), (rank, part.names[name]))
-            if first[0] != rank:
-                raise ModelError(
-                    f"{first[1]} and {part.names[name]} are one parameter on ranks {first[0]} and {rank}, which would "
-                    f"drift apart; put both stages on one rank (a V schedule does so for the first and the last)"
-                )

@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Op
 from penstock.schedule.topology import Topology
+
+if TYPE_CHECKING:
+    from penstock.schedule.timeline import Timeline
 
 __all__ = ["Costs"]
 
@@ -59,6 +63,16 @@ class Costs:
             raise UsageError("give either hop, or latency and bandwidth with bytes; not both")
         if any(sizes) and self.bandwidth is None:
             raise UsageError("bytes take time only on a link of some bandwidth; give bandwidth, or hop instead")
+
+    @classmethod
+    def from_timeline(cls, timeline: Timeline) -> Costs:
+        """The costs of a run: the median of each op of each stage, and of messages that were waited for.
+
+        A stage that ran full backwards only tells I + W together: half is taken for each.
+        """
+        from penstock.schedule.calibrate import costs_of
+
+        return costs_of(timeline)
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """One number for each stage of `forward`, `input`, `weight`, `activation` or `held`."""

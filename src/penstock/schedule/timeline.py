@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from os import PathLike
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.dependencies import Value, makes, needs
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Span", "Timeline"]
+__all__ = ["Span", "Timeline", "Wall"]
+
+WAITED = 0.05  # of the mean span: a shorter measured wait is what it costs to take what had come
 
 
 class Span(NamedTuple):
@@ -34,6 +37,21 @@ class Span(NamedTuple):
         return self.end - self.start
 
 
+class Wall(NamedTuple):
+    """One rank's step by the clock on the wall, measured.
+
+    start      the end of the recorded step before it; of the first one, the call of `step`
+    end        this rank had done and sent everything
+    done       every rank had said so
+    optimizer  seconds in optimizers' steps, between `start` and the first action
+    """
+
+    start: float
+    end: float
+    done: float
+    optimizer: float = 0.0
+
+
 @dataclass(frozen=True)
 class Timeline:
     """The spans of one step, rank by rank in order of time, and what follows from them."""
@@ -42,14 +60,36 @@ class Timeline:
     spans: tuple[Span, ...]
     peak_activations: tuple[int, ...] = ()  # microbatch-stages in flight, by rank
     peak_memory: tuple[float, ...] = ()  # by rank, in the costs' unit
+    chores: tuple[Span, ...] = ()  # measured: sends and sharding, which are no computes
+    walls: tuple[Wall, ...] = ()  # measured: by rank
+    unit: str = ""  # "s" where it was measured; a simulation has the unit of its costs
     # when a value of a stage was there for a span; without it, a value is there when it is made
     arrival: Callable[[Value, int, Span], float] | None = field(default=None, compare=False, repr=False)
 
-    def fill(self, spans: Iterable[Span]) -> None:
-        """For who measures: put the spans of a run into a timeline that was handed out before."""
-        for name in ("by_rank", "start", "makespan", "busy", "critical_path"):
+    def fill(self, spans: Iterable[Span], chores: Iterable[Span] = (), walls: Iterable[Wall] = ()) -> None:
+        """For who measures: put what a run did into a timeline that was handed out before."""
+        for name in ("by_rank", "start", "makespan", "busy", "critical_path", "_makers", "_grain"):
             self.__dict__.pop(name, None)
-        object.__setattr__(self, "spans", tuple(spans))
+        for name, found in (("spans", spans), ("chores", chores), ("walls", walls)):
+            object.__setattr__(self, name, tuple(found))
+
+    @property
+    def measured(self) -> bool:
+        """Was it measured? Else it was simulated."""
+        return bool(self.walls)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write it as JSON, the schedule included."""
+        from penstock.schedule.timeline_json import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Timeline:
+        """Read what `save` wrote; ScheduleError with every fault when it is anything else."""
+        from penstock.schedule.timeline_json import load
+
+        return load(path)
 
     @property
     def ranks(self) -> int:
@@ -101,7 +141,7 @@ class Timeline:
         """
         if not self.spans:
             return ()
-        makers, previous = self._makers(), self._previous()
+        previous = self._previous()
         path = [max(self.spans, key=lambda span: span.end)]
         seen = {id(path[0])}
         while True:
@@ -109,11 +149,7 @@ class Timeline:
             before: list[tuple[float, Span]] = []
             if id(span) in previous:
                 before.append((previous[id(span)].end, previous[id(span)]))
-            for value, stage in needs(span.action.op, span.action.stage, self.schedule.topology):
-                maker = makers.get((value, stage, span.action.microbatch))
-                if maker is not None:
-                    there = self.arrival and self.arrival(value, stage, span)
-                    before.append((maker.end if there is None else there, maker))
+            before += [(self._there(value, maker, span), maker) for value, maker in self.needed_by(span)]
             if not before:
                 return tuple(reversed(path))
             chosen = max(before, key=lambda entry: entry[0])[1]
@@ -122,11 +158,43 @@ class Timeline:
             seen.add(id(chosen))
             path.append(chosen)
 
+    def needed_by(self, span: Span) -> list[tuple[Value, Span]]:
+        """What the computes of a span read, each with the span that made it; not what they make themselves."""
+        found = []
+        for part in span.action.parts():
+            for value, stage in needs(part.op, part.stage, self.schedule.topology):
+                maker = self._makers.get((value, stage, part.microbatch))
+                if maker is not None and maker is not span:
+                    found.append((value, maker))
+        return found
+
+    def waited_for(self, span: Span) -> Span | None:
+        """The span on another rank that made what a span waited for last; None where nothing comes from elsewhere."""
+        makers = [(self._there(value, maker, span), maker.end, maker) for value, maker in self.needed_by(span)]
+        away = [entry for entry in makers if entry[2].rank != span.rank]
+        return max(away, key=lambda entry: entry[:2])[2] if away else None
+
+    def has_waited(self, span: Span) -> bool:
+        """Did it wait for longer than taking what is there costs?"""
+        return span.wait > self._grain
+
+    @cached_property
+    def _grain(self) -> float:
+        return WAITED * sum(self.busy) / len(self.spans) if self.measured and self.spans else 0.0
+
+    def _there(self, value: Value, maker: Span, span: Span) -> float:
+        """When what `maker` made was there for `span`: known to a simulation, told by the wait in a run."""
+        if self.arrival is not None:
+            return self.arrival(value, maker.action.stage, span)
+        return span.start if maker.rank != span.rank and self.has_waited(span) else maker.end
+
+    @cached_property
     def _makers(self) -> dict[tuple[Value, int, int | None], Span]:
         return {
-            (value, span.action.stage, span.action.microbatch): span
+            (value, part.stage, part.microbatch): span
             for span in self.spans
-            for value in makes(span.action.op)
+            for part in span.action.parts()
+            for value in makes(part.op)
         }
 
     def _previous(self) -> dict[int, Span]:

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import Plan, min_max_cuts, plan_stages
-from penstock.model.replay.record import Leaf, Recording, record
+from penstock.model.replay.record import PARAMETER, Leaf, Recording, record
 from penstock.model.replay.shapes import Shapes
 from penstock.model.replay.units import find_units
 from penstock.model.split import Split
@@ -36,12 +36,20 @@ def split_by_replay(
     cuts = _cuts(model, modules, recording, wanted, balance, split_at)
     plan = plan_stages(recording, cuts)
     shapes = Shapes(modules)
-    owned = _owners(model, units, plan)
+    owned = _owners(units, plan)
+    loose = _loose(model, plan, owned)
     parts = tuple(
-        ReplayPart(index, model, plan, shapes, owned[index], defaults) for index in range(plan.stages)
+        ReplayPart(index, model, plan, shapes, owned[index], loose[index], defaults) for index in range(plan.stages)
     )
     counts = ", ".join(str(len(plan.units_of(index))) for index in range(plan.stages))
-    return Split(parts, plan.topology, f"replay of the model's own forward, units a stage: {counts}")
+    how = f"replay of the model's own forward, units a stage: {counts}"
+    return Split(parts, plan.topology, how, _aliases(model))
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """A tied parameter has several names; the model's `named_parameters` gives it the first."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _defaults(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +126,8 @@ def _crossing(recording: Recording) -> list[float]:
     calls = recording.calls
     last_use: dict[tuple[int, int], int] = {}
     for number, call in enumerate(calls):
-        for mark in call.needs:
-            last_use[mark] = number
-    for mark in recording.output:
-        last_use[mark] = len(calls)
+        last_use.update({mark: number for mark in call.needs if mark[0] != PARAMETER})
+    last_use.update({mark: len(calls) for mark in recording.output if mark[0] != PARAMETER})
     bytes_at = [0.0] * (len(calls) + 1)
     for (call_number, place), last in last_use.items():
         leaf = calls[call_number].leaves[place]
@@ -134,7 +140,7 @@ def _crossing(recording: Recording) -> list[float]:
     return bytes_at
 
 
-def _owners(model: nn.Module, units: list[str], plan: Plan) -> list[list[str]]:
+def _owners(units: list[str], plan: Plan) -> list[list[str]]:
     """Each unit with the stages that call it; one that nobody calls stays with its neighbour before it."""
     owned: list[list[str]] = [plan.units_of(stage) for stage in range(plan.stages)]
     called = {unit for names in owned for unit in names}
@@ -144,16 +150,28 @@ def _owners(model: nn.Module, units: list[str], plan: Plan) -> list[list[str]]:
             stage = next(index for index, names in enumerate(owned) if unit in names)
         else:
             owned[stage].append(unit)
-    covered = {
-        id(parameter)
-        for names in owned
-        for name in names
-        for parameter in dict(model.named_modules())[name].parameters()
-    }
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
-    if missing:
-        raise ModelError(
-            f"no stage would own {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}: it is used by the "
-            f"code between units; move it into a submodule that is called, or cut the model elsewhere"
-        )
     return owned
+
+
+def _loose(model: nn.Module, plan: Plan, owned: list[list[str]]) -> list[dict[str, Tensor]]:
+    """What hangs outside of units: parameters with the stages whose glue reads them, the rest with stage 0."""
+    parameters = dict(model.named_parameters())
+    loose: list[dict[str, Tensor]] = [
+        {name: parameters[name] for name in plan.glue_parameters[stage]} for stage in range(plan.stages)
+    ]
+    modules = dict(model.named_modules())
+    covered = {id(value) for names in owned for name in names for value in _state(modules[name])}
+    for stage in range(plan.stages):
+        inside = {id(value) for name in owned[stage] for value in modules[name].parameters()}
+        loose[stage] = {name: value for name, value in loose[stage].items() if id(value) not in inside}
+        covered.update(map(id, loose[stage].values()))
+    saved = model.state_dict(keep_vars=True)
+    loose[0].update({name: value for name, value in parameters.items() if id(value) not in covered})
+    loose[0].update(
+        {name: value for name, value in model.named_buffers() if name in saved and id(value) not in covered}
+    )
+    return loose
+
+
+def _state(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

@@ -15,19 +15,19 @@ an error, never a guess.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
+from penstock.model.part import OUTPUT, WHOLE, no_stream
 from penstock.model.replay.plan import GLUE, Plan
 from penstock.model.replay.record import Leaf, Mark
 from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.tree import stage_tree
-from penstock.model.split import OUTPUT
 
 __all__ = ["ReplayPart", "StageUnits"]
 
@@ -39,11 +39,21 @@ class _Abandoned(BaseException):
 class StageUnits(nn.Module):
     """The units that a stage owns, as one module: what is trained, moved, saved."""
 
-    def __init__(self, units: dict[str, nn.Module], others: list[nn.Module]) -> None:
+    def __init__(self, units: list[nn.Module], loose: list[Tensor], others: list[nn.Module]) -> None:
         super().__init__()
-        for number, unit in enumerate(units.values()):
+        for number, unit in enumerate(units):
             self.add_module(str(number), unit)
+        for number, tensor in enumerate(loose):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"loose_{number}", tensor)
+            else:
+                self.register_buffer(f"loose_{number}", tensor)
         self.__dict__["_others"] = others  # containers and glue modules of the stage's tree
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Also those of the tree that hold no parameter: they too know whether they are training."""
+        yield from super().modules(remove_duplicate)
+        yield from self.__dict__["_others"]
 
     def train(self, mode: bool = True) -> StageUnits:
         super().train(mode)
@@ -66,11 +76,19 @@ class _Run:
 class ReplayPart:
     """A stage, as the runtime sees it."""
 
-    takes = None  # every keyword argument: the glue may read any of them
+    takes: frozenset[str] | None = None  # every keyword argument: the glue may read any of them
     whole_batch = True  # and all positional ones
+    stream = WHOLE
 
     def __init__(
-        self, index: int, model: nn.Module, plan: Plan, shapes: Shapes, owned: list[str], defaults: Mapping[str, Any]
+        self,
+        index: int,
+        model: nn.Module,
+        plan: Plan,
+        shapes: Shapes,
+        owned: list[str],
+        loose: dict[str, Tensor],
+        defaults: Mapping[str, Any],
     ) -> None:
         self.index = index
         self._plan = plan
@@ -78,31 +96,33 @@ class ReplayPart:
         self._defaults = dict(defaults)
         self._is_last = index == plan.stages - 1
         self._local = threading.local()
-        self.around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()
+        self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
         watched = {call.unit for call in plan.recording.calls}
         self._root = stage_tree(model, watched, self._answer)
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
         inside = {id(module) for unit in units.values() for module in unit.modules()}
         others = [module for module in self._root.modules() if id(module) not in inside]
-        self.module: nn.Module = StageUnits(units, others)
+        self.units = list(units)
+        self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others)
         self.names = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
             for number, (unit, module) in enumerate(units.items())
             for name in _state_names(module)
         }
+        self.names.update({f"loose_{number}": name for number, name in enumerate(loose)})
         own = [number for number, stage in enumerate(plan.stage_of) if stage == index]
         self._last_own = own[-1] if own else -1
-        self._wanted = {
-            mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks
-        }
+        self._wanted = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}
         self._in = {source: marks for (source, target), marks in plan.crossing.items() if target == index}
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Replay the forward; payloads are lists of tensors, in the plan's order of marks."""
         received = {
-            mark: tensor for source, marks in self._in.items() for mark, tensor in zip(marks, arrived[source], strict=True)
+            mark: tensor
+            for source, marks in self._in.items()
+            for mark, tensor in zip(marks, arrived[source], strict=True)
         }
         run = self._local.run = _Run(received)
         result: dict[int, Any] = {}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.record import Mark, Recording
+from penstock.model.replay.record import PARAMETER, Mark, Recording
 from penstock.schedule.topology import Topology
 
 __all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages"]
@@ -30,6 +30,7 @@ class Plan:
     stages: int
     crossing: dict[tuple[int, int], tuple[Mark, ...]]  # (from stage, to stage) -> what crosses
     topology: Topology
+    glue_parameters: tuple[tuple[str, ...], ...]  # of each stage: parameters that its glue reads
 
     def units_of(self, stage: int) -> list[str]:
         """The units that a stage calls, each once, in call order."""
@@ -46,21 +47,19 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
             stage += 1
         stage_of.append(GLUE if recording.calls[number].glue else stage)
     crossing: dict[tuple[int, int], set[Mark]] = {}
-    for number, call in enumerate(recording.calls):
-        for mark in call.needs:
-            _cross(crossing, stage_of[mark[0]], stage_of[number], mark)
-    for mark in recording.output:
-        _cross(crossing, stage_of[mark[0]], stages - 1, mark)
+    read: list[dict[str, None]] = [{} for _ in range(stages)]
+    needs = [(stage_of[number], mark) for number, call in enumerate(recording.calls) for mark in call.needs]
+    needs += [(stages - 1, mark) for mark in sorted(recording.output)]
+    for stage, mark in needs:
+        if mark[0] == PARAMETER:
+            read[stage][recording.parameters[mark[1]]] = None
+        elif stage_of[mark[0]] != stage:
+            crossing.setdefault((stage_of[mark[0]], stage), set()).add(mark)
     if not recording.output:
         raise ModelError("the model's output does not depend on any of its units; there is nothing to train")
     topology = Topology(stages, crossing)
     ordered = {edge: tuple(sorted(marks)) for edge, marks in crossing.items()}
-    return Plan(recording, tuple(stage_of), stages, ordered, topology)
-
-
-def _cross(crossing: dict[tuple[int, int], set[Mark]], source: int, target: int, mark: Mark) -> None:
-    if source != target:
-        crossing.setdefault((source, target), set()).add(mark)
+    return Plan(recording, tuple(stage_of), stages, ordered, topology, tuple(map(tuple, read)))
 
 
 def min_max_cuts(weights: Sequence[float], stages: int, allowed: Sequence[int], crossing: Sequence[float]) -> list[int]:
@@ -75,7 +74,9 @@ def min_max_cuts(weights: Sequence[float], stages: int, allowed: Sequence[int], 
         sums.append(sums[-1] + weight)
     starts = [place for place in allowed if 0 < place < count]
     if len(starts) < stages - 1:
-        raise ModelError(f"{len(starts) + 1} pieces cannot make {stages} stages; pass stages={len(starts) + 1} or fewer")
+        raise ModelError(
+            f"{len(starts) + 1} pieces cannot make {stages} stages; pass stages={len(starts) + 1} or fewer"
+        )
     best: dict[int, tuple[float, float, tuple[int, ...]]]
     best = {place: (sums[count] - sums[place], 0.0, ()) for place in [0, *starts]}
     for _ in range(stages - 1):

@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
 
-__all__ = ["Call", "Leaf", "Mark", "Recording", "patched", "record", "shapes_of", "tensors_in"]
+__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "patched", "record", "shapes_of", "tensors_in"]
 
-Mark = tuple[int, int]  # (call, leaf of its output)
+Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, its number) for one that the glue reads
+PARAMETER = -1
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Recording:
 
     calls: list[Call] = field(default_factory=list)
     output: frozenset[Mark] = frozenset()
-    glue_parameters: set[str] = field(default_factory=set)
+    parameters: list[str] = field(default_factory=list)  # what (PARAMETER, number) stands for
     draws_in_glue: bool = False
     reads_values: bool = False  # the glue turned a tensor into a Python value
 
@@ -82,26 +83,28 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
-class _Marks(TorchDispatchMode):
+class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows marks through every operation outside of units."""
 
-    def __init__(self, recording: Recording, parameters: dict[int, str]) -> None:
-        super().__init__()
+    def __init__(self, recording: Recording, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self.marks: dict[int, frozenset[Mark]] = {}
         self.control: frozenset[Mark] = frozenset()  # what decided the path so far
         self.inside: str | None = None
         self.made_inside: dict[int, str] = {}
-        self.parameters = parameters  # storages of unit parameters, by name
         self._alive: list[Any] = []  # storages stay, so that no address is used twice
+        for name, parameter in model.named_parameters():
+            self.marks[self.keep(parameter)] = frozenset({(PARAMETER, len(recording.parameters))})
+            recording.parameters.append(name)
 
     def keep(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         self._alive.append(storage)
-        return storage._cdata
+        return int(storage._cdata)
 
     def of(self, value: Any) -> frozenset[Mark]:
         """All marks on the tensors of a value; a leak is refused here."""
@@ -154,9 +157,6 @@ class _Marks(TorchDispatchMode):
 
     def _glue(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         marks = self.of((args, kwargs))
-        for tensor in tensors_in((args, kwargs), 0):
-            if _key(tensor) in self.parameters:
-                self.recording.glue_parameters.add(self.parameters[_key(tensor)])
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             self.recording.reads_values = True
             self.control |= marks
@@ -169,7 +169,8 @@ class _Marks(TorchDispatchMode):
             self.marks[key] = before | marks
         for tensor in written:
             for call, _ in self.marks.get(_key(tensor), frozenset()):
-                self.recording.calls[call].changed_in_place = True
+                if call != PARAMETER:
+                    self.recording.calls[call].changed_in_place = True
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -182,14 +183,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def record(
-    model: nn.Module, units: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Recording:
+def record(model: nn.Module, units: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
     """Run the model once, as it is, and put everything back that the run has changed."""
     recording = Recording()
     modules = dict(model.named_modules())
-    parameters = {_key(parameter): f"{name}" for name, parameter in model.named_parameters() if parameter.numel()}
-    marks = _Marks(recording, parameters)
+    marks = _Marks(recording, model)
     free = set(_free_leaves(model, units))
 
     def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -44,7 +44,10 @@ class Shapes:
         try:
             with torch.no_grad():
                 output = torch.func.functional_call(module, state, to_meta(args), to_meta(kwargs), tie_weights=False)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            guessed = _with_changed_sizes(call, shapes_of((args, kwargs)))
+            if guessed is not None:
+                return guessed, call.spec
             raise ModelError(
                 f"{call.unit} was recorded for arguments of shapes {call.given} and cannot be run on meta tensors for "
                 f"{shapes_of((args, kwargs))} ({type(error).__name__}: {error}); pass an example= of the shape that "
@@ -52,10 +55,29 @@ class Shapes:
             ) from error
         device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
         leaves, spec = pytree.tree_flatten(output)
-        known = [
-            Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return known, spec
+
+
+def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
+    """The recorded shapes with the sizes put in that changed, where that leaves no doubt.
+
+    No doubt means: each size of the recorded arguments turned into one and the same size in all
+    places where it stood.
+    """
+    if [len(shape) for shape, _ in given] != [len(shape) for shape, _ in call.given]:
+        return None
+    became: dict[int, int] = {}
+    for (before, _), (now, _) in zip(call.given, given, strict=True):
+        for old, new in zip(before, now, strict=True):
+            if became.setdefault(old, new) != new:
+                return None
+    return [
+        Leaf(tuple(became.get(size, size) for size in leaf.shape), leaf.dtype, leaf.device)
+        if isinstance(leaf, Leaf)
+        else leaf
+        for leaf in call.leaves
+    ]
 
 
 def _state(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -15,10 +15,11 @@ a swapped tensor. Different channels never mix and never hold each other up.
 How failure travels::
 
     a rank's compute raises   ->  it walks the rest of its program with `send_failure` and
-                                  `discard`; all take part in `exchange`; links end clean
-    a peer dies or is silent  ->  `PeerFailure` where it was waited for, and `broken` is set;
-                                  `send_failure`, `discard` and `exchange` still serve the
-                                  living, so that all can be told; then the group is rebuilt
+                                  `discard`; all take part in `exchange`; links end clean.
+                                  Who waits for no message for long finds it in `news`
+    a peer dies or is silent  ->  the same `PeerFailure` on every rank, wherever it waits, and `broken`
+                                  is set; from then on `send_failure` does nothing, `discard`
+                                  returns the loss, and all else raises it: rebuild the group
     a message is not the due  ->  `MessageError`, and `broken` is set: the two programs differ
 
 Nothing waits for longer than `timeout`.
@@ -27,7 +28,7 @@ Nothing waits for longer than `timeout`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,11 +66,12 @@ class Transport(ABC):
     rank: int
     ranks: int
     timeout: float
+    news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
 
     @property
     @abstractmethod
     def broken(self) -> PeerFailure | None:
-        """The loss after which only `send_failure`, `discard`, `exchange`, `reset` and `close` may be called."""
+        """The loss after which nothing but `send_failure`, `discard` and `close` (on threads: `reset`) is of use."""
 
     @abstractmethod
     def open(self, channels: Sequence[Channel]) -> None:
@@ -116,6 +118,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def report_by(self, doing: Callable[[], str]) -> None:
+        """How to say, from any thread, what this rank is doing; for the report of a loss."""
+
+    @abstractmethod
+    def announce(self, failure: PeerFailure) -> None:
+        """This step has failed: tell ranks that compute and wait for nobody, by their `news`. Never blocks."""
+
+    @abstractmethod
     def abort(self, failure: PeerFailure) -> None:
         """Give up without draining: set `broken`, and wake or tell whom that can reach."""
 
@@ -140,6 +150,13 @@ def after_loss(loss: PeerFailure) -> PeerFailure:
     if remedy not in loss.cause:
         later.cause = f"{loss.cause}; {remedy}"
     return copy(later)  # copied again, so that its text is made from the new cause
+
+
+def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:
+    """The same failure with what each rank was doing."""
+    told = copy(failure)
+    told.report = "\n".join(["what each rank was doing:", *(f"  rank {rank}: {it}" for rank, it in enumerate(doing))])
+    return copy(told)  # copied again, so that its text is made with the report
 
 
 def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:

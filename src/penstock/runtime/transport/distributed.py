@@ -31,8 +31,7 @@ from __future__ import annotations
 
 import os
 import weakref
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -90,6 +89,7 @@ class DistributedTransport(Transport):
         number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
         self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
         self._watch = _start_watch(group, backend, self._tag + CONTROL_TAG, number, timeout)
+        self.news = self._watch.news
         weakref.finalize(self, self._watch.close)
         self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
         self._book = Book()
@@ -98,6 +98,7 @@ class DistributedTransport(Transport):
         self._star = Star(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
         self._links = Links((), self.rank, 0)
         self._opened: dict[tuple[Channel, ...], Links] = {}
+        self._next_channel = 0
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -112,7 +113,10 @@ class DistributedTransport(Transport):
         if len(checked) > CHANNELS:
             raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
         if checked not in self._opened:
-            self._opened[checked] = Links(checked, self.rank, self._tag)
+            if self._next_channel + len(checked) > CHANNELS:
+                self._next_channel = 0  # of so many programs, the first are long past
+            self._opened[checked] = Links(checked, self.rank, self._tag + self._next_channel * SUBTAGS)
+            self._next_channel += len(checked)
         self._links = self._opened[checked]
 
     def _incoming(self, channel: int) -> Incoming:
@@ -128,10 +132,10 @@ class DistributedTransport(Transport):
         return link
 
     def post(self, channel: int, microbatch: int) -> None:
-        self._inbox.post(self._incoming(channel), microbatch)
+        self._inbox.post(self._links.ins.get(channel) or self._incoming(channel), microbatch)
 
     def receive(self, channel: int, microbatch: int) -> Any:
-        return self._inbox.take(self._incoming(channel), microbatch)
+        return self._inbox.take(self._links.ins.get(channel) or self._incoming(channel), microbatch)
 
     def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
         if self.broken is not None:
@@ -141,39 +145,48 @@ class DistributedTransport(Transport):
     def send(self, channel: int, microbatch: int, value: Any) -> None:
         if self._watch.verdict is not None:
             self._check_whole()
-        self._outbox.send(self._outgoing(channel), microbatch, value)
+        self._outbox.send(self._links.outs.get(channel) or self._outgoing(channel), microbatch, value)
 
     def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
         if self.broken is None:
             self._outbox.send_failure(self._outgoing(channel), microbatch, failure)
 
     def flush(self) -> None:
-        for link in self._links.outs.values():
-            self._outbox.finish(link)
+        for links in self._opened.values():
+            for link in links.outs.values():
+                self._outbox.finish(link)
 
     def exchange(self, value: Any) -> list[Any]:
         self._check_whole()
-        links = self._links
-        program = zlib.crc32(repr(links.channels).encode())
+        used = list(self._opened.values())
         try:
-            values = self._star.exchange(self._operations.step, program, links.counts(), links.channels, value)
+            values = self._star.exchange(self._operations.step, self._links, used, value)
         except MessageError as error:
             self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
             raise
-        links.end_step()
+        for links in used:
+            links.end_step()
         self._operations.step += 1
+        self._watch.end_step()
         return values
+
+    def report_by(self, doing: Callable[[], str]) -> None:
+        self._watch.doing = doing
+
+    def announce(self, failure: PeerFailure) -> None:
+        self._watch.announce(failure)
 
     def abort(self, failure: PeerFailure) -> None:
         self._watch.settle(failure)
 
     def reset(self) -> None:
-        """Forget the predictions. A lost peer cannot be forgotten: then the group must be rebuilt."""
+        """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
+
+        The predictions stay: they hold as long as both ends keep them.
+        """
         self._check_whole()
         self._links.check_idle("reset()")
         self.flush()
-        for links in self._opened.values():
-            links.forget()
 
     def close(self) -> None:
         self._watch.close()

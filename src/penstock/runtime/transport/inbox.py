@@ -95,13 +95,15 @@ class Inbox:
 
         Returns None where all is as predicted, and the header where it announces something else.
         """
+        # What comes last is waited for first: the thread then sleeps and wakes once. (And each work
+        # only once: gloo would wait for a second arrival.)
+        for part in reversed(pending.directs):
+            self._operations.wait_part(part, link.peer, link.edge, microbatch)
         self._operations.wait(pending.work, link.peer, link.edge, microbatch)
         raw = raw_header(pending.frame)
         header = None
         if raw != pending.due or pending.layout is None:
             header = self._check(link, read_header(raw), read_header(pending.due))
-        for part in pending.directs:
-            self._operations.wait_part(part, link.peer, link.edge, microbatch)
         del link.pending[microbatch]
         return header
 

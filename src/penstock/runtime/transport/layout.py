@@ -32,7 +32,7 @@ __all__ = ["ALIGNMENT", "DIRECT_BYTES", "HEADER_BYTES", "Book", "Frame", "Layout
 
 HEADER_BYTES = 64
 ALIGNMENT = 64
-DIRECT_BYTES = 256 * 1024
+DIRECT_BYTES = 1024 * 1024
 BOOK_LIMIT = 1024
 SPARE_FRAMES = 4  # kept for reuse, of each layout
 
@@ -107,7 +107,8 @@ class Layout:
         self.directs = [slot for slot in tensors if slot.offset < 0]
         self.frame_bytes = _end(packed)
         self.payload_bytes = sum(slot.nbytes for slot in tensors)
-        self.lone = self.slots[0] if form is Tensor else None  # for the quick way
+        # for the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)
+        self.lone = packed[0] if form is not None and len(self.slots) == len(packed) == 1 and self.stays else None
         self._spare: list[Frame] = []
 
     @classmethod
@@ -135,20 +136,28 @@ class Layout:
         form, spec, slots, plain = pickle.loads(text)
         return cls(form, _put_up(spec), slots, plain, text)
 
-    def fits(self, value: Any) -> Leaves | None:
-        """The value taken apart if it looks like this, so that only its bytes need to travel; else None."""
-        if self.lone is not None:
-            return Leaves(Tensor, (value,), None) if _fills(value, self.lone) else None
-        leaves = flatten(value)
-        if leaves.form is not self.form or len(leaves.items) != len(self.slots):
-            return None
-        for leaf, slot in zip(leaves.items, self.slots, strict=True):
-            if isinstance(leaf, Tensor) if slot is None else not _fills(leaf, slot):
+    def fits(self, value: Any) -> Sequence[Any] | None:
+        """The leaves of the value if it looks like this, so that only its bytes need to travel; else None."""
+        form, kind, spec = self.form, type(value), None
+        if form is Tensor:
+            items: Sequence[Any] = (value,)
+        elif form is not None:
+            if kind is not form:
                 return None
-        if self.form is not None:
-            return leaves  # its only plain values are None
-        same = leaves.spec == self.spec and _dump_plain(leaves.items, self.slots) == self.plain
-        return leaves if same else None
+            items = value
+        else:
+            items, spec = pytree.tree_flatten(value)
+        if len(items) != len(self.slots):
+            return None
+        for leaf, slot in zip(items, self.slots, strict=True):
+            if slot is not None:
+                if not _fills(leaf, slot):
+                    return None
+            elif isinstance(leaf, Tensor) if form is None else leaf is not None:
+                return None
+        if form is not None:
+            return items  # its only plain values are None
+        return items if spec == self.spec and _dump_plain(items, self.slots) == self.plain else None
 
     def take_frame(self) -> Frame:
         """A packing buffer that no send is using."""
@@ -159,15 +168,15 @@ class Layout:
         if len(self._spare) < SPARE_FRAMES:
             self._spare.append(frame)
 
-    def pack(self, leaves: Leaves, frame: Frame) -> list[Tensor]:
+    def pack(self, leaves: Sequence[Any], frame: Frame) -> Sequence[Tensor]:
         """Copy what is packed into the frame; returns the tensors that travel by themselves."""
-        if self.lone is not None and not self.directs:
-            leaf = leaves.items[0]
+        if self.lone is not None:
+            leaf = leaves[0]
             frame.views[0].copy_(leaf.detach() if leaf.requires_grad else leaf)
-            return []
+            return ()
         directs = []
         views = iter(frame.views)
-        for leaf, slot in zip(leaves.items, self.slots, strict=True):
+        for leaf, slot in zip(leaves, self.slots, strict=True):
             if slot is None:
                 continue
             plain = leaf.detach()
@@ -179,9 +188,11 @@ class Layout:
 
     def build(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> Any:
         """The value whose bytes are, or will be, in the frame and in the direct tensors."""
-        if self.lone is not None and not directs and self.lone.device == "cpu":
+        if self.lone is not None:
             tensor = view(frame, self.lone)
-            return tensor.requires_grad_() if self.lone.requires_grad else tensor
+            if self.lone.requires_grad:
+                tensor.requires_grad_()
+            return tensor if self.form is Tensor else [tensor] if self.form is list else (tensor,)
         items: list[Any] = []
         arrived = iter(directs)
         plain = iter(pickle.loads(self.plain)) if self.plain else None

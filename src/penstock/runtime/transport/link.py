@@ -6,6 +6,7 @@ k-th message of the next one (argued in `distributed`). `count` is that k on bot
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -103,6 +104,7 @@ class Links:
 
     def __init__(self, channels: Sequence[Channel], rank: int, tag: int) -> None:
         self.channels = channels
+        self.program = zlib.crc32(repr(channels).encode())  # which program this is, in a number
         self.rank = rank
         self.ins: dict[int, Incoming] = {}
         self.outs: dict[int, Outgoing] = {}
@@ -130,12 +132,6 @@ class Links:
         """Count from 0 again."""
         for link in (*self.ins.values(), *self.outs.values()):
             link.count = 0
-
-    def forget(self) -> None:
-        """Predict nothing any more."""
-        for link in (*self.ins.values(), *self.outs.values()):
-            link.count = 0
-            link.layouts.clear()
 
     def check_idle(self, call: str) -> None:
         """A posted receive cannot be taken back, so nothing may be posted where links are laid anew."""

@@ -48,7 +48,7 @@ class Outbox:
         directs = layout.pack(leaves, frame)
         operations = self._operations
         work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
-        parts = [operations.send_part(tensor, link, microbatch) for tensor in directs]
+        parts = [operations.send_part(tensor, link, microbatch) for tensor in directs] if directs else ()
         self._sent(link, UnderWay(microbatch, work, layout, frame, parts))
 
     def _send_changed(self, link: Outgoing, microbatch: int, predicted: Layout | None, value: Any) -> None:
@@ -57,8 +57,8 @@ class Outbox:
         if before is not None and leaves is not None:
             layout = before  # as in a first step, where all microbatches look alike
         else:
-            leaves = flatten(value)
-            made = Layout.of(leaves, self._operations.device_backend is not None)
+            taken = flatten(value)
+            made, leaves = Layout.of(taken, self._operations.device_backend is not None), taken.items
             layout = self._book.intern(made.text, lambda: made)
         packed = layout.all_packed()
         body = Frame(packed.frame_bytes + len(layout.text), packed.slots)

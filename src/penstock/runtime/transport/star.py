@@ -13,16 +13,16 @@ import ctypes
 import pickle
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, UsageError
-from penstock.runtime.transport.base import Channel
+from penstock.runtime.transport.link import Links
 from penstock.runtime.transport.operations import Operations
 
-__all__ = ["Star", "compare_counts"]
+__all__ = ["Report", "Star", "compare"]
 
 FRAME_BYTES = 512
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
@@ -30,7 +30,14 @@ _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
 
 Counts = tuple[dict[int, int], dict[int, int]]
-Report = tuple[int, Counts, bytes]
+
+
+class Report(NamedTuple):
+    """What one rank says: which program it has open, its counts for all programs used in this step, its value."""
+
+    program: int
+    counts: dict[int, Counts]
+    value: bytes
 
 
 class Star:
@@ -45,31 +52,31 @@ class Star:
         self._tag = tag
         self._operations = operations
 
-    def exchange(self, step: int, program: int, counts: Counts, channels: Sequence[Channel], value: Any) -> list[Any]:
+    def exchange(self, step: int, current: Links, used: Sequence[Links], value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks; or the same `MessageError` on all."""
         try:
             mine = pickle.dumps(value)
         except Exception as error:
             raise UsageError(f"exchange() needs a picklable value, not {type(value).__name__}: {error}") from error
-        report: Report = (program, counts, mine)
+        report = Report(current.program, {links.program: links.counts() for links in used}, mine)
         if self.rank == self.coordinator:
-            fault, values = self._conduct(step, report, channels)
+            fault, values = self._conduct(step, report, used)
         else:
             frame, work = self._post(self.coordinator)
-            self._put(self.coordinator, step, pickle.dumps(report))
+            self._put(self.coordinator, step, pickle.dumps(tuple(report)))
             fault, values = pickle.loads(self._get(self.coordinator, step, frame, work))
         if fault is not None:
             raise MessageError(fault)
         return [value if rank == self.rank else pickle.loads(values[rank]) for rank in range(self.ranks)]
 
-    def _conduct(self, step: int, report: Report, channels: Sequence[Channel]) -> tuple[str | None, list[bytes]]:
+    def _conduct(self, step: int, report: Report, used: Sequence[Links]) -> tuple[str | None, list[bytes]]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         posted = {rank: self._post(rank) for rank in others}
         reports = {self.rank: report}
         for rank in others:
-            reports[rank] = pickle.loads(self._get(rank, step, *posted[rank]))
-        fault = compare_counts(reports, channels)
-        values = [reports[rank][2] for rank in range(self.ranks)]
+            reports[rank] = Report(*pickle.loads(self._get(rank, step, *posted[rank])))
+        fault = compare([reports[rank] for rank in range(self.ranks)], used)
+        values = [reports[rank].value for rank in range(self.ranks)]
         answer = pickle.dumps((fault, values))
         for rank in others:
             self._put(rank, step, answer)
@@ -107,18 +114,18 @@ class Star:
         return ctypes.string_at(body.data_ptr(), size)
 
 
-def compare_counts(reports: dict[int, Report], channels: Sequence[Channel]) -> str | None:
+def compare(reports: Sequence[Report], used: Sequence[Links]) -> str | None:
     """What the ranks disagree on, or None."""
-    faults = []
-    mine = next(iter(reports.values()))[0]
-    odd = [rank for rank, (program, _, _) in reports.items() if program != mine]
+    odd = [rank for rank, report in enumerate(reports) if report.program != reports[0].program]
     if odd:
-        return f"ranks {sorted(odd)} have other channels open than rank {next(iter(reports))}; open() the same on all"
-    for index, edge in enumerate(channels):
-        sent = reports[edge.source_rank][1][0].get(index, 0)
-        taken = reports[edge.target_rank][1][1].get(index, 0)
-        if sent != taken:
-            faults.append(
-                f"on channel {edge}, rank {edge.source_rank} sent {sent} and rank {edge.target_rank} took {taken}"
-            )
+        return f"ranks {odd} have other channels open than rank 0; open() the same on all"
+    faults = []
+    for links in used:
+        counts = [report.counts.get(links.program, ({}, {})) for report in reports]
+        for index, edge in enumerate(links.channels):
+            sent = counts[edge.source_rank][0].get(index, 0)
+            taken = counts[edge.target_rank][1].get(index, 0)
+            if sent != taken:
+                pair = f"rank {edge.source_rank} sent {sent} and rank {edge.target_rank} took {taken}"
+                faults.append(f"on channel {edge}, {pair}")
     return "; ".join(["the ranks ran different programs", *faults]) if faults else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from penstock.runtime.transport.base import (
     check_channels,
     lost_source,
     lost_target,
+    with_report,
     wrong_message,
 )
 from penstock.runtime.transport.share import Ready, arrive, share
@@ -68,11 +69,14 @@ class Board:
         self.capacity = capacity
         self.lock = threading.Lock()
         self.generation = 0
+        self.news: list[PeerFailure] = []
+        self.doing: list[Callable[[], str]] = [lambda: "nothing known"] * ranks
         self.clear()
 
     def clear(self) -> None:
         self.generation += 1
         self.failure: PeerFailure | None = None
+        self.news.clear()
         self.opened: list[tuple[Channel, ...]] = []
         self.links: dict[tuple[Channel, ...], list[Link]] = {}
         self.waiting: list[int | None] = [None] * self.ranks  # for whom each rank waits
@@ -95,7 +99,7 @@ class Board:
         """The first failure stays; every waiter is woken."""
         with self.lock:
             if self.failure is None:
-                self.failure = failure
+                self.failure = failure if failure.report else with_report(failure, self.report())
             for links in self.links.values():
                 for link in links:
                     link.messages.put(None)
@@ -105,6 +109,11 @@ class Board:
                 for queue in row:
                     queue.put(None)
             return self.failure
+
+    def report(self) -> list[str]:
+        """What each rank is doing now, in words."""
+        waits = ["" if peer is None else f", waiting for rank {peer}" for peer in self.waiting]
+        return [doing() + wait for doing, wait in zip(self.doing, waits, strict=True)]
 
     def chain(self, rank: int) -> list[int]:
         """This rank, the rank it waits for, the rank that one waits for, and so on."""
@@ -149,6 +158,10 @@ class ThreadTransport(Transport):
     @property
     def broken(self) -> PeerFailure | None:
         return self._board.failure
+
+    @property
+    def news(self) -> list[PeerFailure]:  # type: ignore[override]
+        return self._board.news
 
     def _clear(self) -> None:
         self._generation = self._board.generation
@@ -239,10 +252,9 @@ class ThreadTransport(Transport):
         try:
             return queue.get(True, self.timeout)
         except Empty:
-            failure = self._blame(peer, edge, microbatch)
+            raise copy(self._board.abort(self._blame(peer, edge, microbatch))) from None
         finally:
             waiting[self.rank] = None
-        raise copy(self._board.abort(failure))
 
     def _blame(self, peer: int, edge: Channel | None, microbatch: int) -> PeerFailure:
         path = self._board.chain(self.rank)
@@ -254,7 +266,7 @@ class ThreadTransport(Transport):
         else:
             cause = f"silent for {self.timeout:g} s"
         if edge is None:
-            return PeerFailure(peer, f"{cause} while rank {self.rank} waited in the exchange that ends the step")
+            return PeerFailure(peer, f"{cause} while rank {self.rank} waited for it")
         blame = lost_source if edge.source_rank == peer else lost_target
         return blame(edge, microbatch, cause)
 
@@ -283,6 +295,21 @@ class ThreadTransport(Transport):
             values.append(item[1])
         self._step += 1
         return values
+
+    def report_by(self, doing: Callable[[], str]) -> None:
+        self._board.doing[self.rank] = doing
+
+    def waits_elsewhere(self, peer: int | None, seconds: float) -> None:
+        """This rank waits for another by other means than a message: see whether that is still worth it."""
+        self._board.waiting[self.rank] = peer
+        if peer is not None:
+            self._check_whole()
+            if seconds > self.timeout:
+                raise copy(self._board.abort(self._blame(peer, None, -1)))
+
+    def announce(self, failure: PeerFailure) -> None:
+        if self.ranks > 1:
+            self._board.news.append(failure)
 
     def abort(self, failure: PeerFailure) -> None:
         self._board.abort(failure)

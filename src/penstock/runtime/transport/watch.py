@@ -8,18 +8,20 @@ dead), and by then every rank waits for a neighbour that is itself waiting.
 So each transport runs one thread that looks up, twice a second, a verdict that all ranks share
 in the store of the process group:
 
-- A rank whose peer's connection closed proposes that as the verdict. The first proposal stands,
-  by the store's compare-and-set, so all ranks name the same culprit.
-- A rank that has waited for longer than the timeout raises an alarm. All ranks then say for
-  whom they wait, if for anybody. The chain from the alarmed rank ends at the culprit: a rank that
-  does not answer (stopped, or gone), or answers that it waits for nobody (busy in its own
-  code); a chain that closes is a deadlock.
+- A rank whose peer's connection closed raises an alarm that names that peer. The first alarm
+  and the first verdict stand, by the store's compare-and-set, so all ranks name the same culprit.
+- A rank that has waited for longer than the timeout raises an alarm that names nobody. All ranks
+  then say what they do and for whom they wait, if for anybody. The chain from the alarmed rank
+  ends at the culprit: a rank that does not answer (stopped, or gone), or answers that it waits for
+  nobody (busy in its own code); a chain that closes is a deadlock.
 - A rank that finds a verdict cuts its own connections, by a receive that times out on purpose.
   That frees its main thread, wherever gloo holds it. It is done only after the verdict is in
   the store, so whoever sees such a connection close will find the true reason there.
 
-Only this thread talks to the store, because a call to a store whose host is stopped does not
-return; the main thread waits for its answer for a few seconds and goes by its own view then.
+The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
+
+Only this thread talks to the store, and through another one (`store`), because a call to a store
+whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Channel, lost_source, lost_target
+from penstock.runtime.transport.base import Channel, lost_source, lost_target, with_report
+from penstock.runtime.transport.store import Asker, NoAnswer
 
 __all__ = ["Waiting", "Watch"]
 
 BEAT = 0.5
-ANSWER_SECONDS = 3.0  # for the store to answer
+STORE_SECONDS = 3.0  # for the store to answer
+SETTLE_SECONDS = 6.0  # for the thread to settle a verdict: the store's and some beats
 STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 
 
@@ -73,7 +78,12 @@ class Watch:
     ) -> None:
         self.waiting: Waiting | None = None
         self.verdict: PeerFailure | None = None
-        self._store = store
+        self.doing: Callable[[], str] = lambda: "nothing known"
+        self.news: list[PeerFailure] = []
+        self._news_lock = threading.Lock()
+        self._announced: PeerFailure | None = None
+        self._step = 0
+        self._asker = Asker(store, f"penstock-store-{rank}") if ranks > 1 else None
         self._store_host = store_host
         self._prefix = prefix
         self._rank = rank
@@ -82,7 +92,6 @@ class Watch:
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
         self._proposal: PeerFailure | None = None
-        self._asked_at: float | None = None  # when the store call that is under way began
         self._wake = threading.Event()
         self._settled = threading.Event()
         self._stopping = ranks == 1  # nobody to watch
@@ -97,17 +106,31 @@ class Watch:
         if self.verdict is None:
             self._proposal = failure
             self._wake.set()
-            if not self._settled.wait(ANSWER_SECONDS) and self.verdict is None:
-                self.verdict = self._store_host_failure() or failure
+            if not self._settled.wait(SETTLE_SECONDS) and self.verdict is None:
+                self.verdict = failure
         assert self.verdict is not None
         return self.verdict
 
+    def announce(self, failure: PeerFailure) -> None:
+        """Put this failure of the step on the news of all ranks, soon."""
+        self._announced = failure
+        self._wake.set()
+
+    def end_step(self) -> None:
+        """News of the last step are old."""
+        with self._news_lock:
+            self._step += 1
+            self._announced = None
+            self.news.clear()
+
     def close(self) -> None:
-        """End the thread. One that is stuck in a dead store is left behind; it is a daemon."""
+        """End the threads."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(ANSWER_SECONDS)
+            self._thread.join(SETTLE_SECONDS)
+        if self._asker is not None:
+            self._asker.close(SETTLE_SECONDS)
 
     def _run(self) -> None:
         beat: float | None = self._beat
@@ -120,10 +143,29 @@ class Watch:
             if beat is not None:
                 try:
                     verdict = self._look()
+                except NoAnswer:
+                    verdict = self._without_store()
                 except Exception:
                     beat = None  # the store is gone: what this rank sees by itself is all there is
             if verdict is not None:
                 self._conclude(verdict)
+        with suppress(Exception):
+            self._linger()
+
+    def _linger(self) -> None:
+        """Where this process hosts the store, keep it until the others have read the verdict.
+
+        They would else find the store gone and this rank's connection closed, and blame this rank.
+        """
+        assert self.verdict is not None
+        self._ask("set", self._key(f"seen/{self._rank}"), "1")
+        if self._store_host == self._rank:
+            others = [rank for rank in range(self._ranks) if rank != self.verdict.rank]
+            deadline = time.monotonic() + STORE_SECONDS
+            while not self._ask("check", [self._key(f"seen/{rank}") for rank in others]):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(self._beat / 10)
 
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
@@ -135,56 +177,83 @@ class Watch:
             self._cut(waiting.peer)
 
     def _look(self) -> PeerFailure | None:
-        if self._proposal is not None:
-            return self._pronounce(self._proposal)
-        if self._ask(self._store.check, [self._key("verdict")]):
+        """One beat: take part in what the store says, and say what this rank has to."""
+        if self._ask("check", [self._key("verdict")]):
             return self._standing()
-        waiting = self.waiting
-        if waiting is not None and time.monotonic() - waiting.since > self._timeout:
-            self._ask(self._store.set, self._key("alarm"), _dump((self._rank, waiting)))
-        if self._ask(self._store.check, [self._key("alarm")]):
-            return self._arbitrate(*_load(self._ask(self._store.get, self._key("alarm"))))
+        if not self.news:
+            self._read_news()
+        waiting, proposal = self.waiting, self._proposal
+        overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
+        if overdue or proposal is not None:
+            self._ask("compare_set", self._key("alarm"), "", _dump((self._rank, waiting, proposal)))
+        if self._ask("check", [self._key("alarm")]):
+            return self._arbitrate(*_load(self._ask("get", self._key("alarm"))))
         return None
 
+    def _read_news(self) -> None:
+        step, announced = self._step, self._announced
+        key = self._key(f"news/{step}")
+        if announced is not None:
+            self._ask("compare_set", key, "", _dump(announced))
+        if announced is not None or self._ask("check", [key]):
+            failure: PeerFailure = _load(self._ask("get", key))
+            with self._news_lock:
+                if step == self._step:
+                    self.news.append(failure)
+
     def _pronounce(self, failure: PeerFailure) -> PeerFailure:
-        self._ask(self._store.compare_set, self._key("verdict"), "", _dump(failure))
+        self._ask("compare_set", self._key("verdict"), "", _dump(failure))
         return self._standing()
 
     def _standing(self) -> PeerFailure:
-        verdict: PeerFailure = _load(self._ask(self._store.get, self._key("verdict")))
+        verdict: PeerFailure = _load(self._ask("get", self._key("verdict")))
         return verdict
 
-    def _arbitrate(self, accuser: int, accusation: Waiting) -> PeerFailure | None:
-        """Say for whom this rank waits, hear the others, and follow the chain from the accuser."""
-        self._ask(self._store.set, self._key(f"state/{self._rank}"), _dump(self.waiting))
+    def _arbitrate(self, accuser: int, accusation: Waiting | None, proposal: PeerFailure | None) -> PeerFailure:
+        """Say what this rank does and for whom it waits, hear the others, and judge."""
+        self._ask("set", self._key(f"state/{self._rank}"), _dump((self.waiting, self._progress())))
         states: dict[int, Waiting | None] = {}
+        doing = ["no answer"] * self._ranks
+        missed = {proposal.rank} if proposal is not None else set()  # the dead need not be heard
         deadline = time.monotonic() + min(STATE_SECONDS, self._timeout)
-        while len(states) < self._ranks and time.monotonic() < deadline:
-            if self._ask(self._store.check, [self._key("verdict")]):
+        while len(states.keys() | missed) < self._ranks and time.monotonic() < deadline:
+            if self._ask("check", [self._key("verdict")]):
                 return self._standing()
             for rank in range(self._ranks):
-                if rank not in states and self._ask(self._store.check, [self._key(f"state/{rank}")]):
-                    states[rank] = _load(self._ask(self._store.get, self._key(f"state/{rank}")))
+                if rank not in states and self._ask("check", [self._key(f"state/{rank}")]):
+                    states[rank], doing[rank] = _load(self._ask("get", self._key(f"state/{rank}")))
             time.sleep(self._beat / 10)
-        states[accuser] = accusation
-        return self._pronounce(judge(accuser, states, self._timeout))
+        if proposal is None:
+            assert accusation is not None
+            proposal = judge(accuser, {**states, accuser: accusation}, self._timeout)
+        return self._pronounce(with_report(proposal, doing))
+
+    def _progress(self) -> str:
+        waiting = self.waiting
+        return self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"
 
-    def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        self._asked_at = time.monotonic()
-        answer = call(*arguments)
-        self._asked_at = None
-        return answer
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        assert self._asker is not None
+        return self._asker.ask(method, *arguments, patience=self._beat, give_up=self._is_hopeless)
 
-    def _store_host_failure(self) -> PeerFailure | None:
-        """Where a rank's own process hosts the store, a store that does not answer is that rank being stopped."""
-        asked = self._asked_at
-        if asked is None or self._store_host is None or self._store_host == self._rank:
-            return None
-        cause = f"silent: the store that it hosts has not answered for {time.monotonic() - asked:.0f} s"
-        return PeerFailure(self._store_host, cause)
+    def _is_hopeless(self, seconds: float) -> bool:
+        """Go on without the store: to stop, or where an answer is needed and none has come for long."""
+        waiting = self.waiting
+        overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
+        return self._stopping or (seconds > STORE_SECONDS and (overdue or self._proposal is not None))
+
+    def _without_store(self) -> PeerFailure | None:
+        """What this rank makes of a store that does not answer."""
+        if self._store_host is not None and self._store_host != self._rank:
+            return PeerFailure(
+                self._store_host, f"silent: the store that it hosts has not answered for {STORE_SECONDS:g} s"
+            )
+        if self._proposal is not None or self.waiting is None:
+            return self._proposal
+        return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")
 
 
 def judge(accuser: int, states: dict[int, Waiting | None], timeout: float) -> PeerFailure:

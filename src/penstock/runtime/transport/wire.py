@@ -35,7 +35,7 @@ DATA = 1  # looks as predicted: the bytes are in this frame and in the direct me
 CHANGED = 2  # looks different: a layout and all bytes follow in one message
 FAILURE = 3  # there is no value: the pickled reason follows
 
-HEADER = struct.Struct("<IIIQQIIIII16x")
+HEADER = struct.Struct("<IIIQQIIIii16x")
 assert HEADER.size == HEADER_BYTES
 
 

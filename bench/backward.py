@@ -1,0 +1,150 @@
+"""What splitting the backward costs: I + W against B, here and in torch.distributed.pipelining, side by side.
+
+    python bench/backward.py [--rounds 200] [--json]
+
+Every round runs each variant once on the same model and input, in a new order, so that a noisy machine is noisy for
+all and none always finds the memory as the same other one left it. A ratio is the median of the rounds' ratios, each
+taken within one round. Gradients are accumulated, as between the first and the last microbatch of a step. One thread.
+
+    I+W/B      our I and W against the plain backward
+    F'/F       a recorded forward against a plain one
+    all        our F, I and W against plain F and B
+    torch      torch's stage_backward_input and stage_backward_weight against the plain backward
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from penstock.runtime.backward import DeferredWeights, StageParameters, backward_full, backward_input
+
+
+class Block(nn.Module):
+    """A transformer block: causal attention and an MLP, each with its norm and its residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(mixed)
+        return x + self.mlp(self.second(x))
+
+
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(3)])
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "8 x Linear(8, 8), batch 4": (lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(8)]), (4, 8), 10.0),
+    "block 64, 2 x 32 tokens": (lambda: Block(64, 4), (2, 32, 64), 5.0),
+    "block 384, 2 x 128 tokens": (lambda: Block(384, 6), (2, 128, 384), 1.0),
+    "3 x Conv2d(32, 32), 4 x 24 x 24": (convolutions, (4, 32, 24, 24), 1.0),
+}
+
+
+def plain(model: nn.Module, x: Tensor, gradient: Tensor) -> list[float]:
+    start = time.perf_counter()
+    y = model(x)
+    middle = time.perf_counter()
+    backward_full([y], [gradient])
+    return [middle - start, time.perf_counter() - middle]
+
+
+def ours(model: nn.Module, x: Tensor, gradient: Tensor, parameters: StageParameters) -> list[float]:
+    start = time.perf_counter()
+    deferred = DeferredWeights(parameters)
+    with deferred.recording():
+        y = model(x)
+    forward = time.perf_counter()
+    backward_input([y], [gradient], deferred)
+    inputs = time.perf_counter()
+    deferred.run()
+    return [forward - start, inputs - forward, time.perf_counter() - inputs]
+
+
+def torchs(model: nn.Module, x: Tensor, gradient: Tensor) -> list[float]:
+    start = time.perf_counter()
+    y = model(x)
+    forward = time.perf_counter()
+    _, groups = stage_backward_input([y], [gradient], [x], model.parameters())
+    inputs = time.perf_counter()
+    stage_backward_weight(model.parameters(), groups)
+    return [forward - start, inputs - forward, time.perf_counter() - inputs]
+
+
+def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model, data = make(), torch.randn(shape)
+    gradient = torch.randn_like(model(data))
+    parameters = StageParameters()
+    variants: list[Callable[[Tensor], list[float]]] = [
+        lambda x: plain(model, x, gradient),
+        lambda x: ours(model, x, gradient, parameters),
+        lambda x: torchs(model, x, gradient),
+    ]
+    kept: list[list[list[float]]] = []
+    warm_up = 5
+    order = random.Random(0)
+    for turn in range(rounds + warm_up):
+        times: list[list[float]] = [[], [], []]
+        for which in order.sample(range(3), 3):
+            times[which] = variants[which](data.clone().requires_grad_())
+        if turn >= warm_up:
+            kept.append(times)
+    return summary(kept)
+
+
+def summary(kept: list[list[list[float]]]) -> dict[str, float]:
+    def median(value: Callable[[list[float], list[float], list[float]], float]) -> float:
+        return statistics.median(value(*times) for times in kept)
+
+    return {
+        "F us": median(lambda p, _o, _t: p[0] * 1e6),
+        "B us": median(lambda p, _o, _t: p[1] * 1e6),
+        "I us": median(lambda _p, o, _t: o[1] * 1e6),
+        "W us": median(lambda _p, o, _t: o[2] * 1e6),
+        "I+W/B": median(lambda p, o, _t: (o[1] + o[2]) / p[1]),
+        "F'/F": median(lambda p, o, _t: o[0] / p[0]),
+        "all": median(lambda p, o, _t: sum(o) / sum(p)),
+        "torch I+W/B": median(lambda p, _o, t: (t[1] + t[2]) / p[1]),
+        "torch all": median(lambda p, _o, t: sum(t) / sum(p)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200, help="rounds of the largest case; small ones run more")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {name: measure(make, shape, int(options.rounds * more)) for name, (make, shape, more) in CASES.items()}
+    if options.json:
+        print(json.dumps(results, indent=2))
+        return
+    columns = list(next(iter(results.values())))
+    print(f"{'':34}" + "".join(f"{column:>13}" for column in columns))
+    for name, result in results.items():
+        print(
+            f"{name:34}" + "".join(f"{result[c]:13.0f}" if c.endswith("us") else f"{result[c]:13.3f}" for c in columns)
+        )
+
+
+if __name__ == "__main__":
+    main()

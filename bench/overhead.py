@@ -1,0 +1,203 @@
+"""What an action costs beside its own compute: tiny stages, where all that is left is the runtime.
+
+    python bench/overhead.py [--quick] [--rounds 15] [--schedules gpipe,1f1b] [--profile]
+
+Stages of one Linear(8, 8), 64 microbatches of 4 rows. Two gloo processes run, in turn and in one run:
+
+    bare    what a careful engineer writes by hand: isend, irecv posted one ahead, the schedule's order, no checks
+    torch   torch.distributed.pipelining's class of the same schedule
+    ours    penstock.Pipeline
+
+and one process runs a plain loop of forward, loss and backward beside a pipeline of one rank, where nothing is sent.
+Times are a step's, divided by the computes of one rank; `busy` is the ratio of processor time (see `common.Times`).
+`--profile` prints where the one-rank step spends its time.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from argparse import Namespace
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import SEVERAL, Goal, Step, Table, Times, interleave, options, run_ranks, torch_pipeline
+from torch import Tensor, nn
+
+import penstock
+
+WIDTH, ROWS = 8, 4
+UNDER_WAY = 4  # sends that the bare loop does not wait for at once
+
+
+class BareLoop:
+    """gpipe or 1f1b of one stage a rank, on two ranks, by hand."""
+
+    def __init__(self, rank: int, module: nn.Module, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> None:
+        self.rank, self.module, self.xs, self.ys = rank, module, xs, ys
+        self.count = len(xs)
+        self.peer = 1 - rank
+        self.seed = torch.tensor(1 / self.count)
+        self.outputs: dict[int, Tensor] = {}
+        self.inputs: dict[int, Tensor] = {}
+        self.sends: deque[Any] = deque()
+
+    def run(self, warm_up: int) -> None:
+        """`warm_up` forwards, then one backward and one forward in turn, then the backwards that are left."""
+        self.total: Tensor | None = None
+        self.posted = 0
+        self.coming = self.post()
+        for number in range(warm_up):
+            self.forward(number)
+        for number in range(self.count):
+            self.backward(number)
+            if number + warm_up < self.count:
+                self.forward(number + warm_up)
+        while self.sends:
+            self.sends.popleft()[0].wait()
+
+    def post(self) -> tuple[Any, Tensor] | None:
+        if self.posted == self.count:
+            return None
+        self.posted += 1
+        buffer = torch.empty(ROWS, WIDTH)
+        return dist.irecv(buffer, self.peer), buffer
+
+    def receive(self) -> Tensor:
+        assert self.coming is not None
+        work, buffer = self.coming
+        self.coming = self.post()
+        work.wait()
+        return buffer
+
+    def send(self, value: Tensor) -> None:
+        self.sends.append((dist.isend(value, self.peer), value))
+        if len(self.sends) > UNDER_WAY:
+            self.sends.popleft()[0].wait()
+
+    def forward(self, number: int) -> None:
+        if self.rank == 0:
+            output = self.outputs[number] = self.module(self.xs[number])
+            self.send(output.detach())
+        else:
+            arrived = self.inputs[number] = self.receive().requires_grad_()
+            loss = self.outputs[number] = F.mse_loss(self.module(arrived), self.ys[number])
+            self.total = loss.detach() if self.total is None else self.total + loss.detach()
+
+    def backward(self, number: int) -> None:
+        if self.rank == 0:
+            torch.autograd.backward(self.outputs.pop(number), self.receive())
+        else:
+            torch.autograd.backward(self.outputs.pop(number), self.seed)
+            self.send(self.inputs.pop(number).grad)
+
+
+def computes(pipe: penstock.Pipeline) -> int:
+    """How many computes the first rank has in a step."""
+    return sum(len(action.parts()) for action in pipe.schedule.rows[0] if action is not None)
+
+
+def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], penstock.Pipeline]:
+    """One step of each that can run this schedule on two ranks."""
+    torch.manual_seed(0)
+    stages = 4 if family in SEVERAL else 2
+    x, y = torch.randn(2, count * ROWS, WIDTH).unbind()
+
+    def make() -> list[nn.Module]:
+        return [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
+
+    mine = make()
+    pipe = penstock.Pipeline(mine, microbatches=count, schedule=family, loss_fn=F.mse_loss, timeout=30)
+    steps: dict[str, Step] = {
+        "ours": lambda: pipe.step(x, target=y),
+        "torch": torch_pipeline(family, rank, make(), count, F.mse_loss, x, y),
+    }
+    if family in ("gpipe", "1f1b"):
+        bare = BareLoop(rank, make()[rank], x.split(ROWS), y.split(ROWS))
+        warm_up = count if family == "gpipe" else 2 - rank
+        steps["bare"] = lambda: bare.run(warm_up)
+    return steps, pipe
+
+
+def measure_ranks(rank: int, settings: Namespace) -> None:
+    count = 8 if settings.quick else 64
+    title = f"Linear(8, 8), 2 gloo ranks, {count} microbatches: us a compute, and ratios"
+    columns = [("schedule", 17), ("bare", 7), ("torch", 7), ("ours", 7), ("ours/bare", 21), ("busy", 4), ("ours/torch", 21), ("busy", 4)]
+    table = Table(rank, title, columns)
+    for family in settings.schedules:
+        steps, pipe = contestants(family, rank, count)
+        times = interleave(steps, settings.rounds)
+        pipe.close()
+        table.row(row(family, times, computes(pipe)))
+
+
+def row(family: str, times: Times, actions: int) -> list[object]:
+    bare = "bare" in times.seconds
+    return [
+        family,
+        times.median("bare") / actions * 1e6 if bare else "-",
+        times.median("torch") / actions * 1e6,
+        times.median("ours") / actions * 1e6,
+        Goal(times.ratio("ours", "bare"), 1.15) if bare else "-",
+        f"{times.busy_ratio('ours', 'bare'):.2f}" if bare else "-",
+        Goal(times.ratio("ours", "torch"), 1.0 if bare else 0.5),
+        f"{times.busy_ratio('ours', 'torch'):.2f}",
+    ]
+
+
+def measure_alone(_: int, settings: Namespace) -> None:
+    """One rank, nothing sent: what the executor adds to a plain loop."""
+    count = 8 if settings.quick else 64
+    torch.manual_seed(0)
+    x, y = torch.randn(2, count * ROWS, WIDTH).unbind()
+    xs, ys, seed = x.split(ROWS), y.split(ROWS), torch.tensor(1 / count)
+    plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    table = Table(0, "one process, nothing sent: us a compute", [("what", 17), ("plain", 7), ("ours", 7), ("ours/plain", 10), ("busy", 4)])
+    for name, stages, threads in (("one rank", 1, 1), ("one rank, split", 2, 1), ("two threads", 2, 2)):
+        family = "zb-v" if "split" in name else "1f1b"
+        modules = [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
+        pipe = penstock.Pipeline(
+            modules, microbatches=count, schedule=family, ranks=threads, loss_fn=F.mse_loss, transport="threads"
+        )
+
+        def loop(stages: int = stages) -> None:
+            for x_part, y_part in zip(xs, ys, strict=True):
+                value = x_part
+                for module in plain[:stages]:
+                    value = module(value)
+                torch.autograd.backward(F.mse_loss(value, y_part), seed)
+
+        times = interleave({"plain": loop, "ours": lambda pipe=pipe: pipe.step(x, target=y)}, settings.rounds)
+        actions = computes(pipe)
+        table.row(
+            [name, times.median("plain") / actions * 1e6, times.median("ours") / actions * 1e6]
+            + [f"{times.ratio('ours', 'plain'):.2f}", f"{times.busy_ratio('ours', 'plain'):.2f}"]
+        )
+        if settings.profile and threads == 1:
+            profile(pipe, x, y)
+        pipe.close()
+
+
+def profile(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(20):
+        pipe.step(x, target=y)
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    def more(parser: Any) -> None:
+        parser.add_argument("--profile", action="store_true", help="where a step of one rank spends its time")
+
+    settings = options(__doc__, 15, more)
+    run_ranks(measure_ranks, 2, settings)
+    run_ranks(measure_alone, 1, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""How fast steps are where compute, or messages, are what costs. Two gloo processes with one thread each.
+
+    python bench/throughput.py [--quick] [--rounds 7] [--schedules gpipe,1f1b] [--parts model,messages,threads]
+
+model     8 transformer blocks (width 384, 128 tokens, batch 16, in 8 and in 16 microbatches) against
+          torch.distributed.pipelining, and against one process with one thread and the same microbatches:
+
+              of ideal    one process / (2 * (1 - idle share of the schedule)) / ours
+              of halves   the same, but from two processes that each run half of the model at the same time and
+                          never speak: what this machine gives when both of its cores are busy
+
+messages  stages of little compute and messages of 1 and 2 MiB: against torch, and against the schedule's own compute
+          (a rank's computes without messages / (1 - idle share)) + raw gloo moving the same messages, both ways at once
+threads   ranks as threads of one process against ranks as processes
+
+The idle share is the simulator's, for forward, input and weight gradients of equal cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import SEVERAL, Block, Goal, Step, Table, Times, interleave, options, run_ranks, torch_pipeline
+from torch import Tensor, nn
+
+import penstock
+from penstock.schedule import Costs, Op, simulate
+
+AHEAD = 4  # messages that the raw loop keeps under way
+PARTS = ("model", "messages", "threads")
+
+
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target)
+
+
+def accumulate(model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
+    """Plain gradient accumulation."""
+    seed = torch.tensor(1 / count)
+    for x_part, y_part in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
+        torch.autograd.backward(mean_loss(model(x_part), y_part), seed)
+
+
+def only(rank: int, mine: int, step: Step) -> Step:
+    """For what one process does while the other waits."""
+    return step if rank == mine else lambda: None
+
+
+def ratio(times: Times, name: str, allowed: Callable[[dict[str, float]], float]) -> float:
+    """Median over the rounds of a contestant against what the others of its round allow."""
+    rounds = [dict(zip(times.seconds, row, strict=True)) for row in zip(*times.seconds.values(), strict=True)]
+    return statistics.median(row[name] / allowed(row) for row in rounds)
+
+
+def idle_share(pipe: penstock.Pipeline) -> float:
+    return simulate(pipe.schedule, Costs()).bubble
+
+
+# -- a model
+
+
+def blocks(family: str, quick: bool, width: int) -> list[nn.Module]:
+    """The model in as many stages as the schedule has."""
+    stages = 4 if family in SEVERAL else 2
+    each = (1 if quick else 8 // stages)
+    return [nn.Sequential(*[Block(width, 6) for _ in range(each)]) for _ in range(stages)]
+
+
+def measure_model(rank: int, settings: Namespace) -> None:
+    quick = settings.quick
+    width, tokens, batch = (48, 16, 16) if quick else (384, 128, 16)
+    columns = [("schedule", 17), ("microbatches", 12), ("ours/torch", 21), ("of ideal", 21), ("of halves", 9)]
+    table = Table(rank, f"transformer blocks, width {width}, {tokens} tokens, batch {batch}", columns)
+    for count in (8,) if quick else (8, 16):
+        for family in settings.schedules:
+            torch.manual_seed(0)
+            x, y = torch.randn(2, batch, tokens, width).unbind()
+            own, other = blocks(family, quick, width), blocks(family, quick, width)
+            whole = nn.Sequential(*blocks(family, quick, width))
+            half = nn.Sequential(*whole[: len(whole) // 2])
+            pipe = penstock.Pipeline(own, microbatches=count, schedule=family, loss_fn=mean_loss)
+            steps: dict[str, Step] = {
+                "ours": lambda pipe=pipe, x=x, y=y: pipe.step(x, target=y),
+                "torch": torch_pipeline(family, rank, other, count, mean_loss, x, y),
+                "one": only(rank, 0, lambda whole=whole, x=x, y=y, count=count: accumulate(whole, x, y, count)),
+                "halves": lambda half=half, x=x, y=y, count=count: accumulate(half, x, y, count),
+            }
+            times = interleave(steps, settings.rounds, warm_up=1)
+            share = 1 - idle_share(pipe)
+            pipe.close()
+            table.row(
+                [
+                    family,
+                    count,
+                    Goal(times.ratio("ours", "torch"), 1.0),
+                    Goal(times.ratio("one", "ours") / 2 / share, 0.95, at_least=True),
+                    f"{times.ratio('halves', 'ours') / share:.2f}",
+                ]
+            )
+
+
+# -- messages
+
+
+class Scale(nn.Module):
+    """Little compute for its bytes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+def raw_messages(sends: int, receives: int, shape: tuple[int, ...], peer: int) -> None:
+    """Bare gloo moving the messages of a step, both ways at once."""
+    value = torch.zeros(shape)
+    works: deque[Any] = deque()
+    for number in range(max(sends, receives)):
+        if number < receives:
+            buffer = torch.empty(shape)
+            works.append((dist.irecv(buffer, peer), buffer))
+        if number < sends:
+            works.append((dist.isend(value, peer), value))
+        while len(works) > 2 * AHEAD:
+            works.popleft()[0].wait()
+    while works:
+        works.popleft()[0].wait()
+
+
+def computes_only(stages: list[nn.Module], x: Tensor, count: int) -> None:
+    """The computes of one rank on values that are there: no message, no idle time."""
+    for x_part in x.tensor_split(count):
+        for stage in stages:
+            arrived = x_part.detach().requires_grad_()
+            torch.autograd.backward(stage(arrived), x_part)
+
+
+def measure_messages(rank: int, settings: Namespace) -> None:
+    count, width = (4, 256) if settings.quick else (16, 4096)
+    columns = [("schedule", 17), ("MiB", 5), ("ours/torch", 21), ("of compute + messages", 21)]
+    table = Table(rank, f"large messages, little compute, {count} microbatches", columns)
+    for rows in (64,) if settings.quick else (64, 128):
+        for family in settings.schedules:
+            torch.manual_seed(0)
+            stages = 4 if family in SEVERAL else 2
+            x, y = torch.randn(2, rows * count, width).unbind()
+            own, other = ([Scale(width) for _ in range(stages)] for _ in range(2))
+            pipe = penstock.Pipeline(own, microbatches=count, schedule=family, loss_fn=mean_loss)
+            row = [action.op for action in pipe.program.rows[rank] if action is not None]
+            sends = sum(op in (Op.SEND_F, Op.SEND_B) for op in row)
+            receives = sum(op in (Op.RECV_F, Op.RECV_B) for op in row)
+            mine = [Scale(width) for _ in range(stages // 2)]
+            steps: dict[str, Step] = {
+                "ours": lambda pipe=pipe, x=x, y=y: pipe.step(x, target=y),
+                "torch": torch_pipeline(family, rank, other, count, mean_loss, x, y),
+                "compute": lambda mine=mine, x=x: computes_only(mine, x, count),
+                "messages": lambda n=(sends, receives), shape=(rows, width): raw_messages(*n, shape, 1 - rank),
+            }
+            times = interleave(steps, settings.rounds)
+            share = 1 - idle_share(pipe)
+            pipe.close()
+            allowed = ratio(times, "ours", lambda row, share=share: row["compute"] / share + row["messages"])
+            size = f"{rows * width * 4 / 2**20:.2g}"
+            table.row([family, size, Goal(times.ratio("ours", "torch"), 1.0), Goal(allowed, 1.15)])
+
+
+# -- threads
+
+
+def measure_threads(rank: int, settings: Namespace) -> None:
+    quick = settings.quick
+    width, tokens, batch, count = (48, 16, 16, 8) if quick else (384, 128, 16, 8)
+    columns = [("schedule", 17), ("threads/processes", 17)]
+    table = Table(rank, "ranks as threads of one process, beside ranks as processes (no goal)", columns)
+    for family in settings.schedules[:2] if quick else settings.schedules:
+        torch.manual_seed(0)
+        x, y = torch.randn(2, batch, tokens, width).unbind()
+        common = {"microbatches": count, "schedule": family, "loss_fn": mean_loss}
+        processes = penstock.Pipeline(blocks(family, quick, width), **common)
+        threads = penstock.Pipeline(blocks(family, quick, width), **common, transport="threads", ranks=2)
+        steps: dict[str, Step] = {
+            "processes": lambda processes=processes, x=x, y=y: processes.step(x, target=y),
+            "threads": only(rank, 0, lambda threads=threads, x=x, y=y: threads.step(x, target=y)),
+        }
+        times = interleave(steps, settings.rounds, warm_up=1)
+        processes.close()
+        threads.close()
+        table.row([family, f"{times.ratio('threads', 'processes'):.2f}"])
+
+
+def measure(rank: int, settings: Namespace) -> None:
+    parts = {"model": measure_model, "messages": measure_messages, "threads": measure_threads}
+    for name in settings.parts.split(","):
+        parts[name](rank, settings)
+
+
+def main() -> None:
+    settings = options(__doc__, 7, lambda parser: parser.add_argument("--parts", default=",".join(PARTS)))
+    run_ranks(measure, 2, settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""`penstock whatif`: what a recorded run would take with other ranks, microbatches or schedules.
+
+The run's own costs go into the simulator. How well that works is said first: the run itself, as it
+was measured and as the same costs predict it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.costs import amount
+from penstock.cli.output import fold, guarded, percent, terminal_width, working, write, write_json
+from penstock.cli.runs import load_run
+from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_proved
+from penstock.errors import UsageError
+from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
+from penstock.schedule.calibrate import costs_of, fitted
+from penstock.view.account import account
+from penstock.view.figures import time_text
+
+__all__ = ["whatif"]
+
+From = Annotated[
+    str,
+    typer.Option(
+        "--from", metavar="RUN", help="A recorded run: timeline.save's file, or its folder.", show_default=False
+    ),
+]
+Schedules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schedule",
+        "-s",
+        metavar="NAME|FILE",
+        help=f"What to try, once or several times: {', '.join(FAMILIES)}, or a file (default: the run's own).",
+        show_default=False,
+    ),
+]
+HopTime = Annotated[
+    str | None, typer.Option(metavar="TIME", help="Another time from rank to rank than the run's, in seconds.")
+]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One schedule under the run's costs."""
+
+    schedule: Schedule
+    label: str
+    makespan: float
+    step: float  # the makespan and what the run spent outside of it
+    idle_share: float
+    peak_activations: int
+
+    @property
+    def a_microbatch(self) -> float:
+        """Time of the step for each microbatch."""
+        return self.step / self.schedule.microbatches
+
+
+@guarded
+def whatif(
+    source: From,
+    schedules: Schedules = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    hop: HopTime = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the step time of other sizes and schedules from a recorded run.
+
+    Microbatches keep their size, so more of them are a larger batch. Another number of stages is taken to be an even
+    cut of the same model.
+    """
+    with working(f"reading {source}"):
+        run = load_run(source)
+    costs = costs_of(run)
+    outside = max(0.0, account(run).whole - run.makespan)
+    itself = simulate(run.schedule, costs).makespan
+    if hop is not None:
+        costs = replace(costs, hop=amount("--hop", hop))
+    with working("simulating"):
+        found = [
+            _predict(name, run, costs, outside, (ranks, microbatches, stages_per_rank))
+            for name in schedules or [run.schedule.name]
+        ]
+    error = itself / run.makespan - 1 if run.makespan else 0.0
+    if as_json:
+        write_json(_document(run, costs, itself, error, outside, found))
+        return
+    columns = terminal_width()
+    unit = run.unit
+    write(
+        fold(
+            f"{run.schedule.name or 'the run'}, {run.ranks} ranks, {run.schedule.microbatches} microbatches: makespan "
+            f"{time_text(run.makespan, unit)} measured, {time_text(itself, unit)} predicted from its own costs "
+            f"(error {100 * error:+.1f} %)",
+            columns,
+        )
+    )
+    write("")
+    write(_table(found, unit))
+    write("")
+    write(fold("; ".join(_notes(run, found, outside)), columns))
+
+
+def _predict(
+    name: str, run: Timeline, costs: Costs, outside: float, sizes: tuple[int | None, int | None, int | None]
+) -> Prediction:
+    if not name:
+        raise UsageError("the run's schedule has no name to build others by; give --schedule")
+    if is_file(name):
+        schedule = read_proved(name, *sizes)
+    elif sizes == (None, None, None) and name == run.schedule.name:
+        schedule = run.schedule
+    else:
+        wanted = (sizes[0] or run.ranks, sizes[1] or run.schedule.microbatches, sizes[2])
+        schedule = read_proved(name, *wanted)
+    timeline = simulate(schedule, fitted(costs, schedule, run.schedule.stages))
+    return Prediction(
+        schedule,
+        name if is_file(name) else schedule.name,
+        timeline.makespan,
+        timeline.makespan + outside,
+        timeline.bubble,
+        max(timeline.peak_activations),
+    )
+
+
+def _table(found: list[Prediction], unit: str) -> str:
+    rows = [("schedule", "ranks", "stages", "microbatches", "makespan", "step", "a microbatch", "idle", "in flight")]
+    best = min(entry.a_microbatch for entry in found)
+    for entry in found:
+        schedule = entry.schedule
+        star = " *" if len(found) > 1 and entry.a_microbatch == best else ""
+        sizes = (str(schedule.ranks), str(schedule.stages), str(schedule.microbatches))
+        times = (time_text(time, unit) for time in (entry.makespan, entry.step, entry.a_microbatch))
+        rows.append((entry.label + star, *sizes, *times, percent(entry.idle_share), str(entry.peak_activations)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells))
+        for cells in (list(zip(row, widths, strict=True)) for row in rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _notes(run: Timeline, found: list[Prediction], outside: float) -> list[str]:
+    notes = [f"a step is the makespan and {time_text(outside, run.unit)} that the run spent outside of it"]
+    recut = sorted({entry.schedule.stages for entry in found} - {run.schedule.stages})
+    if recut:
+        notes.append(
+            f"{', '.join(map(str, recut))} stages are taken to be even cuts of the {run.schedule.stages} measured"
+        )
+    ops = {part.op for span in run.spans for part in span.action.parts()}
+    split = any(part.op is Op.I for entry in found for _, _, part in entry.schedule.parts())
+    if split and Op.I not in ops:
+        notes.append("the run has full backwards only: I and W are taken as half of B each")
+    if len(found) > 1:
+        notes.append("* least time a microbatch")
+    return notes
+
+
+def _document(
+    run: Timeline, costs: Costs, itself: float, error: float, outside: float, found: list[Prediction]
+) -> dict[str, Any]:
+    return {
+        "unit": run.unit,
+        "run": {"makespan": run.makespan, "predicted": itself, "error": error, "outside": outside},
+        "costs": asdict(costs),
+        "predictions": [
+            {
+                "schedule": entry.label,
+                "ranks": entry.schedule.ranks,
+                "stages": entry.schedule.stages,
+                "microbatches": entry.schedule.microbatches,
+                "makespan": entry.makespan,
+                "step": entry.step,
+                "a_microbatch": entry.a_microbatch,
+                "idle_share": entry.idle_share,
+                "peak_activations": entry.peak_activations,
+            }
+            for entry in found
+        ],
+    }

@@ -1,0 +1,90 @@
+"""Ways to cut a model, tried in order; one result type.
+
+    position   lists of stage modules, and `nn.Sequential`
+    replay     any module, with an example: every stage runs the model's own forward
+    graph      any module that torch.export can capture, with an example
+
+`split="auto"` takes the first that applies and says which, and why the others did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ModelError, UsageError
+from penstock.model.split import Split, split_model
+
+__all__ = ["WAYS", "cut_model"]
+
+WAYS = ("auto", "position", "replay", "graph")
+Example = tuple[Any, ...] | Mapping[str, Any]
+
+
+def cut_model(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int | None,
+    *,
+    balance: str | Sequence[int] | None = None,
+    skips: Iterable[tuple[int, int]] = (),
+    example: Example | None = None,
+    split_at: Sequence[str] = (),
+    split: str = "auto",
+) -> Split:
+    """Cut a model into stages."""
+    if split not in WAYS:
+        raise UsageError(f"split={split!r}: choose one of {', '.join(map(repr, WAYS))}")
+    listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
+    if split == "position" or (split == "auto" and listed and not split_at and not isinstance(balance, str)):
+        if isinstance(balance, str) or split_at:
+            raise UsageError("split='position' takes balance=[counts]; names and measured balance need split='replay'")
+        return split_model(model, stages, balance, skips)
+    if not isinstance(model, nn.Module):
+        raise UsageError("a list of stage modules is cut already; leave split=, split_at= and balance= out")
+    if list(skips):
+        raise UsageError("skips= is for lists of stage modules; in other models skips are found")
+    if stages is None and not split_at:
+        raise ModelError("say into how many stages the model goes: stages=2, or split_at=[names]")
+    if example is None:
+        raise ModelError(
+            f"cutting a {type(model).__name__} needs to see one input: pass example=(x,), or a dict of keyword arguments"
+        )
+    return _by_example(model, stages, example, balance, split_at, split)
+
+
+def _by_example(
+    model: nn.Module,
+    stages: int | None,
+    example: Example,
+    balance: str | Sequence[int] | None,
+    split_at: Sequence[str],
+    split: str,
+) -> Split:
+    refusals: list[str] = []
+    for way, cut in (("replay", _replay), ("graph", _graph)):
+        if split in ("auto", way):
+            try:
+                found = cut(model, stages, example, balance, split_at)
+            except ModelError as error:
+                if split == way:
+                    raise
+                refusals.append(f"{way}: {error}")
+            else:
+                why = f" ({'; '.join(refusals)})" if refusals else ""
+                return replace(found, how=found.how + why)
+    raise ModelError("the model cannot be cut as it is:\n  " + "\n  ".join(refusals))
+
+
+def _replay(*arguments: Any) -> Split:
+    from penstock.model.replay.cut import split_by_replay
+
+    return split_by_replay(*arguments)
+
+
+def _graph(*arguments: Any) -> Split:
+    from penstock.model.graph.cut import split_by_graph
+
+    return split_by_graph(*arguments)

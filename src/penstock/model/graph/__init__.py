@@ -1,0 +1,1 @@
+"""Splitting by graph, the fallback: the model's operations, captured by torch.export, cut anywhere."""

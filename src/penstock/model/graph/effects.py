@@ -1,0 +1,196 @@
+"""What a forward does beside computing its output, while it is captured.
+
+A model may stash tensors on itself, append them to lists, or count its calls. The capture runs
+the forward on fake tensors, none of which may stay in the user's model: attributes and the
+lists and dicts in them are put back. And what one forward leaves for the next is not in the
+graph of one forward. So an attribute that the forward changes is, in a second capture,
+taken away beforehand: a forward that reads it before writing it carries state from call to call
+(a counter, a memory), which is refused, while a stash that the parent reads afterwards works.
+
+Two more things would be lost without a word, and are refused: the backward of a custom
+`autograd.Function`, of which a graph shows only the forward, and hooks on tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+from penstock.errors import ModelError
+
+__all__ = ["Effects", "Where", "nothing_lost"]
+
+INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+HARMLESS = ("torch.utils.checkpoint._NoopSaveInputs",)
+_MISSING = object()
+
+
+class _Taken:
+    """In the place of an attribute that the forward is said to write before it reads it."""
+
+    def __init__(self, owner: str, name: str) -> None:
+        self.__dict__["_where"] = f"{owner}.{name}" if owner else name
+
+    def _read(self, *_: Any, **__: Any) -> Any:
+        raise ModelError(
+            f"the model's forward changes self.{self.__dict__['_where']} and reads it in the next call; a captured "
+            f"graph would keep the value of the capture. Make it a registered buffer that is changed in place, or, if "
+            f"it is a cache, run the model once before so that it is filled"
+        )
+
+    __getattr__ = __setattr__ = __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = _read
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _read
+    __mod__ = __floordiv__ = __pow__ = __matmul__ = __rmatmul__ = __neg__ = __lt__ = __le__ = __gt__ = __ge__ = _read
+    __int__ = __float__ = __index__ = __call__ = _read
+    __eq__ = __ne__ = _read
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in (*args, *(kwargs or {}).values()):
+            if isinstance(value, cls):
+                value._read()
+        return NotImplemented
+
+
+class Effects:
+    """The attributes that forwards of this model change."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self.changed: set[tuple[str, str]] = set()  # (module, attribute)
+        self.before: list[Tensor] = []  # what stood in changed attributes and containers before
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Around one forward: afterwards every module has the attributes that it had."""
+        kept = {name: dict(vars(module)) for name, module in self._modules.items()}
+        inner = {id(box): (box, _contents(box)) for box in self._containers()}
+        for name, attribute in self.changed:
+            vars(self._modules[name])[attribute] = _Taken(name, attribute)
+        try:
+            yield
+        finally:
+            for name, module in self._modules.items():
+                self._put_back(name, vars(module), kept[name])
+            for box, contents in inner.values():
+                if _contents(box) != contents:
+                    self.before += [value for value in _values(contents) if isinstance(value, Tensor)]
+                    _refill(box, contents)
+
+    def _put_back(self, name: str, now: dict[str, Any], then: dict[str, Any]) -> None:
+        for attribute in set(now) | set(then):
+            old = then.get(attribute, _MISSING)
+            if attribute in INTERNAL or now.get(attribute, _MISSING) is old:
+                continue
+            self.changed.add((name, attribute))
+            if isinstance(old, Tensor):
+                self.before.append(old)
+            if old is _MISSING:
+                now.pop(attribute, None)
+            else:
+                now[attribute] = old
+
+    def _containers(self) -> Iterator[Any]:
+        for module in self._modules.values():
+            values = [value for name, value in vars(module).items() if name not in INTERNAL]
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for hook in hooks.values():
+                    values += [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+            yield from (value for value in values if type(value) in (list, dict, set))
+
+
+def _contents(box: Any) -> Any:
+    return _Same(box.items() if isinstance(box, dict) else [(place, value) for place, value in enumerate(box)])
+
+
+class _Same(list[tuple[Any, Any]]):
+    """Pairs that are equal when the values are the same objects: tensors do not answer == with a truth value."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and [(k, id(v)) for k, v in self] == [(k, id(v)) for k, v in other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _values(contents: _Same) -> list[Any]:
+    return [value for _, value in contents]
+
+
+def _refill(box: Any, contents: _Same) -> None:
+    box.clear()
+    if isinstance(box, list):
+        box.extend(_values(contents))
+    else:
+        box.update(contents if isinstance(box, dict) else _values(contents))
+
+
+class Where:
+    """The module whose forward runs, so that an error can name it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stack: list[nn.Module] = []
+        self._thread = threading.get_ident()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow calls of modules in this thread; after a failure the stack stays as it was."""
+        enter = nn_module.register_module_forward_pre_hook(self._enter)
+        leave = nn_module.register_module_forward_hook(self._leave)
+        try:
+            yield
+        finally:
+            enter.remove()
+            leave.remove()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if threading.get_ident() == self._thread and id(module) in self._names:
+            self._stack.append(module)
+
+    def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
+        if threading.get_ident() == self._thread and self._stack and self._stack[-1] is module:
+            self._stack.pop()
+
+    def __str__(self) -> str:
+        if not self._stack:
+            return "the model"
+        name, kind = self._names[id(self._stack[-1])], type(self._stack[-1]).__name__
+        return f"module {name!r} ({kind})" if name else f"the model's own forward ({kind})"
+
+
+@contextmanager
+def nothing_lost(where: Where) -> Iterator[None]:
+    """Refuse, in this thread, what autograd would do and a graph of the forward does not show."""
+    thread = threading.get_ident()
+    apply, hook = vars(torch.autograd.Function)["apply"], vars(Tensor)["register_hook"]
+
+    def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread and f"{cls.__module__}.{cls.__qualname__}" not in HARMLESS:
+            raise ModelError(
+                f"{where} uses the autograd.Function {cls.__qualname__}, whose own backward would not be in a captured "
+                f"graph; write it with torch.library.custom_op and register_autograd, or pass a list of stage modules"
+            )
+        return apply.__func__(cls, *args, **kwargs)
+
+    def guarded_hook(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise ModelError(
+                f"{where} registers a hook on a tensor in its forward, which would not be in a captured graph; "
+                f"use an operation instead, or pass a list of stage modules"
+            )
+        return hook(self, *args, **kwargs)
+
+    setattr(torch.autograd.Function, "apply", classmethod(guarded_apply))  # noqa: B010
+    setattr(Tensor, "register_hook", guarded_hook)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.autograd.Function, "apply", apply)  # noqa: B010
+        setattr(Tensor, "register_hook", hook)  # noqa: B010

@@ -1,0 +1,42 @@
+"""What the runtime knows of a stage, in whatever way the model was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from torch import nn
+
+__all__ = ["OUTPUT", "WHOLE", "StagePart", "no_stream"]
+
+OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
+WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
+
+
+def no_stream(number: int) -> AbstractContextManager[Any]:
+    """Around a call that draws from its stage's own stream."""
+    return nullcontext()
+
+
+class StagePart(Protocol):
+    """One stage: what it owns, and how it computes.
+
+    `module` owns the stage's parameters and buffers; `names` maps their names there to those in
+    the whole model. `takes` are the keyword arguments that it reads (None: any); with
+    `whole_batch` it reads the model's positional arguments too, wherever it stands. `stream` is what
+    its random numbers follow from beside the microbatch, and `around(number)` wraps a call that
+    has numbers of its own.
+    """
+
+    index: int
+    module: nn.Module
+    names: dict[str, str]
+    takes: frozenset[str] | None
+    whole_batch: bool
+    stream: int
+    around: Callable[[int], AbstractContextManager[Any]]
+
+    def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        """Compute: payload by producing stage in, payload by consuming stage out."""
+        ...

@@ -1,0 +1,102 @@
+"""Costs from a run: what each stage's computes took, and how long a message was on its way.
+
+A rank is occupied by a compute for longer than the compute itself: it hands over what it made
+and goes on to the next action. So the time of an op is from its start to the moment at which
+the rank turns to the next one, without what it then waits. Medians are taken, because a step
+that was disturbed once is not a slower step.
+
+A message tells its time only where somebody stood waiting for it: then the wait ended with its
+arrival. Where nobody ever waited, the shortest time from making to using is all that is known,
+and it is an upper bound.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from itertools import pairwise
+
+from penstock.errors import UsageError
+from penstock.schedule.action import Op
+from penstock.schedule.costs import Costs
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.timeline import Span, Timeline
+
+__all__ = ["costs_of", "fitted", "hops", "occupied"]
+
+Edge = tuple[int, int]  # two stages
+
+
+def occupied(timeline: Timeline) -> dict[tuple[Op, int], list[float]]:
+    """By op and stage: how long each compute kept its rank from the next one."""
+    found: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for row in timeline.by_rank:
+        for span, following in pairwise(row):
+            _add(found, span, max(following.start - following.wait, span.end) - span.start)
+    for row in timeline.by_rank:
+        if row:  # what comes after the last one is the end of the step: it counts only where it is all there is
+            last = row[-1]
+            if (last.action.op, last.action.stage) not in found:
+                _add(found, last, last.length)
+    return found
+
+
+def _add(found: dict[tuple[Op, int], list[float]], span: Span, time: float) -> None:
+    """One compute; of a pair that a handler ran as one, an even share for each part."""
+    parts = span.action.parts()
+    for part in parts:
+        if part.op.is_compute:
+            found[part.op, part.stage].append(time / len(parts))
+
+
+def hops(timeline: Timeline) -> dict[Edge, list[float]]:
+    """By (stage that made it, stage that used it): the times of messages that somebody waited for."""
+    found: dict[Edge, list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        maker = timeline.waited_for(span) if span.wait else None
+        if maker is not None and maker.end <= span.start:
+            there_first = span.start - span.wait <= maker.end  # waiting before it was even made
+            if there_first or timeline.has_waited(span):
+                found[maker.action.stage, span.action.stage].append(span.start - maker.end)
+    return found
+
+
+def _hop(timeline: Timeline) -> float:
+    waited = [time for times in hops(timeline).values() for time in times]
+    if waited:
+        return statistics.median(waited)
+    gaps = [
+        span.start - maker.end
+        for span in timeline.spans
+        for _, maker in timeline.needed_by(span)
+        if maker.rank != span.rank
+    ]
+    return max(0.0, min(gaps, default=0.0))
+
+
+def costs_of(timeline: Timeline) -> Costs:
+    """The costs under which the simulator repeats the run; see `Costs.from_timeline`."""
+    times = {key: statistics.median(values) for key, values in occupied(timeline).items()}
+    stages = range(timeline.schedule.stages)
+    missing = [stage for stage in stages if (Op.F, stage) not in times]
+    if missing:
+        raise UsageError(f"the timeline has no forward of stage {missing[0]}; record a whole step, on every rank")
+    halves = {}
+    for op in (Op.I, Op.W):  # a stage that only ran full backwards tells their sum alone
+        halves[op] = [times.get((op, stage), times.get((Op.B, stage), 0.0) / 2) for stage in stages]
+    return Costs(
+        forward=[times[Op.F, stage] for stage in stages], input=halves[Op.I], weight=halves[Op.W], hop=_hop(timeline)
+    )
+
+
+def fitted(costs: Costs, schedule: Schedule, stages: int) -> Costs:
+    """Costs measured on `stages` stages, for a schedule that may cut the same model into another number.
+
+    Another cut is taken to be even: each of its stages gets an equal part of the whole model's time.
+    """
+    if schedule.stages == stages:
+        return costs
+    forward, backward, weight = (
+        sum(costs.per_stage(name, stages)) / schedule.stages for name in ("forward", "input", "weight")
+    )
+    return Costs(forward=forward, input=backward, weight=weight, hop=costs.hop)

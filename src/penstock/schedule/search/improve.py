@@ -1,0 +1,114 @@
+"""Small changes to one order, kept when they help.
+
+The changes come from where time is lost: an action that its rank idles for goes later, or one
+behind it goes earlier. Beside these are random moves, and the same swap of two neighbours made
+all along a rank's row, because the middle of a good schedule is a pattern and one change in
+one place breaks it.
+
+A change that leaves the score as it is counts as help: long flat stretches are crossed by
+drifting. Within a stage, microbatches stay in order: they cost the same, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from penstock.schedule.search.evaluate import Candidate, price
+from penstock.schedule.search.problem import Problem
+
+__all__ = ["OVERRUNS", "improve"]
+
+OVERRUNS = (0.0, 0.3, 0.6)
+REACH = 12  # how far an action moves at most
+
+
+def improve(
+    problem: Problem, candidate: Candidate, tries: int, deadline: float, generator: random.Random
+) -> Candidate:
+    """The best of `tries` changes made one after the other, each kept unless it hurts."""
+    gaps: list[tuple[int, int]] = []
+    score = price(problem, candidate.orders, candidate.overrun, gaps)
+    if score is None:
+        return candidate
+    orders, overrun = [*candidate.orders], candidate.overrun
+    for _ in range(tries):
+        if time.perf_counter() > deadline:
+            break
+        if overrun is not None and generator.random() < 0.02:
+            other = generator.random() * 0.8
+            found = price(problem, orders, other, gaps)
+            if found is not None and found <= score:
+                score, overrun = found, other
+            continue
+        rank, changed = _change(problem, orders, gaps, generator)
+        if changed is None:
+            continue
+        kept, orders[rank] = orders[rank], changed
+        found = price(problem, orders, overrun)
+        if found is None or found > score:
+            orders[rank] = kept
+        else:
+            score = found
+            price(problem, orders, overrun, gaps)
+    return Candidate(score, orders, overrun)
+
+
+def _change(
+    problem: Problem, orders: list[list[int]], gaps: list[tuple[int, int]], generator: random.Random
+) -> tuple[int, list[int] | None]:
+    """A rank, and its row after one change; None where the change drawn is not allowed."""
+    draw = generator.random()
+    if draw < 0.5 and gaps:
+        rank, place = gaps[generator.randrange(len(gaps))]
+    else:
+        rank = generator.randrange(problem.ranks)
+        place = generator.randrange(max(1, len(orders[rank]) - 1))
+    row = orders[rank]
+    if draw > 0.75:
+        return rank, _swap_along(problem, row, place, generator)
+    far = place + 1 + int(generator.random() ** 2 * REACH)
+    if far >= len(row):
+        return rank, None
+    if generator.random() < 0.5:
+        return rank, _earlier(problem, row, place, far)
+    return rank, _later(problem, row, place, far)
+
+
+def _earlier(problem: Problem, row: list[int], place: int, far: int) -> list[int] | None:
+    """Move what stands at `far` to `place`."""
+    moved, count = row[far], problem.microbatches
+    kind, before = moved // count, moved - problem.size
+    between = row[place:far]
+    if before in between or any([x // count == kind for x in between]):
+        return None
+    return [*row[:place], moved, *between, *row[far + 1 :]]
+
+
+def _later(problem: Problem, row: list[int], place: int, far: int) -> list[int] | None:
+    """Move what stands at `place` to `far`."""
+    moved, count = row[place], problem.microbatches
+    kind, after = moved // count, moved + problem.size
+    between = row[place + 1 : far + 1]
+    if after in between or any([x // count == kind for x in between]):
+        return None
+    return [*row[:place], *between, moved, *row[far + 1 :]]
+
+
+def _swap_along(problem: Problem, row: list[int], place: int, generator: random.Random) -> list[int] | None:
+    """Swap two neighbours, and from there on each pair of the same two kinds, for a while or to the end."""
+    if place + 1 >= len(row):
+        return None
+    count, size = problem.microbatches, problem.size
+    first, second = row[place] // count, row[place + 1] // count
+    if first == second:
+        return None
+    changed = [*row]
+    end = len(row) if generator.random() < 0.5 else min(len(row), place + 2 + generator.randrange(60))
+    while place + 1 < end:
+        one, two = changed[place], changed[place + 1]
+        if one // count == first and two // count == second and two - one != size:
+            changed[place], changed[place + 1] = two, one
+            place += 1
+        place += 1
+    return changed

@@ -1,0 +1,143 @@
+"""What is searched over, as flat arrays of whole numbers.
+
+A search looks at thousands of orders, so an action is one whole number here and everything
+about it is one look-up. With S stages and M microbatches, and `size` for S * M,
+
+    0 ... size - 1           F of stage number // M, microbatch number % M
+    size ... 2 * size - 1    I, in the same way
+    2 * size and on          W, in the same way
+
+so an action that stands `size` lower is the one of the same stage and microbatch that must
+come before it on its own rank. Whom an F or I feeds on other ranks is asked of the one
+dependency rule, once for each (op, stage): on a chain each feeds exactly one other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.align import align
+from penstock.schedule.costs import Costs
+from penstock.schedule.dependencies import Value, needs
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.topology import Topology
+
+__all__ = ["ROUNDING", "Orders", "Problem", "stage_costs"]
+
+ROUNDING = 1e-9  # relative: sums of thirds
+Orders = list[list[int]]  # of each rank, its actions in order, as numbers
+OPS = (Op.F, Op.I, Op.W)
+SHARED = ("forward", "input", "weight", "activation", "held")
+
+
+def stage_costs(costs: Costs, stages_per_rank: int) -> Costs:
+    """The costs of one stage, from those of a whole rank; what is given stage by stage stays.
+
+    A hop costs the same however small the stages are.
+    """
+    values = {name: getattr(costs, name) for name in SHARED}
+    return replace(
+        costs,
+        **{name: value / stages_per_rank for name, value in values.items() if isinstance(value, (int, float))},
+    )
+
+
+class Problem:
+    """One placement under costs by stage and a cap for each rank.
+
+    x: the number of an action
+    time[x]   how long it takes        wires[x]   (time on the link, delay after that, link) of what it makes
+    feeds[x]  whom it feeds, or -1     takes[x]   memory that it adds, below 0 where it gives back
+    """
+
+    def __init__(
+        self, placement: Placement, microbatches: int, costs: Costs, caps: Sequence[float], *, span: bool = False
+    ) -> None:
+        self.placement, self.microbatches, self.costs, self.span = placement, microbatches, costs, span
+        self.ranks, self.stages = placement.ranks, placement.stages
+        self.size = self.stages * microbatches
+        self.memory = tuple(caps)
+        self.caps = [cap * (1 + ROUNDING) for cap in caps]
+        self.topology = Topology.chain(self.stages)
+        costs.check_edges(self.topology)
+        forward, _, backward, weight = costs.by_op(self.stages)
+        activation, self.held = costs.per_stage("activation", self.stages), costs.per_stage("held", self.stages)
+        # were `held` the larger one, I would need room too; counted from F on, only F does
+        self.most = tuple(max(pair) for pair in zip(activation, self.held, strict=True))
+        kept = [after - before for after, before in zip(self.held, self.most, strict=True)]
+        self.time = self._spread([*forward, *backward, *weight])
+        self.takes = self._spread([*self.most, *kept, *(-value for value in self.held)])
+        self.feeds, self.wires = self._links()
+        self.total = float(microbatches * sum([*forward, *backward, *weight]))
+
+    def _spread(self, by_place: Sequence[float]) -> list[float]:
+        return [value for value in by_place for _ in range(self.microbatches)]
+
+    def _links(self) -> tuple[list[int], list[tuple[float, float, int]]]:
+        home, stages, count = self.placement.by_stage, self.stages, self.microbatches
+        shift, wire = [0] * (3 * stages), [(0.0, 0.0, -1)] * (3 * stages)
+        for half, op in enumerate((Op.F, Op.I)):
+            for stage in range(stages):
+                for value, source in needs(op, stage, self.topology):
+                    if value is Value.OUTPUT and source == stage < stages - 1:
+                        continue  # the stage's own output: there long before the gradient
+                    maker = source + (0 if value is Value.OUTPUT else stages)
+                    shift[maker] = half * stages + stage - maker
+                    if home[source] != home[stage]:
+                        times = self.costs.wire(min(source, stage), max(source, stage))
+                        wire[maker] = (*times, home[source] * self.ranks + home[stage])
+        feeds, wires = [], []
+        for place in range(3 * stages):
+            by = shift[place] * count
+            feeds += [x + by if by else -1 for x in range(place * count, (place + 1) * count)]
+            wires += [wire[place]] * count
+        return feeds, wires
+
+    def least_memory(self, rank: int) -> float:
+        """What one microbatch holds on a rank when it has passed all stages."""
+        return sum(self.most[stage] for stage in self.placement.stages_of(rank))
+
+    # -- to and from actions
+
+    def numbers(self, rows: Sequence[Sequence[Action]]) -> Orders:
+        """A builder's rows as numbers; a full backward is its two halves, which is never slower."""
+        count, half = self.microbatches, self.size
+        found: Orders = []
+        for row in rows:
+            order: list[int] = []
+            for action in row:
+                for stage, op, microbatch, _, _ in action.parts():
+                    x = stage * count + microbatch
+                    if op is Op.F:
+                        order.append(x)
+                    elif op is Op.W:
+                        order.append(x + 2 * half)
+                    else:
+                        order.append(x + half)
+                        if op is Op.B:
+                            order.append(x + 2 * half)
+            found.append(order)
+        return found
+
+    def action(self, x: int) -> Action:
+        """The action of a number."""
+        third, x = divmod(x, self.size)
+        stage, microbatch = divmod(x, self.microbatches)
+        return trusted(stage, OPS[third], microbatch)
+
+    def schedule(self, orders: Orders, name: str) -> Schedule:
+        """The aligned schedule of complete orders."""
+        return align(
+            Schedule(
+                [[self.action(x) for x in order] for order in orders],
+                placement=self.placement,
+                microbatches=self.microbatches,
+                topology=self.topology,
+                forward_only=False,
+                name=name,
+                passes=(),
+            )
+        )

@@ -1,0 +1,183 @@
+"""What to fix first: each suspicion is tried in the simulator, and the largest gain is named.
+
+The run is priced with its own costs, link by link. Then one thing is repaired at a time (the
+stages made even, the slow link made like the others, another schedule) and priced again: the
+difference is what the repair is worth. A fault of the machine or of the cut comes before a
+better schedule, because it would hurt any schedule.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError
+from penstock.schedule import FAMILIES, Costs, Schedule, build, simulate
+from penstock.schedule.calibrate import costs_of, hops
+from penstock.view.figures import percent, time_text
+
+if TYPE_CHECKING:
+    from penstock.view.account import Account
+
+__all__ = ["Finding", "findings"]
+
+WORTH = 0.03  # of the step: less is noise
+SLOWER = 1.08  # than the others, to be called slow
+SLOW_LINK = 2.0
+MOST_SPANS = 50_000  # of a run whose schedule is tried against others
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time, and what its repair is worth."""
+
+    kind: str  # "stage", "rank", "link", "host", "optimizer" or "schedule"
+    fact: str
+    remedy: str
+    gain: float  # share of the step
+    a_sample: bool = False  # the gain is in time a microbatch, as the step becomes another
+
+    def __str__(self) -> str:
+        return f"{self.fact}: {self.remedy} for -{percent(self.gain)}{' a sample' if self.a_sample else ''}"
+
+
+def findings(books: Account) -> tuple[Finding, ...]:
+    """Everything that is worth a repair, what to fix first in front."""
+    timeline = books.timeline
+    if not timeline.spans or not books.whole:
+        return ()
+    try:
+        costs = costs_of(timeline)
+    except PenstockError:  # an incomplete recording has costs of its own
+        return ()
+    trial = _Trial(books, costs)
+    faults = [*trial.stages(), *trial.links(), *trial.overheads()]
+    found = sorted(faults, key=lambda entry: -entry.gain)
+    if len(timeline.spans) <= MOST_SPANS and not timeline.schedule.forward_only:
+        found += sorted(trial.schedules(), key=lambda entry: -entry.gain)[:1]
+    return tuple(entry for entry in found if entry.gain >= WORTH)
+
+
+def _usual(times: Sequence[float]) -> float:
+    """A message's time without what held up a few: a slow link is slow for each."""
+    return sorted(times)[len(times) // 4]
+
+
+class _Trial:
+    """The run under its own costs, to be priced again with one thing repaired."""
+
+    def __init__(self, books: Account, costs: Costs) -> None:
+        self.books = books
+        self.schedule: Schedule = books.timeline.schedule.compute()
+        self.costs = costs
+        self.waited = hops(books.timeline)
+        self.edges = {edge: self._edge(edge) for edge in self.schedule.topology.edges}
+        self.now = self._price(self.costs, self.edges)
+
+    def _edge(self, edge: tuple[int, int]) -> float:
+        """The slower way of an edge, where somebody waited for it; else the usual hop."""
+        rank_of = self.schedule.placement.rank_of
+        if rank_of(edge[0]) == rank_of(edge[1]):
+            return 0.0
+        ways = [self.waited[way] for way in (edge, edge[::-1]) if way in self.waited]
+        return max(map(_usual, ways), default=self.costs.hop)
+
+    def _price(self, costs: Costs, edges: dict[tuple[int, int], float]) -> float:
+        return simulate(self.schedule, replace(costs, hop=0.0, bandwidth=1.0, bytes=edges)).makespan
+
+    def _gain(self, costs: Costs, edges: dict[tuple[int, int], float]) -> float:
+        return (self.now - self._price(costs, edges)) / self.books.whole
+
+    def stages(self) -> Iterator[Finding]:
+        """A stage, or all stages of a rank, slower than the others; repaired: all even."""
+        count, placement = self.schedule.stages, self.schedule.placement
+        by_op = [self.costs.per_stage(name, count) for name in ("forward", "input", "weight")]
+        times = [sum(parts) for parts in zip(*by_op, strict=True)]
+        if count < 2 or placement.ranks < 2:
+            return
+        forward, backward, weight = (sum(values) / count for values in by_op)
+        gain = self._gain(replace(self.costs, forward=forward, input=backward, weight=weight), self.edges)
+        slow = max(range(count), key=lambda stage: times[stage])
+        rank = placement.rank_of(slow)
+        own = placement.stages_of(rank)
+        others = statistics.median(times[stage] for stage in range(count) if stage not in own)
+        if len(own) > 1 and others and min(times[stage] for stage in own) > SLOWER * others:
+            ratio = statistics.fmean(times[stage] for stage in own) / others
+            names = ", ".join(map(str, own))
+            fact = f"rank {rank} (stages {names}) is {100 * (ratio - 1):.0f} % slower than the others"
+            yield Finding("rank", fact, "give it less, or a faster device,", gain)
+        else:
+            others = statistics.median(times[:slow] + times[slow + 1 :])
+            if others and times[slow] > SLOWER * others:
+                fact = f"stage {slow} (rank {rank}) is {100 * (times[slow] / others - 1):.0f} % slower than the others"
+                yield Finding("stage", fact, "rebalance", gain)
+
+    def links(self) -> Iterator[Finding]:
+        """A way from rank to rank much slower than the others; repaired: like the others."""
+        rank_of = self.schedule.placement.rank_of
+        by_way: dict[tuple[int, int], list[float]] = defaultdict(list)
+        for (source, target), times in self.waited.items():
+            by_way[rank_of(source), rank_of(target)] += times
+        middles = {way: _usual(times) for way, times in by_way.items()}
+        if not middles:
+            return
+        slow = max(middles, key=lambda way: middles[way])
+        others = [time for way, time in middles.items() if way != slow]
+        usual = statistics.median(others) if others else 0.0
+        repaired = {
+            edge: min(time, usual) if {rank_of(edge[0]), rank_of(edge[1])} == set(slow) else time
+            for edge, time in self.edges.items()
+        }
+        unit = self.books.timeline.unit
+        if middles[slow] > SLOW_LINK * usual:
+            compared = f", {middles[slow] / usual:.3g} times the others" if usual else ""
+            fact = f"the link from rank {slow[0]} to rank {slow[1]} takes {time_text(middles[slow], unit)} a message"
+            yield Finding("link", fact + compared, "a link like the others", self._gain(self.costs, repaired))
+        else:
+            fact = f"a message takes {time_text(statistics.median(middles.values()), unit)} from rank to rank"
+            gain = self._gain(self.costs, dict.fromkeys(self.edges, 0.0))
+            yield Finding("link", fact, "faster links, or smaller messages, up to", gain)
+
+    def overheads(self) -> Iterator[Finding]:
+        """What is no compute and no wait."""
+        ranks = [entry for entry in self.books.ranks if entry.whole]
+        for kind, remedy in (
+            ("host", "prepare batches ahead, or use larger microbatches,"),
+            ("optimizer", "a fused optimizer, or one that is sharded,"),
+            ("reduction", "reduce less often, or overlap it,"),
+        ):
+            most = max(ranks, key=lambda entry: getattr(entry, kind) / entry.whole)
+            share = getattr(most, kind) / most.whole
+            what = {"host": "the host's own work", "optimizer": "the optimizer", "reduction": "reduction"}[kind]
+            # what one rank does beside its actions need not hold up the step: half is a fair guess
+            yield Finding(
+                kind, f"{what} takes {percent(share)} of rank {most.rank}'s step", f"{remedy} up to", share / 2
+            )
+
+    def schedules(self) -> Iterator[Finding]:
+        """Other families of the same stages, and the same one with twice the microbatches."""
+        schedule, idle = self.schedule, self.books.timeline.bubble
+        fact = f"the schedule leaves ranks idle for {percent(idle)}"
+        yield from (
+            Finding("schedule", fact, name, (self.now - time) / self.books.whole)
+            for name, time in self._families(FAMILIES, schedule.microbatches)
+        )
+        for _, time in self._families([schedule.name], 2 * schedule.microbatches):
+            gain = (self.now - time / 2) / self.books.whole
+            yield Finding("schedule", fact, f"{2 * schedule.microbatches} microbatches", gain, a_sample=True)
+
+    def _families(self, names: Sequence[str] | dict[str, object], microbatches: int) -> Iterator[tuple[str, float]]:
+        share, left = divmod(self.schedule.stages, self.schedule.ranks)
+        skips = self.schedule.topology.skips
+        for name in names:
+            if name not in FAMILIES or left or name == "forward-only":
+                continue
+            try:
+                other = build(name, self.schedule.ranks, microbatches, share, skips=skips)
+            except PenstockError:
+                continue
+            if other.stages == self.schedule.stages:
+                yield name, simulate(other, self.costs).makespan

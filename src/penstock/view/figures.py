@@ -1,0 +1,102 @@
+"""Figures that several views show: idle time by its kind, what is in flight, numbers as people read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.schedule import Op, Timeline
+
+__all__ = ["COLOURS", "MEANINGS", "SHARES", "Idle", "idle_shares", "in_flight", "number", "percent", "time_text"]
+
+# Okabe and Ito's colours, which people of every kind of sight can tell apart; dark text is readable on each. The
+# letter is always there too.
+COLOURS = {
+    Op.F: "#56b4e9",
+    Op.B: "#e69f00",
+    Op.I: "#f0e442",
+    Op.W: "#2fb58c",
+    Op.OVERLAP_F_B: "#cc79a7",
+    Op.OVERLAP_B_F: "#cc79a7",
+}
+MEANINGS = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward for the inputs",
+    Op.W: "backward for the weights",
+    Op.OVERLAP_F_B: "overlapped pair",
+    Op.OVERLAP_B_F: "overlapped pair",
+}
+
+
+SHARES = ("fill", "wait", "drain", "other")
+
+
+class Idle(NamedTuple):
+    """Shares of the makespan in which a rank does not compute."""
+
+    fill: float  # before its first compute
+    wait: float  # between computes, for a peer
+    drain: float  # after its last compute
+    other: float  # between computes, for itself: sends, the host
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def idle_shares(timeline: Timeline) -> tuple[Idle, ...]:
+    """The idle share of each rank, by what it is."""
+    whole = timeline.makespan
+    found = []
+    for row in timeline.by_rank:
+        if not row or not whole:
+            found.append(Idle(0.0, 0.0, 1.0 if whole else 0.0, 0.0))
+            continue
+        fill = row[0].start - timeline.start
+        drain = timeline.start + whole - row[-1].end
+        between = row[-1].end - row[0].start - sum(span.length for span in row)
+        waits = min(sum(span.wait for span in row[1:]), max(between, 0.0))
+        found.append(Idle(*(max(0.0, part) / whole for part in (fill, waits, drain, between - waits))))
+    return tuple(found)
+
+
+def in_flight(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
+    """(time, microbatch-stages in flight from then on) of a rank: F takes one as it starts, B or W gives it back."""
+    held, found = 0, []
+    changes = []
+    for span in timeline.by_rank[rank]:
+        for part in span.action.parts():
+            if part.op is Op.F:
+                changes.append((span.start, 1))
+                if timeline.schedule.forward_only:
+                    changes.append((span.end, -1))
+            elif part.op is Op.B or part.op is Op.W:
+                changes.append((span.end, -1))
+    for time, change in sorted(changes):
+        held += change
+        if found and found[-1][0] == time:
+            found[-1] = (time, held)
+        else:
+            found.append((time, held))
+    return found
+
+
+def number(value: float) -> str:
+    """Four digits, and no trailing zeros."""
+    return f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """A share, as people say it."""
+    return f"{100 * share:.1f} %"
+
+
+def time_text(value: float, unit: str) -> str:
+    """A length of time with its unit; seconds are shown as s, ms or us."""
+    if unit != "s":
+        return f"{number(value)} {unit}".rstrip()
+    for name, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(value) >= size:
+            return f"{number(value / size)} {name}"
+    return f"{number(value / 1e-6)} us" if value else "0 s"

@@ -1,0 +1,127 @@
+"""A Gantt chart for a terminal: a line for each rank, as wide as the terminal.
+
+Where an action has room for its name it is written; where several share a column, the column
+shows the one that has most of it. Colours are the ones of every other view; the letters are
+enough without them, and idle columns are dots.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from rich.style import Style
+from rich.text import Text
+
+from penstock.schedule import Op, Span, Timeline
+from penstock.view.figures import COLOURS, MEANINGS, SHARES, idle_shares, percent, time_text
+from penstock.view.run import Run, same_unit
+
+__all__ = ["gantt", "legend"]
+
+IDLE = "·"
+FILL = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+"}  # tells a long action from idle where there is no colour
+NARROWEST = 24
+MOSTLY = 0.4  # of a column: less is shown as idle
+
+
+def gantt(runs: Sequence[Run], width: int = 100, ascii_only: bool = False) -> Text:
+    """All runs, one below the other, on one scale where they have one unit."""
+    shared = max((run.timeline.makespan for run in runs), default=0.0) if same_unit(runs) else 0.0
+    lines = [line for run in runs for line in _run(run, max(width, NARROWEST), shared, ascii_only)]
+    return Text("\n").join([*lines[:-1], legend(runs)]) if lines else Text()
+
+
+def legend(runs: Sequence[Run]) -> Text:
+    """What the colours and letters mean; only those that are there."""
+    there = {span.action.op for run in runs for span in run.timeline.spans}
+    text = Text()
+    for op, colour in COLOURS.items():
+        if op in there:
+            letter = "FB" if op.is_pair else op.name
+            text.append(f" {letter} ", Style(color="black", bgcolor=colour)).append(f" {MEANINGS[op]}  ")
+    return text
+
+
+def _run(run: Run, width: int, shared: float, ascii_only: bool) -> Iterator[Text]:
+    timeline = run.timeline
+    margin = len(f"rank {timeline.ranks - 1}") + 1
+    whole = shared or timeline.makespan
+    columns = width - margin - len(" 100.0 %")
+    idle = idle_shares(timeline)
+    kind = "measured" if timeline.measured else "simulated"
+    yield Text(f"{run.label}: {run.sizes}, {kind}", "bold")
+    for rank, (row, share) in enumerate(zip(timeline.by_rank, idle, strict=True)):
+        line = Text(f"rank {rank}".ljust(margin))
+        line.append_text(_row(row, timeline, columns, whole, ascii_only)).append(f" {percent(share.total):>7}", "dim")
+        yield line
+    yield Text(" " * margin + _axis(columns, whole, timeline.unit) + "    idle", "dim")
+    mean = [sum(parts) / len(idle) for parts in zip(*idle, strict=True)]
+    parts = ", ".join(f"{name} {percent(part)}" for name, part in zip(SHARES, mean, strict=True) if part >= 0.0005)
+    length = time_text(timeline.makespan, timeline.unit)
+    peak = f"; at most {max(timeline.peak_activations)} in flight on a rank" if timeline.peak_activations else ""
+    yield Text(f"makespan {length}; idle {percent(timeline.bubble)}{f' ({parts})' if parts else ''}{peak}")
+    yield Text()
+
+
+def _row(row: Sequence[Span], timeline: Timeline, columns: int, whole: float, ascii_only: bool) -> Text:
+    cells = _cells(row, timeline, columns, whole)
+    text = Text()
+    column = 0
+    while column < columns:
+        end = column + 1
+        while end < columns and cells[end] == cells[column]:
+            end += 1
+        owner = cells[column]
+        if owner is None:
+            text.append(("." if ascii_only else IDLE) * (end - column), "dim")
+        elif isinstance(owner, Span):
+            text.append(_label(owner, end - column), _style(owner.action.op))
+        else:
+            text.append(owner.name[0] * (end - column), _style(owner))
+        column = end
+    return text
+
+
+def _cells(row: Sequence[Span], timeline: Timeline, columns: int, whole: float) -> list[Span | Op | None]:
+    """What each column shows: the span that has most of it, the op where no span has, None where it is mostly idle."""
+    size = whole / columns or 1.0
+    largest: list[tuple[float, Span | None]] = [(0.0, None)] * columns
+    by_op: list[Counter[Op]] = [Counter() for _ in range(columns)]
+    for span in row:
+        first, last = (span.start - timeline.start) / size, (span.end - timeline.start) / size
+        for column in range(int(first), min(columns, int(last) + 1)):
+            share = min(last, column + 1) - max(first, column)
+            by_op[column][span.action.op] += share  # type: ignore[assignment]
+            if share > largest[column][0]:
+                largest[column] = (share, span)
+    cells: list[Span | Op | None] = []
+    for (share, owner), ops in zip(largest, by_op, strict=True):
+        covered = sum(ops.values())
+        if covered < MOSTLY:
+            cells.append(None)
+        else:
+            cells.append(owner if share >= covered / 2 else ops.most_common(1)[0][0])
+    return cells
+
+
+def _style(op: Op) -> Style:
+    return Style(color="black", bgcolor=COLOURS.get(op, "#999999"))
+
+
+def _label(span: Span, room: int) -> str:
+    """As much of the action's name as fits, its letter at least; long names leave a column to the next one's."""
+    action = span.action
+    fill = FILL.get(action.op, "#")
+    for name, needed in ((str(action), 1), (f"{action.op}{action.microbatch}", 0)):
+        if len(name) + needed <= room:
+            return name.ljust(room, fill)
+    return action.op.name[0].ljust(room, fill)
+
+
+def _axis(columns: int, whole: float, unit: str) -> str:
+    end = time_text(whole, unit)
+    middle = time_text(whole / 2, unit)
+    if columns < len(middle) + 2 * len(end) + 2:
+        return "0" + end.rjust(columns - 1)
+    return "0" + middle.center(columns - 1 - len(end)) + end

@@ -1,0 +1,148 @@
+"""The page: one HTML file with everything in it, to be opened from a disk, mailed or put beside a report.
+
+The file holds the drawing code, the styles and the data of each run; it asks no network for anything,
+and its own policy forbids it to. Python says what is true (who waited for whom, what is in
+flight, what is idle and why) and the script in it only draws: no rule is stated twice.
+
+Times are whole numbers of ticks, ten million to a makespan, which is finer than any screen and
+keeps a hundred thousand spans in a few megabytes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from importlib import resources
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.schedule import Op, Span, Timeline
+from penstock.view.account import Account, RankAccount, account
+from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, time_text
+from penstock.view.run import Run
+
+__all__ = ["page", "page_data", "save_page"]
+
+TICKS = 10_000_000
+SCRIPTS = ("runs.js", "gantt.js", "memory.js", "tables.js", "page.js")
+MOST_ACCOUNTED = 200_000  # spans; the books of more take longer than anybody waits for a page
+
+
+def save_page(runs: Sequence[Run], path: str | PathLike[str], title: str | None = None) -> None:
+    """Write the page of these runs."""
+    Path(path).write_text(page(runs, title), encoding="utf-8")
+
+
+def page(runs: Sequence[Run], title: str | None = None) -> str:
+    """The page of these runs, as text."""
+    title = title or " / ".join(run.label for run in runs)
+    filled = {
+        "TITLE": html.escape(title),
+        "STYLE": _asset("page.css"),
+        "DATA": _embedded(page_data(runs)),
+        "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
+    }
+    pieces = _asset("page.html").split("@@")  # the odd ones are names; what is filled in is never looked at again
+    return "".join(filled[piece] if odd % 2 else piece for odd, piece in enumerate(pieces))
+
+
+def _asset(name: str) -> str:
+    return resources.files("penstock.view").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _embedded(document: object) -> str:
+    """JSON that no HTML parser can mistake for markup."""
+    text = json.dumps(document, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """What the page draws."""
+    ops = {
+        op.name: {"letter": op.name, "meaning": MEANINGS[op], "colour": COLOURS[op], "pair": op.is_pair}
+        for op in COLOURS
+    }
+    return {"ops": ops, "runs": [_run(run) for run in runs]}
+
+
+def _run(run: Run) -> dict[str, Any]:
+    timeline = run.timeline
+    tick = timeline.makespan / TICKS or 1.0
+    schedule = timeline.schedule
+    path = {id(span) for span in timeline.critical_path}
+    places = {id(span): position for row in timeline.by_rank for position, span in enumerate(row)}
+    document: dict[str, Any] = {
+        "label": run.label,
+        "kind": "measured" if timeline.measured else "simulated",
+        "unit": timeline.unit,
+        "sizes": [schedule.ranks, schedule.stages, schedule.microbatches],
+        "tick": tick,
+        "makespan": timeline.makespan,
+        "idle": timeline.bubble,
+        "rows": [
+            _row(timeline, rank, tick, path, places, idle)
+            for rank, idle in zip(range(timeline.ranks), idle_shares(timeline), strict=True)
+        ],
+    }
+    if timeline.measured and len(timeline.spans) <= MOST_ACCOUNTED:
+        books = account(timeline)
+        document["account"] = {
+            "advice": books.advice,
+            "path": [[name, time_text(time, timeline.unit)] for name, time in books.path_shares().items()],
+            "names": _names(books),
+            "ranks": [
+                {"rank": entry.rank, "whole": time_text(entry.whole, timeline.unit), "parts": _shares(entry)}
+                for entry in books.ranks
+            ],
+        }
+    return document
+
+
+def _names(books: Account) -> list[str]:
+    """The parts that any rank has, in the order of the accountant's sum."""
+    there = {name for entry in books.ranks for name, time in entry.parts().items() if time}
+    waits = [f"wait for rank {rank}" for rank in range(len(books.ranks))]
+    order = [*(op.name for op in (Op.F, Op.B, Op.I, Op.W)), *waits, "sends", "reduction", "optimizer", "host"]
+    return [name for name in order if name in there]
+
+
+def _shares(entry: RankAccount) -> list[tuple[str, float]]:
+    return [(name, time / entry.whole) for name, time in entry.parts().items() if time]
+
+
+def _row(
+    timeline: Timeline, rank: int, tick: float, path: set[int], places: dict[int, int], idle: Sequence[float]
+) -> dict[str, Any]:
+    spans = timeline.by_rank[rank]
+    begin = timeline.start
+    own = {stage: place for place, stage in enumerate(timeline.schedule.placement.stages_of(rank))}
+    causes = [timeline.waited_for(span) if span.wait > 0 else None for span in spans]
+    memory = in_flight(timeline, rank)
+    sends = [span for span in timeline.chores if span.rank == rank]
+    return {
+        "rank": rank,
+        "idle": list(idle),
+        "op": [span.action.op.name for span in spans],
+        "stage": [span.action.stage for span in spans],
+        "chunk": [own.get(span.action.stage, 0) for span in spans],
+        "microbatch": [-1 if span.action.microbatch is None else span.action.microbatch for span in spans],
+        "names": {place: str(span.action) for place, span in enumerate(spans) if not _plain(span)},
+        "start": [round((span.start - begin) / tick) for span in spans],
+        "length": [round(span.length / tick) for span in spans],
+        "wait": [round(span.wait / tick) for span in spans],
+        "peer": [-1 if cause is None else cause.rank for cause in causes],
+        "cause": [-1 if cause is None else places[id(cause)] for cause in causes],
+        "critical": [place for place, span in enumerate(spans) if id(span) in path],
+        "memory": [[round((time - begin) / tick) for time, _ in memory], [level for _, level in memory]],
+        "sends": [
+            [round((span.start - begin) / tick) for span in sends],
+            [round(span.length / tick) for span in sends],
+            [str(span.action) for span in sends],
+        ],
+    }
+
+
+def _plain(span: Span) -> bool:
+    return span.action.pair is None and span.action.op in (Op.F, Op.B, Op.I, Op.W)

@@ -1,0 +1,107 @@
+"""Every schedule computes what plain gradient accumulation computes: loss, every gradient, every buffer, bit for bit.
+
+Bit for bit wherever each stage adds its gradients in the order of microbatches, which every family does but looped-bfs:
+it runs its backwards last microbatch first, and so is compared in double precision, to 1e-12. Each case is two steps,
+because the second catches what the first left behind: once with gradients that add up, once with an optimizer.
+"""
+
+from __future__ import annotations
+
+import pytest
+from exactness.cases import TRAINING, Case, all_pipelined, differences, pipelined
+from exactness.models import MODELS
+from processes import on_processes
+
+from penstock.runtime.world import World
+
+EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
+WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
+
+
+def odd_sizes() -> list[Case]:
+    """Rows that do not divide, fewer microbatches than ranks, one microbatch, one rank."""
+    found = []
+    for family in TRAINING:
+        stages = 2 if family in WIDE else 1
+        found += [
+            Case(family, "mlp", microbatches=3, rows=7),
+            Case(family, "transformer", microbatches=5, rows=11),
+            Case(family, "mlp", ranks=4, stages=4 * stages, microbatches=2, rows=5),
+            Case(family, "conv", ranks=4, stages=4 * stages, microbatches=1, rows=2),
+            Case(family, "several", ranks=1, stages=stages, microbatches=3, rows=7),
+            Case(family, "mlp", ranks=3, stages=3 * stages, microbatches=7, rows=7),
+        ]
+    return found
+
+
+def check(case: Case) -> None:
+    assert differences(case, [pipelined(case)]) == []
+
+
+def check_on_processes(cases: list[Case]) -> None:
+    (ranks,) = {case.ranks for case in cases}
+    by_rank = on_processes(ranks, all_pipelined, cases)
+    faults = {
+        str(case): found
+        for number, case in enumerate(cases)
+        if (found := differences(case, [outcomes[number] for outcomes in by_rank]))
+    }
+    assert faults == {}
+
+
+def test_only_looped_bfs_adds_gradients_in_another_order_than_the_plain_loop() -> None:
+    out_of_order = {case.family for case in [*EVERY, *odd_sizes(), *on_four()] if not case.in_order}
+    assert out_of_order == {"looped-bfs"}
+
+
+@pytest.mark.parametrize("case", EVERY, ids=str)
+def test_threads(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("case", odd_sizes(), ids=str)
+def test_threads_with_odd_sizes(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("model", ["transformer", "skip"])
+@pytest.mark.parametrize("family", TRAINING)
+def test_threads_with_nothing_buffered(family: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "capacity", 0)
+    check(Case(family, model))
+
+
+@pytest.mark.parametrize("recompute", ["except_last", "always"])
+@pytest.mark.parametrize("model", ["transformer", "conv"])
+@pytest.mark.parametrize("family", TRAINING)
+def test_threads_with_recompute(family: str, model: str, recompute: str) -> None:
+    check(Case(family, model, recompute=recompute))
+
+
+def test_two_processes() -> None:
+    check_on_processes([Case(family, model) for family in TRAINING for model in ("transformer", "several", "skip")])
+
+
+def on_four() -> list[Case]:
+    return [
+        Case(family, model, ranks=4, stages=8 if family in WIDE else 4, microbatches=6, optimizer=which)
+        for family in TRAINING
+        for model in MODELS
+        for which in (False, True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_every_model(model: str) -> None:
+    cases = [case for case in [*EVERY, *odd_sizes()] if case.model == model and case.ranks == 2]
+    check_on_processes(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("model", MODELS)
+def test_four_processes_every_model(model: str) -> None:
+    cases = [case for case in [*on_four(), *odd_sizes()] if case.model == model and case.ranks == 4]
+    check_on_processes(cases)

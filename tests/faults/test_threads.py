@@ -1,0 +1,468 @@
+"""A rank that fails, where ranks are threads: all is told, nothing is left behind, and the next step is exact."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
+from torch import nn
+
+import penstock
+from penstock.errors import MessageError, ModelError, PeerFailure, RunError
+from penstock.runtime.world import World
+from penstock.schedule import Op
+
+mse = nn.functional.mse_loss
+M = 4
+FAMILIES = {  # stages on 3 ranks
+    "gpipe": 3,
+    "1f1b": 3,
+    "interleaved-1f1b": 6,
+    "zb-h1": 3,
+    "zb-v": 6,
+    "dualpipe-v": 6,
+}
+
+
+def pipeline(family: str = "1f1b", stages: int = 3, ranks: int = 3, **options: Any) -> penstock.Pipeline:
+    options = {"loss_fn": mse, "microbatches": M, "timeout": 30.0, "seed": 3, **options}
+    return penstock.Pipeline(trapped(stages), schedule=family, ranks=ranks, transport="threads", **options)
+
+
+def fail(pipe: penstock.Pipeline, **options: Any) -> PeerFailure:
+    x, y = batch()
+    with pytest.raises(PeerFailure) as caught:
+        pipe.step(x, target=y, **options)
+    return caught.value
+
+
+def assert_clean(pipe: penstock.Pipeline, **expected: Any) -> None:
+    """No half gradient is there, and the next step is that of the plain loop, bit for bit."""
+    assert [name for name, parameter in pipe.named_parameters() if parameter.grad is not None] == []
+    x, y = batch()
+    for part in pipe.split.parts:
+        if isinstance(trap := part.module[3], Trap):  # type: ignore[index]
+            trap.reset()
+    result = pipe.step(x, target=y)
+    assert differing(pipe, plain_gradients(pipe.split.stages, M)) == []
+    assert len(result.losses) == M
+    pipe.zero_grad()
+
+
+def assert_told(failure: PeerFailure, pipe: penstock.Pipeline, stage: int, ops: str, microbatch: int) -> None:
+    """Where, why, and what everybody was doing."""
+    rank = pipe.schedule.placement.rank_of(stage)
+    assert (failure.rank, failure.stage, failure.microbatch) == (rank, stage, microbatch)
+    assert failure.action in [f"{stage}{op}{microbatch}" for op in ops]
+    assert failure.cause == "Boom: the trap was sprung"
+    assert failure.original_traceback is not None
+    assert "in boom" in failure.original_traceback
+    assert isinstance(failure.__cause__, Boom)
+    assert failure.report is not None
+    for number in range(pipe.schedule.ranks):
+        assert f"rank {number}: " in failure.report
+    text = str(failure)
+    assert f"rank {rank} failed (stage {stage}" in text
+    assert "the trap was sprung" in text
+
+
+@contextmanager
+def no_thread_left() -> Iterator[None]:
+    gc.collect()
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == set()
+
+
+@pytest.mark.parametrize("capacity", [None, 0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline(
+    family: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "capacity", capacity)
+    stages = FAMILIES[family]
+    with no_thread_left(), pipeline(family, stages) as pipe:
+        assert_clean(pipe)
+        for stage in sorted({0, stages // 2, stages - 1}):
+            for microbatch in (0, M // 2, M - 1):
+                for where, ops in (("forward", "F"), ("backward", "BI")):
+                    trap_of(pipe, stage).set(where, microbatch)
+                    assert_told(fail(pipe), pipe, stage, ops, microbatch)
+                    if microbatch == M // 2:
+                        assert_clean(pipe)
+        assert_clean(pipe)
+        assert len([thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_error_while_weight_gradients_are_added_names_that_action(family: str) -> None:
+    stages = FAMILIES[family]
+    with pipeline(family, stages) as pipe:
+        assert_clean(pipe)  # what can wait for W is known from here on
+        for stage in sorted({0, stages // 2, stages - 1}):
+            for microbatch in (0, M - 1):
+                fired = []
+
+                def hook(_: Any, wanted: int = microbatch, fired: list[int] = fired) -> None:
+                    fired.append(len(fired))
+                    if fired[-1] == wanted:
+                        boom()
+
+                handle = pipe.split.parts[stage].module[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
+                try:
+                    splits = any(part.op is Op.W and part.stage == stage for _, _, part in pipe.schedule.parts())
+                    assert_told(fail(pipe), pipe, stage, "BW" if splits else "B", microbatch)
+                finally:
+                    handle.remove()
+        assert_clean(pipe)
+
+
+def test_an_error_in_loss_fn_is_told_from_the_last_stage() -> None:
+    calls: list[int] = []
+
+    def loss_fn(output: Any, target: Any) -> Any:
+        calls.append(0)
+        return boom() if len(calls) == 2 else mse(output, target)
+
+    with pipeline(loss_fn=loss_fn) as pipe:
+        assert_told(fail(pipe), pipe, 2, "F", 1)
+        assert_clean(pipe)
+
+
+def test_a_loss_that_is_no_scalar_is_told_like_any_other_error() -> None:
+    with pipeline(loss_fn=lambda output, target: (output - target) ** 2) as pipe:
+        failure = fail(pipe)
+        assert isinstance(failure.__cause__, ModelError)
+        assert "the loss is a tensor of shape (3, 6)" in failure.cause
+
+
+def test_losses_that_cannot_be_summed_fail_the_step_on_every_rank() -> None:
+    dtypes = iter([torch.float32, torch.float64, torch.float32, torch.float32] * 2)
+
+    with pipeline(loss_fn=lambda output, target: mse(output, target).to(next(dtypes))) as pipe:
+        x, y = batch()
+        with pytest.raises(PeerFailure, match="rank 2 failed"):
+            pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
+def test_an_error_in_a_module_hook_is_told(kind: str) -> None:
+    with pipeline() as pipe:
+        register = getattr(pipe.split.parts[1].module[0], f"register_{kind}")  # type: ignore[index]
+        handle = register(lambda *_: boom())
+        assert_told(fail(pipe), pipe, 1, "F" if "forward" in kind else "B", 0)
+        handle.remove()
+        assert_clean(pipe)
+
+
+@pytest.mark.parametrize("op", [Op.F, Op.B, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B])
+@pytest.mark.parametrize("capacity", [None, 0])
+def test_an_error_in_a_users_handler_is_told_with_its_action(
+    op: Op, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(World, "capacity", capacity)
+    with pipeline() as pipe:
+
+        def handler(action: Any, context: Any) -> None:
+            if context.rank == 1 and action.microbatch == 2:
+                boom()
+            context.run(action)
+
+        pipe.register(op, handler)
+        failure = fail(pipe)
+        assert (failure.rank, failure.microbatch) == (1, 2)
+        assert failure.action is not None
+        assert str(op) in failure.action
+        assert isinstance(failure.__cause__, Boom)
+        pipe.register(op, None)
+        assert_clean(pipe)
+
+
+def test_a_handler_that_overlaps_a_pair_has_the_failing_half_named() -> None:
+    with pipeline("dualpipe-v", 6) as pipe:
+        pairs = [part for row in pipe.program.rows for part in row if part is not None and part.op.is_pair]
+        assert pairs
+
+        def side_by_side(action: Any, context: Any) -> None:
+            context.fetch(action)
+            context.compute(action)
+
+        for op in (Op.OVERLAP_F_B, Op.OVERLAP_B_F):
+            pipe.register(op, side_by_side)
+        half = pairs[0].parts()[1]
+        trap_of(pipe, half.stage).set("forward" if half.op is Op.F else "backward", half.microbatch)
+        assert_told(fail(pipe), pipe, half.stage, str(half.op), half.microbatch)
+        assert_clean(pipe)
+
+
+def test_two_ranks_that_fail_at_once_are_both_in_the_report() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def together() -> None:
+        both.wait()
+        boom()
+
+    with pipeline("gpipe") as pipe:
+        assert_clean(pipe)  # which forwards draw random numbers is known: they may run side by side now
+        trap_of(pipe, 0).set("forward", 1, together)
+        trap_of(pipe, 1).set("forward", 0, together)
+        failure = fail(pipe)
+        assert (failure.rank, failure.action) == (0, "0F1")
+        assert isinstance(failure.__cause__, Boom)
+        assert failure.report is not None
+        lines = failure.report.splitlines()
+        assert [line for line in lines if "failed: Boom" in line] == lines[1:3]
+        assert_clean(pipe)
+
+
+def test_a_rank_that_computes_on_and_on_hears_of_the_failure_before_it_needs_a_message() -> None:
+    """gpipe runs all forwards before it waits for any message: rank 0 would hear of it after the last."""
+    ran: list[float] = []
+
+    def slow(*_: Any) -> None:
+        ran.append(time.monotonic())
+        time.sleep(0.1)
+
+    with pipeline("gpipe", microbatches=60) as pipe:
+        x, y = batch(60)
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+        trap_of(pipe, 2).set("forward", 0)
+        handle = pipe.split.parts[0].module.register_forward_hook(slow)
+        begin = time.monotonic()
+        with pytest.raises(PeerFailure, match="rank 2 failed"):
+            pipe.step(x, target=y)
+        assert time.monotonic() - begin < 3
+        assert len(ran) < 20
+        handle.remove()
+
+
+def test_a_target_that_does_not_fit_is_refused_before_anything_runs() -> None:
+    with pipeline() as pipe:
+        x, y = batch()
+        with pytest.raises(ModelError):
+            pipe.step(x, target=y[:-1])
+        with pytest.raises(ModelError):
+            pipe.step(x[:2], target=y[:2])
+        with pytest.raises(ModelError, match="no stage takes the keyword argument 'mask'"):
+            pipe.step(x, target=y, mask=x)
+        assert_clean(pipe)
+
+
+def test_a_target_of_a_wrong_width_fails_in_the_loss() -> None:
+    with pipeline(loss_fn=nn.functional.cross_entropy) as pipe:
+        x, _ = batch()
+        with pytest.raises(PeerFailure) as caught:
+            pipe.step(x, target=torch.full((12,), 99))
+        assert (caught.value.rank, caught.value.action) == (2, "2F0")
+        pipe.loss_fn = mse
+        assert_clean(pipe)
+
+
+def test_evaluate_fails_the_same_way_and_training_goes_on_exactly() -> None:
+    with pipeline() as pipe:
+        x, y = batch()
+        trap_of(pipe, 1).set("forward", 1)
+        with pytest.raises(PeerFailure) as caught:
+            pipe.evaluate(x, target=y)
+        assert_told(caught.value, pipe, 1, "F", 1)
+        assert all(module.training for module in pipe.crew.modules().values())
+        assert_clean(pipe)
+
+
+def test_random_numbers_of_the_step_after_a_failed_one_are_those_of_the_failed_one() -> None:
+    """Dropout depends on which step it is, and a failed one does not count."""
+    x, y = batch()
+    found = []
+    for fails in (False, True):
+        with penstock.Pipeline(
+            trapped(3, dropout=0.5), microbatches=M, loss_fn=mse, seed=9, transport="threads"
+        ) as pipe:
+            if fails:
+                trap_of(pipe, 1).set("backward", 1)
+                fail(pipe)
+            found.append((pipe.step(x, target=y).loss, [parameter.grad for parameter in pipe.parameters()]))
+    assert torch.equal(found[0][0], found[1][0])  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))  # type: ignore[arg-type]
+
+
+def test_a_failed_step_says_that_it_may_have_added_to_gradients_that_were_there() -> None:
+    with pipeline() as pipe:
+        x, y = batch()
+        pipe.step(x, target=y)
+        trap_of(pipe, 1).set("backward", 1)
+        failure = fail(pipe)
+        assert "call zero_grad()" in " ".join(failure.__notes__)
+        pipe.zero_grad()
+        assert_clean(pipe)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+def test_nothing_of_a_failed_step_stays_alive(family: str) -> None:
+    stages = FAMILIES[family]
+    with pipeline(family, stages) as pipe:
+        gc.collect()
+        gc.disable()  # nothing may hang in a cycle either: that could be gigabytes until someone collects
+        try:
+            for where in ("forward", "backward"):
+                trap_of(pipe, 1).set(where, 2)
+                failure = fail(pipe)
+                assert failure.__cause__ is not None
+                del failure
+                traps = [trap_of(pipe, stage) for stage in range(stages)]
+                assert [ref for trap in traps for ref in trap.seen if ref() is not None] == []
+                assert sum(len(trap.seen) for trap in traps) > 5
+        finally:
+            gc.enable()
+
+
+def test_an_error_that_cannot_be_printed_is_told_by_its_type() -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def spring() -> None:
+        raise Unspeakable
+
+    with pipeline() as pipe:
+        trap_of(pipe, 1).set("forward", 1, spring)
+        failure = fail(pipe)
+        assert failure.cause == "Unspeakable"
+        assert isinstance(failure.__cause__, Unspeakable)
+        assert_clean(pipe)
+
+
+def test_a_pipeline_of_one_rank_fails_and_recovers_too() -> None:
+    with pipeline(stages=1, ranks=1) as pipe:
+        trap_of(pipe, 0).set("backward", 2)
+        assert_told(fail(pipe), pipe, 0, "B", 2)
+        assert_clean(pipe)
+
+
+# -- being stopped, and being stuck
+
+
+def interrupt(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    return timer
+
+
+def busy(seconds: float, action: Callable[[], Any] = lambda: None) -> Callable[[], None]:
+    def spring() -> None:
+        action()
+        time.sleep(seconds)
+
+    return spring
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ctrl_c_ends_the_step_and_the_next_one_works(stage: int) -> None:
+    with no_thread_left(), pipeline("gpipe") as pipe:
+        assert_clean(pipe)
+        x, y = batch()
+        began: list[float] = []
+
+        def spring() -> None:
+            began.append(time.monotonic())
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.5)
+
+        trap_of(pipe, stage).set("backward", 1, spring)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.step(x, target=y)
+        assert time.monotonic() - began[0] < 5
+        assert_clean(pipe)
+
+
+def test_sys_exit_in_a_stage_leaves_as_it_would_from_a_plain_loop() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pipeline() as pipe:
+        x, y = batch()
+        trap_of(pipe, 1).set("forward", 1, leave)
+        with pytest.raises(SystemExit) as caught:
+            pipe.step(x, target=y)
+        assert caught.value.code == 3
+        assert_clean(pipe)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stalled_rank_is_named_at_the_timeout(stage: int, warm: bool) -> None:
+    """In the first step a forward has the random numbers alone, so the other ranks wait for that and for no message."""
+    began: list[float] = []
+    with no_thread_left(), pipeline(timeout=0.5) as pipe:
+        if warm:
+            assert_clean(pipe)
+        trap_of(pipe, stage).set("forward", 1, busy(1.2, lambda: began.append(time.monotonic())))
+        failure = fail(pipe)
+        took = time.monotonic() - began[0]
+        assert failure.rank == stage
+        assert "silent for 0.5 s" in failure.cause
+        assert failure.report is not None
+        assert f"rank {stage}: at {stage}F1, last finished" in failure.report
+        assert failure.report.count("waiting for rank") >= 1
+        assert 0.4 < took < 5
+        assert_clean(pipe)
+
+
+def test_a_rank_that_does_not_come_back_does_not_hold_the_step_nor_spoil_the_next() -> None:
+    release = threading.Event()
+    with no_thread_left(), pipeline(timeout=0.5) as pipe:
+        assert_clean(pipe)
+        trap_of(pipe, 1).set("backward", 1, lambda: release.wait(60))
+        begin = time.monotonic()
+        assert fail(pipe).rank == 1
+        assert time.monotonic() - begin < 5
+        x, y = batch()
+        with pytest.raises(RunError, match="have not come back from their code in a step that failed"):
+            pipe.step(x, target=y)
+        with pytest.raises(RunError, match="make a new Pipeline"):
+            pipe.evaluate(x, target=y)
+        release.set()
+        pipe.step(x, target=y)
+        assert differing(pipe, plain_gradients(3, M)) == []  # also of what the late rank added when it came back
+
+
+def test_a_step_inside_a_step_is_refused() -> None:
+    with pipeline() as pipe:
+        x, y = batch()
+        trap_of(pipe, 0).set("forward", 0, lambda: pipe.step(x, target=y))
+        failure = fail(pipe)
+        assert "in a step already" in failure.cause
+        assert_clean(pipe)
+
+
+def test_a_message_that_is_not_the_due_one_fails_the_step_and_heals() -> None:
+    with pipeline() as pipe:
+
+        def handler(action: Any, context: Any) -> None:
+            mailbox = context._executor.mailbox
+            if context.rank == 0 and action.microbatch == 1:
+                channel = mailbox.channel(action)
+                mailbox._out[channel, 3] = mailbox._out.pop((channel, 1))
+                mailbox.send(channel, 3)
+            else:
+                context.run(action)
+
+        pipe.register(Op.SEND_F, handler)
+        failure = fail(pipe)
+        assert failure.rank == 1
+        assert "was due" in failure.cause
+        assert isinstance(failure.__cause__, MessageError)
+        pipe.register(Op.SEND_F, None)
+        assert_clean(pipe)

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
     from penstock.check import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
@@ -28,6 +29,7 @@ _HOMES = {
     "Shared": "penstock.runtime.microbatch",
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
+    "lazy": "penstock.model.lazy",
     "parity": "penstock.check",
     "randomness": "penstock.runtime.randomness",
 }
@@ -40,6 +42,7 @@ __all__ = [
     "StepResult",
     "__version__",
     "add_loss",
+    "lazy",
     "parity",
     "randomness",
 ]

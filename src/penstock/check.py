@@ -2,41 +2,51 @@
 
 Both sides get a copy of the model with equal weights and run the same microbatches for two
 steps, with the same random numbers: one as a plain loop of gradient accumulation over the
-stages in one thread, the other through the pipeline. Losses, every stage's output, every
-parameter's gradient of every microbatch and all buffers are compared. On a mismatch the
-error names the first stage, microbatch and tensor where the two part, because that is
-where to look.
+stages in one thread, the other through the pipeline. Compared are, for every microbatch: each
+stage's outputs, its buffers, its extra losses, the loss and the gradient that each parameter
+gets; and, after each step: the batch's loss, all buffers and the gradients as they have added up.
+
+On a mismatch the error names the first stage, microbatch and tensor where the two part, because
+that is where to look. First means upstream: forwards before backwards, and of the backwards the
+last stage before those that got their gradients from it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ParityError
-from penstock.model.split import OUTPUT, Split, split_model
+from penstock.model.cut import cut_model
+from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
 from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares
 from penstock.runtime.microbatch import Batch, split_batch
-from penstock.runtime.randomness import randomness
+from penstock.runtime.randomness import randomness, unit_stream
+from penstock.runtime.stage import Stage
 from penstock.schedule import Op
 
 __all__ = ["Parity", "parity"]
 
 STEPS = 2
+CUT_OPTIONS = ("balance", "skips", "example", "split_at", "split")
+KINDS = ("output", "buffer", "loss", "gradient", "tied")
+AFTER = 2**31  # as the number of a microbatch: when all are done
 
 
 @dataclass(frozen=True)
 class Parity:
     """What was compared, and how far apart it was at the most (0 is bit for bit)."""
 
-    loss: float
+    output: float  # of stages
+    loss: float  # extra losses among them
     gradient: float
     buffer: float
     compared: int
@@ -44,17 +54,30 @@ class Parity:
     @property
     def exact(self) -> bool:
         """Every number is the same, bit for bit."""
-        return self.loss == self.gradient == self.buffer == 0.0
+        return self.output == self.loss == self.gradient == self.buffer == 0.0
 
 
-@dataclass
-class _Trace:
-    """What one side computed: tensors by (step, stage, microbatch, name)."""
+class _Place(NamedTuple):
+    """What a tensor is. Their order is such that causes come before what they cause."""
 
-    outputs: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
-    gradients: dict[tuple[int, int, str], list[Tensor]] = field(default_factory=dict)
-    losses: dict[int, list[Tensor]] = field(default_factory=dict)
-    buffers: dict[tuple[int, int, str], Tensor] = field(default_factory=dict)
+    step: int
+    phase: int  # 0: forwards; 1: backwards, from the last stage; 2: when the step is done
+    order: int
+    number: int
+    kind: str
+    name: str
+
+    @property
+    def stage(self) -> int:
+        return abs(self.order)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*self[:4], KINDS.index(self.kind), self.name)
+
+    def __str__(self) -> str:
+        number = "" if self.number == AFTER else f", microbatch {self.number}"
+        return f"step {self.step}, stage {self.stage}{number}, {self.name}"
 
 
 def parity(
@@ -68,189 +91,210 @@ def parity(
 ) -> Parity:
     """Compare `Pipeline(model, **pipeline)` with the plain model on one batch, for two steps.
 
-    `tolerance` is relative; by default 0 where the schedule runs each stage's backwards in the
-    order of microbatches, so that sums are taken in the same order, and a few roundings where
-    it does not. The model itself is not touched. Ranks are threads.
+    `tolerance` is relative to the largest entry of a tensor; by default 0, but for sums of gradients
+    that the schedule does not add in the order of microbatches: these may differ by a few roundings.
+    The model itself is not touched. Ranks are threads.
     """
-    options = dict(pipeline)
-    with Pipeline(copy.deepcopy(model), **options, transport="threads") as pipe:
-        plain = split_model(
-            copy.deepcopy(model), options.get("stages"), options.get("balance"), options.get("skips", ())
-        )
+    options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
+    cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
+    with Pipeline(copy.deepcopy(model), **options) as pipe:
+        plain = cut_model(copy.deepcopy(model), pipeline.get("stages"), **cut)
         batch = split_batch(pipe.microbatches, args, kwargs, target, loss_kwargs or {}, pipe.batch_dims)
-        expected = _run_plain(pipe, plain, batch)
-        found = _run_pipeline(pipe, args, kwargs, target, loss_kwargs)
-        return _compare(pipe, expected, found, tolerance)
+        expected, found = _Trace(plain), _Trace(pipe.split)
+        _run_plain(pipe, plain, batch, expected)
+        for step in range(STEPS):
+            with found.watching(step), _watching_stages(pipe, found):
+                result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)
+            found.keep_step(result.loss)
+    return _compare(pipe, expected.tensors, found.tensors, tolerance)
 
 
-def _run_plain(pipe: Pipeline, split: Split, batch: Batch) -> _Trace:
-    trace = _Trace()
-    shares = loss_shares(batch, pipe.loss_reduction, pipe.loss_weight)
-    count = pipe.microbatches
-    for part in split.parts:
-        part.module.train(pipe.split.parts[part.index].module.training)
-    for step in range(STEPS):
-        hooks = [hook for part in split.parts for hook in _watch_gradients(trace, step, part.index, part.module)]
-        trace.losses[step] = []
-        for number in range(count):
-            payloads: dict[tuple[int, int], Any] = {}
-            extra: list[Tensor] = []
-            for part in split.parts:
-                arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
-                with randomness(pipe.clock.seed, step, number, part.index), ExtraLosses() as collected:
-                    emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
-                    if OUTPUT in emitted:
-                        loss = _loss(pipe, batch, number, emitted[OUTPUT])
-                extra += [value for _, value in collected.found]
-                trace.outputs[step, part.index, number] = _tensors(emitted)
-                payloads.update({(part.index, reader): payload for reader, payload in emitted.items()})
-            roots = [(loss, shares[number]), *((value, 1.0 / count) for value in extra)]
-            roots = [(root, seed) for root, seed in roots if root.requires_grad]
-            torch.autograd.backward([root for root, _ in roots], [torch.tensor(seed).to(root) for root, seed in roots])
-            trace.losses[step].append(loss.detach())
-        _keep_buffers(trace, step, split)
-        for hook in hooks:
-            hook.remove()
-    return trace
+class _Trace:
+    """What one side computes."""
 
+    def __init__(self, split: Split) -> None:
+        self.tensors: dict[_Place, Tensor] = {}
+        self.numbers = [-1] * split.stages  # the microbatch that each stage goes back through now
+        self._split = split
+        self._step = 0
+        owners = [id(parameter) for part in split.parts for parameter in part.module.parameters()]
+        self._tied = {owner for owner in owners if owners.count(owner) > 1}
 
-def _loss(pipe: Pipeline, batch: Batch, number: int, output: Any) -> Tensor:
-    if pipe.loss_fn is None:
-        return check_loss(output)
-    return check_loss(pipe.loss_fn(output, batch.targets[number], **batch.loss_kwargs[number]))
-
-
-def _run_pipeline(
-    pipe: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any] | None
-) -> _Trace:
-    trace = _Trace()
-    for step in range(STEPS):
-        hooks: list[Any] = []
-        for part in pipe.split.parts:
-            hooks += _watch_gradients(trace, step, part.index, part.module)
-        undo = [_watch_outputs(trace, pipe, step, index) for index in range(pipe.split.stages)]
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Inside runs a step: keep what each backward gives to each parameter."""
+        self._step = step
+        hooks = []
+        for part in self._split.parts:
+            for name, parameter in part.module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._tied:
+                    keeper = self._keeper(part.index, part.names.get(name, name))
+                    hooks.append(parameter.register_hook(keeper))  # type: ignore[no-untyped-call]
         try:
-            result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)
+            yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for restore in undo:
-                restore()
-        trace.losses[step] = list(result.losses)
-        _keep_buffers(trace, step, pipe.split)
-    return trace
+
+    def _keeper(self, stage: int, name: str) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            place = _Place(self._step, 1, -stage, self.numbers[stage], "gradient", f"gradient of {name}")
+            if place in self.tensors:
+                place = place._replace(name=f"{place.name}, once more")
+            self.tensors[place] = gradient.detach().clone()
+
+        return keep
+
+    def keep_forward(
+        self, stage: int, number: int, emitted: Mapping[int, Any], loss: Any, extra: Iterable[Any]
+    ) -> None:
+        """What a stage made of a microbatch, and what that did to its buffers."""
+        place = _Place(self._step, 0, stage, number, "output", "")
+        leaves = [
+            leaf for key in sorted(emitted) for leaf in pytree.tree_leaves(emitted[key]) if isinstance(leaf, Tensor)
+        ]
+        named = [("output", f"output tensor {index}", leaf) for index, leaf in enumerate(leaves)]
+        named += [("loss", f"extra loss {name} ({index})", value) for index, (name, value) in enumerate(extra)]
+        named += [("loss", "the loss", loss)] if loss is not None else []
+        for kind, name, tensor in named + self._buffers(stage):
+            self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
+
+    def keep_step(self, loss: Tensor | None) -> None:
+        """What a step leaves behind."""
+        for part in self._split.parts:
+            place = _Place(self._step, 2, part.index, AFTER, "gradient", "")
+            named = self._buffers(part.index)
+            for name, parameter in part.module.named_parameters():
+                if parameter.grad is not None:
+                    kind = "tied" if id(parameter) in self._tied else "gradient"
+                    named.append((kind, f"summed gradient of {part.names.get(name, name)}", parameter.grad))
+            for kind, name, tensor in named:
+                self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
+        if loss is not None:
+            place = _Place(self._step, 2, self._split.stages - 1, AFTER, "loss", "the batch's loss")
+            self.tensors[place] = loss.detach().clone()
+
+    def _buffers(self, stage: int) -> list[tuple[str, str, Tensor]]:
+        part = self._split.parts[stage]
+        named = part.module.named_buffers()
+        return [("buffer", f"buffer {part.names.get(name, name)}", buffer) for name, buffer in named]
 
 
-def _watch_outputs(trace: _Trace, pipe: Pipeline, step: int, index: int) -> Any:
-    """Keep what a stage emits; its forwards run in the order of its row."""
-    part = pipe.split.parts[index]
-    order = [action.microbatch for _, _, action in pipe.schedule.parts() if action.stage == index and action.op is Op.F]
-    run, calls = part.run, iter(order)
+@contextmanager
+def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
+    """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
+    stages = {index: stage for executor in pipe.crew.executors.values() for index, stage in executor.stages.items()}
 
-    def watched(*inputs: Any) -> dict[int, Any]:
-        emitted = run(*inputs)
-        number = next(calls, None)  # a recomputed forward comes after all first ones, or is told by repetition
-        if number is not None and (step, index, number) not in trace.outputs:
-            trace.outputs[step, index, number] = _tensors(emitted)
-        return emitted
+    def watch(index: int, stage: Stage) -> None:
+        forward, backward, weights = stage.forward, stage.backward, stage.weights
 
-    if pipe.recompute == "never":
-        part.run = watched  # type: ignore[method-assign, assignment]
-    return lambda: part.__dict__.pop("run", None)
+        def watched_forward(number: int, *inputs: Any, **options: Any) -> Any:
+            made = forward(number, *inputs, **options)
+            trace.keep_forward(index, number, *made)
+            return made
+
+        def watched_backward(number: int, *inputs: Any, **options: Any) -> Any:
+            trace.numbers[index] = number
+            return backward(number, *inputs, **options)
+
+        def watched_weights(number: int) -> None:
+            trace.numbers[index] = number
+            weights(number)
+
+        stage.__dict__.update(forward=watched_forward, backward=watched_backward, weights=watched_weights)
+
+    for index, stage in stages.items():
+        watch(index, stage)
+    try:
+        yield
+    finally:
+        for stage in stages.values():
+            for name in ("forward", "backward", "weights"):
+                del stage.__dict__[name]
 
 
-def _watch_gradients(trace: _Trace, step: int, index: int, module: nn.Module) -> list[Any]:
-    hooks = []
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            kept = trace.gradients.setdefault((step, index, name), [])
-
-            def keep(tensor: Tensor, kept: list[Tensor] = kept) -> None:
-                if tensor.grad is not None:
-                    kept.append(tensor.grad.detach().clone())
-
-            hooks.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
-    return hooks
-
-
-def _keep_buffers(trace: _Trace, step: int, split: Split) -> None:
+def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace) -> None:
+    shares = loss_shares(batch, pipe.loss_reduction, pipe.loss_weight)
     for part in split.parts:
-        for name, buffer in part.module.named_buffers():
-            trace.buffers[step, part.index, name] = buffer.detach().clone()
+        part.around = unit_stream
+    for step in range(STEPS):
+        total: Tensor | None = None
+        with trace.watching(step):
+            for number in range(pipe.microbatches):
+                trace.numbers = [number] * split.stages
+                loss, extra = _plain_forward(pipe, split, batch, step, number, trace)
+                roots = [(loss, shares[number]), *((value, 1.0 / pipe.microbatches) for value in extra)]
+                roots = [(root, seed) for root, seed in roots if root.requires_grad]
+                seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
+                torch.autograd.backward([root for root, _ in roots], seeds)
+                part_of_loss = loss.detach() * shares[number]
+                total = part_of_loss if total is None else total + part_of_loss
+        trace.keep_step(total)
 
 
-def _tensors(emitted: Mapping[int, Any]) -> list[Tensor]:
-    return [
-        leaf.detach().clone()
-        for target in sorted(emitted)
-        for leaf in pytree.tree_leaves(emitted[target])
-        if isinstance(leaf, Tensor)
-    ]
+def _plain_forward(
+    pipe: Pipeline, split: Split, batch: Batch, step: int, number: int, trace: _Trace
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of one microbatch, and all extra losses."""
+    payloads: dict[tuple[int, int], Any] = {}
+    extra: list[Tensor] = []
+    result: Tensor | None = None
+    for part in split.parts:
+        arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
+        with randomness(pipe.clock.seed, step, number, part.stream), ExtraLosses() as collected:
+            emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
+            if OUTPUT in emitted:
+                result = emitted[OUTPUT]
+                if pipe.loss_fn is not None:
+                    result = pipe.loss_fn(result, batch.targets[number], **batch.loss_kwargs[number])
+        trace.keep_forward(part.index, number, emitted, None if result is None else check_loss(result), collected.found)
+        extra += [value for _, value in collected.found]
+        payloads.update({(part.index, reader): payload for reader, payload in emitted.items()})
+    return check_loss(result), extra
 
 
-def _compare(pipe: Pipeline, expected: _Trace, found: _Trace, tolerance: float | None) -> Parity:
-    worst = {"loss": 0.0, "gradient": 0.0, "buffer": 0.0}
-    compared = 0
-    for key, tensors in found.outputs.items():
-        step, stage, number = key
-        for place, (want, have) in enumerate(zip(expected.outputs[key], tensors, strict=True)):
-            where = f"step {step}, stage {stage}, microbatch {number}, output tensor {place}"
-            _near(where, want, have, tolerance or 0.0)
-            compared += 1
-    for step, losses in expected.losses.items():
-        for number, (want, have) in enumerate(zip(losses, found.losses[step], strict=True)):
-            where = f"step {step}, stage {pipe.split.stages - 1}, microbatch {number}, the loss"
-            worst["loss"] = max(worst["loss"], _near(where, want, have, tolerance or 0.0))
-            compared += 1
-    for gradient_key, wants in expected.gradients.items():
-        step, stage, name = gradient_key
-        haves, order = found.gradients[gradient_key], _backward_order(pipe, stage)
-        full_name = pipe.split.parts[stage].names[name]
-        if len(wants) != len(haves):
-            raise ParityError(
-                f"step {step}, stage {stage}, {full_name}: its gradient was accumulated {len(haves)} times in the "
-                f"pipeline and {len(wants)} times in the plain model"
-            )
-        same_order = order == sorted(order)
-        allowed = tolerance if tolerance is not None else (0.0 if same_order else _roundings(wants))
-        pairs = list(zip(order if len(order) == len(wants) else range(len(wants)), wants, haves, strict=True))
-        for number, want, have in pairs if same_order else pairs[-1:]:
-            where = f"step {step}, stage {stage}, microbatch {number}, gradient of {full_name}"
-            worst["gradient"] = max(worst["gradient"], _near(where, want, have, allowed))
-            compared += 1
-    for buffer_key, want in expected.buffers.items():
-        where = f"step {buffer_key[0]}, stage {buffer_key[1]}, buffer {buffer_key[2]}"
-        worst["buffer"] = max(worst["buffer"], _near(where, want, found.buffers[buffer_key], tolerance or 0.0))
-        compared += 1
-    return Parity(worst["loss"], worst["gradient"], worst["buffer"], compared)
+def _compare(
+    pipe: Pipeline, expected: dict[_Place, Tensor], found: dict[_Place, Tensor], tolerance: float | None
+) -> Parity:
+    worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
+    in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.split.stages)]
+    for place in sorted({*expected, *found}, key=lambda place: place.key):
+        want, have = expected.get(place), found.get(place)
+        if want is None or have is None:
+            sides = ("pipeline", "plain model") if want is None else ("plain model", "pipeline")
+            raise ParityError("{}: the {} has one, the {} has none".format(place, *sides))
+        reordered = place.phase == 2 and (
+            place.kind == "tied" or (place.kind == "gradient" and not in_order[place.stage])
+        )
+        allowed = tolerance if tolerance is not None else 64 * torch.finfo(want.dtype).eps if reordered else 0.0
+        kind = "gradient" if place.kind == "tied" else place.kind
+        worst[kind] = max(worst[kind], _near(place, want, have.to(want.device), allowed))
+    return Parity(**worst, compared=len(expected))
 
 
-def _backward_order(pipe: Pipeline, stage: int) -> list[int]:
-    return [
-        action.microbatch
-        for _, _, action in pipe.schedule.parts()
-        if action.stage == stage and action.op in (Op.B, Op.W)
-    ]
+def _adds_in_order(pipe: Pipeline, stage: int) -> bool:
+    """Gradients are added in B, or in I (what cannot wait) and W: all must go microbatch by microbatch."""
+    actions = [action for _, _, action in pipe.schedule.parts() if action.stage == stage]
+    orders = [[action.microbatch for action in actions if action.op in (Op.B, last)] for last in (Op.I, Op.W)]
+    return all(order == sorted(order) for order in orders)
 
 
-def _roundings(tensors: Sequence[Tensor]) -> float:
-    return 64 * max((torch.finfo(tensor.dtype).eps for tensor in tensors if tensor.is_floating_point()), default=0.0)
-
-
-def _near(where: str, want: Tensor, have: Tensor, tolerance: float) -> float:
+def _near(place: _Place, want: Tensor, have: Tensor, tolerance: float) -> float:
     """How far apart, relative to the largest entry; an error where that is too far."""
     if want.shape != have.shape or want.dtype != have.dtype:
         raise ParityError(
-            f"{where}: the pipeline has {have.dtype} of shape {tuple(have.shape)}, the plain model "
+            f"{place}: the pipeline has {have.dtype} of shape {tuple(have.shape)}, the plain model "
             f"{want.dtype} of shape {tuple(want.shape)}"
         )
     if torch.equal(want, have):
         return 0.0
-    scale = max(want.abs().max().item(), 1e-30)
-    distance = (have.to(torch.float64) - want.to(torch.float64)).abs().max().item() / scale
+    wide, other = want.to(torch.float64), have.to(torch.float64)
+    if torch.allclose(wide, other, 0.0, 0.0, equal_nan=True):  # not a number on both sides
+        return 0.0
+    distance = (other - wide).abs().max().item() / max(wide.abs().max().item(), 1e-30)
     if not distance <= tolerance:
         raise ParityError(
-            f"{where}: the pipeline and the plain model differ by {distance:.3g} of its largest entry "
+            f"{place}: the pipeline and the plain model differ by {distance:.3g} of its largest entry "
             f"(allowed: {tolerance:.3g})"
         )
-    return distance
+    return float(distance)

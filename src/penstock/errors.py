@@ -13,8 +13,8 @@
         └── PeerFailure     another rank failed, died or stalled; says which, where and why
 
 One tree of our own, so that `except PenstockError` means "Penstock refused or stopped",
-and never hides a defect of the user's model: errors of user code keep their own type on
-the rank where they happen and reach the others as `PeerFailure`.
+and never hides a defect of the user's model: an error of user code reaches every rank as
+`PeerFailure`, and on the rank where it happened that has the error itself as its `__cause__`.
 """
 
 from __future__ import annotations

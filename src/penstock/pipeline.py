@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut import cut_model
+from penstock.model.lazy import is_lazy, materialise
+from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput, StepReport
@@ -69,6 +71,7 @@ class Pipeline:
         recompute: str = "never",
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
+        init: Callable[[str, Tensor], Any] | None = None,
         batch_dims: Mapping[str | int, Any] | None = None,
         inputs: str = "every",
         seed: int | None = None,
@@ -99,10 +102,7 @@ class Pipeline:
             self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
             self.clock = Clock(torch.initial_seed() if seed is None else seed)
             self.crew = Crew(self.split, placement, transports, self.clock, self.devices)
-            for rank, executor in self.crew.executors.items():
-                for stage in executor.stages.values():
-                    if rank in self.devices:
-                        stage.module.to(self.devices[rank])
+            self._without_values = self._materialise(init)
             world.agree(self)
         self.tied = TiedParameters(self.split, placement, world.transport)
         self.tied.make_equal()
@@ -110,6 +110,32 @@ class Pipeline:
         self._checked_keywords: set[frozenset[str]] = set()
         self._recorder: Recorder | None = None
         self._undone: list[nn.Parameter] = []  # by the last step, which failed
+
+    def _materialise(self, init: Callable[[str, Tensor], Any] | None) -> set[str]:
+        """Put the local stages where they belong; parameters built under `lazy()` get memory here."""
+        made: dict[int, nn.Parameter] = {}
+        missing: set[str] = set()
+        for rank, executor in self.crew.executors.items():
+            device = self.devices.get(rank)
+            for stage in executor.stages.values():
+                if is_lazy(stage.module):
+                    home = device or torch.device("cpu")
+                    missing |= set(materialise(stage.module, stage.part.names, home, init, made))
+                if device is not None:
+                    stage.module.to(device)
+        for executor in self.crew.executors.values():
+            for stage in executor.stages.values():
+                if isinstance(stage.part, ReplayPart):
+                    stage.part.settle()
+        return missing
+
+    def _check_values(self) -> None:
+        if self._without_values:
+            some = ", ".join(sorted(self._without_values)[:3])
+            raise UsageError(
+                f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
+                f"call load_state_dict(...), or pass init=function(name, tensor)"
+            )
 
     # -- training
 
@@ -218,6 +244,7 @@ class Pipeline:
         outputs: bool,
         training: bool,
     ) -> dict[int, StepInput]:
+        self._check_values()
         def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]) -> Batch:
             self._check_keywords(kwargs)
             return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims)
@@ -348,6 +375,7 @@ class Pipeline:
         for index, module in self.crew.modules().items():
             names = self.split.parts[index].names
             module.load_state_dict({name: state[names.get(name, name)] for name in module.state_dict()})
+        self._without_values = set()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process's parameters."""

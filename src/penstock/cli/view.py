@@ -138,7 +138,7 @@ def _priced(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _stated(schedule: Schedule, given: dict[str, str], several: bool) -> Costs:
-    """The options' costs. Of several schedules they are a rank's, so that one with more stages is not thought slower."""
+    """The options' costs; of several schedules a rank's, so that one with more stages does not look slower."""
     share = schedule.placement.stages_per_rank if several else 1
     times: dict[str, Any] = {}
     for name in ("forward", "input", "weight"):

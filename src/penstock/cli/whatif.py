@@ -132,7 +132,9 @@ def _predict(
 
 
 def _table(found: list[Prediction], unit: str) -> str:
-    rows = [("schedule", "ranks", "stages", "microbatches", "makespan", "step", "a microbatch", "idle", "in flight")]
+    rows: list[tuple[str, ...]] = [
+        ("schedule", "ranks", "stages", "microbatches", "makespan", "step", "a microbatch", "idle", "in flight")
+    ]
     best = min(entry.a_microbatch for entry in found)
     for entry in found:
         schedule = entry.schedule

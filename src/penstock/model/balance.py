@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.partition import Partition, Problem, solve
+from penstock.model.partition import Problem, classic
+from penstock.model.several import lightest
 from penstock.schedule.action import Op
 from penstock.schedule.calibrate import occupied
 from penstock.schedule.placement import Placement
@@ -25,6 +26,21 @@ __all__ = ["Proposal", "best_cuts", "counts_of", "in_flight", "measured_speeds",
 
 Weights = Sequence[float] | Sequence[Sequence[float]]  # a number a piece; or for each stage a row of them
 NO_GAIN = 1e-6
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The cuts, what they leave on the ranks, and whether that is known to be the best there is."""
+
+    cuts: tuple[int, ...]
+    loads: tuple[float, ...]  # by rank
+    crossing: float
+    exact: bool  # no cut has a lighter most loaded rank; else it is the best that was found
+
+    @property
+    def largest(self) -> float:
+        """The load of the rank that all others wait for."""
+        return max(self.loads)
 
 
 def best_cuts(
@@ -100,11 +116,20 @@ def partition(
         speeds=tuple(speeds),
         crossing=tuple(0.0 if crossing is None or place in (0, count) else float(crossing[place]) for place in places),
         walls=_walls(places, must),
+        grain=_grain([*rows, carried], speeds),
     )
-    found = solve(problem, slack)
-    if found is None:
+    ends, exact = (classic(problem, slack), True) if problem.single else lightest(problem, slack) or (None, True)
+    if ends is None:
         raise ModelError(f"{stages} stages cannot have cuts before all of the pieces {must}; pass fewer fixed cuts")
-    return Partition(tuple(places[cut] for cut in found.cuts), found.loads, found.crossing, found.exact)
+    cuts = tuple(places[end] for end in ends[1:-1])
+    return Partition(cuts, tuple(problem.loads(ends)), problem.bytes(ends), exact)
+
+
+def _grain(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> float:
+    """What every load is a multiple of, where weights are whole numbers."""
+    if set(speeds) != {1.0} or not all(weight.is_integer() for row in rows for weight in row):
+        return 0.0
+    return float(math.gcd(*(int(weight) for row in rows for weight in row)))
 
 
 def _rows(weights: Weights, stages: int) -> list[list[float]]:

@@ -52,14 +52,6 @@ class Clock:
         return seed_of(~self.seed, self.evaluations, microbatch, stage)
 
 
-class _NoTurn:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
 class Crew:
     """The local ranks: one executor for each transport that was given."""
 
@@ -94,7 +86,7 @@ class Crew:
         self._workers: _Workers | None = None
 
     def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
-        clock, nothing, stage = self.clock, _NoTurn(), part.stream
+        clock, stage = self.clock, part.stream
         part.around = unit_stream
         if self._threads:
             return self._turns.of(part.index, stage, part.module, device)
@@ -104,10 +96,9 @@ class Crew:
             torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
         )
 
-        def seeded(kind: str, microbatch: int) -> _NoTurn:
+        def seeded(kind: str, microbatch: int) -> None:
             if kind == "F":
                 seed(clock.seed_for(microbatch, stage))
-            return nothing
 
         return seeded
 
@@ -205,8 +196,8 @@ class Crew:
 
     def modules(self) -> dict[int, torch.nn.Module]:
         """The modules of the local stages, in the order of stages."""
-        found = {index: stage.module for executor in self.executors.values() for index, stage in executor.stages.items()}
-        return dict(sorted(found.items()))
+        stages = (pair for executor in self.executors.values() for pair in executor.stages.items())
+        return {index: stage.module for index, stage in sorted(stages, key=lambda pair: pair[0])}
 
 
 def _rank_of_error(error: BaseException) -> int:

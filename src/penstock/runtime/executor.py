@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from penstock.errors import MessageError, ModelError, PeerFailure
 from penstock.model.split import OUTPUT
@@ -237,7 +238,7 @@ class Executor:
             self._prepare(program, given())
             self.mailbox.open()
             self._ready = True
-            if record or torch._C._autograd._profiler_enabled():
+            if record or profiler._is_profiler_enabled:  # on any thread of this process
                 self._loop_watched(plan.entries, record)
             else:
                 self._loop(plan.entries)
@@ -258,6 +259,7 @@ class Executor:
                     self._drain(failure)
             return self._finish(failure, own)
         finally:
+            self.__dict__.pop("given", None)  # the batch is the user's to free
             del own, failure  # an error that its own frame holds would keep the whole step alive
 
     def _prepare(self, program: Schedule, given: StepInput) -> None:
@@ -437,8 +439,9 @@ class Executor:
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
         except PeerFailure as lost:
+            doing = [self.report.progress if rank == self.rank else "no answer" for rank in range(self.transport.ranks)]
             self.clear()
-            raise lost from own
+            raise (lost if lost.report else with_report(lost, doing)) from own
         failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
         sizes = _different_sizes(reports)
         if not failures and not sizes:

@@ -62,15 +62,20 @@ def split_batch(
     named = {name: splitter.split(name, value) for name, value in kwargs.items()}
     targets = splitter.split("target", target)
     extra = {name: splitter.split(name, value) for name, value in loss_kwargs.items()}
-    numbers = range(count)
     return Batch(
-        [tuple(column[number] for column in columns) for number in numbers],
-        [{name: pieces[number] for name, pieces in named.items()} for number in numbers],
+        list(zip(*columns, strict=True)) if columns else [()] * count,
+        _by_microbatch(named, count),
         targets,
-        [{name: pieces[number] for name, pieces in extra.items()} for number in numbers],
+        _by_microbatch(extra, count),
         splitter.rows(),
         target is not None,
     )
+
+
+def _by_microbatch(named: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    if not named:
+        return [{} for _ in range(count)]
+    return [dict(zip(named, pieces, strict=True)) for pieces in zip(*named.values(), strict=True)]
 
 
 def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Dims) -> int | None:

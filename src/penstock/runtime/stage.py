@@ -27,7 +27,7 @@ __all__ = ["LossOf", "Record", "Stage"]
 
 LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
-Turn = Callable[[str, int], AbstractContextManager[None]]
+Turn = Callable[[str, int], AbstractContextManager[None] | None]  # (F or B, microbatch); None: nothing to enter
 
 _NOTHING = nullcontext()
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
@@ -91,7 +91,7 @@ class Stage:
         loss_of: LossOf | None,
     ) -> Forward:
         """A forward that keeps nothing."""
-        with torch.no_grad(), self.turn("F", microbatch), ExtraLosses() as extra:
+        with torch.no_grad(), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra:
             emitted = self.part.run(arrived, args, kwargs)
             loss = None if loss_of is None else loss_of(emitted[OUTPUT])
         return emitted, None if loss is None else check_loss(loss), extra.found
@@ -139,26 +139,37 @@ class Stage:
         split: bool,
         loss_of: LossOf | None,
     ) -> Forward:
-        loss = None
-        recording: AbstractContextManager[object] = _NOTHING
-        if split:
-            record.deferred = DeferredWeights(self._parameters)
-            recording = record.deferred.recording()
-        with self.turn("F", microbatch), ExtraLosses() as extra, recording:
-            emitted = self.part.run(arrived, args, kwargs)
-            if loss_of is not None:
-                loss = check_loss(loss_of(emitted[OUTPUT]))
-        roots = {target: tensors_with_gradient(payload) for target, payload in emitted.items() if target != OUTPUT}
-        record.roots = {target: [edge_of(tensor) for tensor in found] for target, found in roots.items()}
+        turn = self.turn("F", microbatch)
+        with ExtraLosses() as extra:
+            if turn is None and not split:  # the plain way, without managers that do nothing
+                emitted, loss = self._compute(arrived, args, kwargs, loss_of)
+            else:
+                recording: AbstractContextManager[object] = _NOTHING
+                if split:
+                    record.deferred = DeferredWeights(self._parameters)
+                    recording = record.deferred.recording()
+                with turn or _NOTHING, recording:
+                    emitted, loss = self._compute(arrived, args, kwargs, loss_of)
+        ends: list[Tensor] = []
+        for target, payload in emitted.items():
+            if target != OUTPUT:
+                found = tensors_with_gradient(payload)
+                record.roots[target] = [edge_of(tensor) for tensor in found]
+                ends += found
         if loss is not None and loss.requires_grad:
             record.loss = edge_of(loss)
         if extra.found:
             record.extra = [edge_of(value) for _, value in extra.found if value.requires_grad]
         if record.deferred is not None:
-            ends = [tensor for found in roots.values() for tensor in found]
             ends += [value for value in (loss, *(value for _, value in extra.found)) if value is not None]
             record.deferred.learn(ends)
         return emitted, loss, extra.found
+
+    def _compute(
+        self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_of: LossOf | None
+    ) -> tuple[dict[int, Any], Tensor | None]:
+        emitted = self.part.run(arrived, args, kwargs)
+        return emitted, None if loss_of is None else check_loss(loss_of(emitted[OUTPUT]))
 
     # -- backward
 
@@ -182,10 +193,12 @@ class Stage:
             record.deferred.begin_input()
             self._waiting[microbatch] = record.deferred
         if roots:
-            with self.turn("B", microbatch):
-                _ENGINE.run_backward(
-                    tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
-                )
+            turn = self.turn("B", microbatch)
+            if turn is None:
+                _go_back(roots, seeds)
+            else:
+                with turn:
+                    _go_back(roots, seeds)
         back: dict[int, list[Tensor | None]] = {}
         for stage, leaves in record.leaves.items():
             back[stage] = [leaf.grad for leaf in leaves]
@@ -230,6 +243,11 @@ class Stage:
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
         deferred.run()
+
+
+def _go_back(roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    """`torch.autograd.backward`, without its questions about tensors that are edges here."""
+    _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _KeepBuffers:

@@ -67,7 +67,10 @@ def lower_bound(
     costs.check_edges(Topology.chain(placement.stages))
     caps = caps_of(memory, placement.ranks)
     ways = _Ways.of(placement, costs)
-    return max(_rank_bound(placement.stages_of(rank), microbatches, costs, caps[rank], ways, span) for rank in range(placement.ranks))
+    return max(
+        _rank_bound(placement.stages_of(rank), microbatches, costs, caps[rank], ways, span)
+        for rank in range(placement.ranks)
+    )
 
 
 def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, ...]:
@@ -108,9 +111,7 @@ class _Ways(NamedTuple):
         return cls(forward_starts, back[::-1], rests)
 
 
-def _rank_bound(
-    stages: Sequence[int], count: int, costs: Costs, cap: float, ways: _Ways, span: bool
-) -> float:
+def _rank_bound(stages: Sequence[int], count: int, costs: Costs, cap: float, ways: _Ways, span: bool) -> float:
     total = len(ways.forward_starts)
     forward, _, backward, weight = ([times[stage] for stage in stages] for times in costs.by_op(total))
     first, last = stages[0], stages[-1]
@@ -155,7 +156,12 @@ def _most_forwards(forward: Sequence[float], activation: Sequence[float], count:
 
 
 def _least_room(
-    backward: Sequence[float], weight: Sequence[float], activation: Sequence[float], held: Sequence[float], count: int, cap: float
+    backward: Sequence[float],
+    weight: Sequence[float],
+    activation: Sequence[float],
+    held: Sequence[float],
+    count: int,
+    cap: float,
 ) -> float:
     """The least time that I and W take which must be done before the last F fits into memory."""
     over = count * sum(activation) - cap * (1 + ROUNDING)

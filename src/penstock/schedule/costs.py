@@ -9,14 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Op
+from penstock.schedule.timeline import Timeline
 from penstock.schedule.topology import Topology
-
-if TYPE_CHECKING:
-    from penstock.schedule.timeline import Timeline
 
 __all__ = ["Costs"]
 

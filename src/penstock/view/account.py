@@ -21,7 +21,7 @@ from typing import Any
 
 from penstock.schedule import Op, Span, Timeline
 from penstock.schedule.timeline import Wall
-from penstock.view.figures import number, percent
+from penstock.view.figures import percent, time_text
 
 __all__ = ["Account", "RankAccount", "account"]
 
@@ -110,13 +110,13 @@ class Account:
 
     def lines(self) -> Iterator[str]:
         """The books as text: a line for each rank, the critical path, the advice."""
-        unit = f" {self.timeline.unit}" if self.timeline.unit else ""
+        unit = self.timeline.unit
         for entry in self.ranks:
             parts = ", ".join(
                 f"{name} {percent(time / entry.whole)}" for name, time in entry.parts().items() if time and entry.whole
             )
-            yield f"rank {entry.rank}: {number(entry.whole)}{unit} = {parts}"
-        shares = ", ".join(f"{name} {number(time)}{unit}" for name, time in list(self.path_shares().items())[:6])
+            yield f"rank {entry.rank}: {time_text(entry.whole, unit)} = {parts}"
+        shares = ", ".join(f"{name} {time_text(time, unit)}" for name, time in list(self.path_shares().items())[:6])
         yield f"critical path, {len(self.critical_path)} computes: {shares}"
         yield self.advice
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -169,7 +169,7 @@ class _Trial:
             gain = (self.now - time / 2) / self.books.whole
             yield Finding("schedule", fact, f"{2 * schedule.microbatches} microbatches", gain, a_sample=True)
 
-    def _families(self, names: Sequence[str] | dict[str, object], microbatches: int) -> Iterator[tuple[str, float]]:
+    def _families(self, names: Iterable[str], microbatches: int) -> Iterator[tuple[str, float]]:
         share, left = divmod(self.schedule.stages, self.schedule.ranks)
         skips = self.schedule.topology.skips
         for name in names:

@@ -63,8 +63,9 @@ def idle_shares(timeline: Timeline) -> tuple[Idle, ...]:
 
 def in_flight(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     """(time, microbatch-stages in flight from then on) of a rank: F takes one as it starts, B or W gives it back."""
-    held, found = 0, []
-    changes = []
+    held = 0
+    found: list[tuple[float, int]] = []
+    changes: list[tuple[float, int]] = []
     for span in timeline.by_rank[rank]:
         for part in span.action.parts():
             if part.op is Op.F:

@@ -22,6 +22,8 @@ __all__ = ["gantt", "legend"]
 IDLE = "·"
 FILL = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+"}  # tells a long action from idle where there is no colour
 NARROWEST = 24
+FEW = 3  # spans in a column: of more, none is worth a name
+WHOLE_NAMES = 6  # columns of a mean span; in less, the stage is left out of every name
 MOSTLY = 0.4  # of a column: less is shown as idle
 
 
@@ -66,6 +68,8 @@ def _run(run: Run, width: int, shared: float, ascii_only: bool) -> Iterator[Text
 
 def _row(row: Sequence[Span], timeline: Timeline, columns: int, whole: float, ascii_only: bool) -> Text:
     cells = _cells(row, timeline, columns, whole)
+    mean = sum(timeline.busy) / max(len(timeline.spans), 1)
+    names = mean * columns >= WHOLE_NAMES * whole
     text = Text()
     column = 0
     while column < columns:
@@ -76,7 +80,7 @@ def _row(row: Sequence[Span], timeline: Timeline, columns: int, whole: float, as
         if owner is None:
             text.append(("." if ascii_only else IDLE) * (end - column), "dim")
         elif isinstance(owner, Span):
-            text.append(_label(owner, end - column), _style(owner.action.op))
+            text.append(_label(owner, end - column, names), _style(owner.action.op))
         else:
             text.append(owner.name[0] * (end - column), _style(owner))
         column = end
@@ -84,24 +88,25 @@ def _row(row: Sequence[Span], timeline: Timeline, columns: int, whole: float, as
 
 
 def _cells(row: Sequence[Span], timeline: Timeline, columns: int, whole: float) -> list[Span | Op | None]:
-    """What each column shows: the span that has most of it, the op where no span has, None where it is mostly idle."""
+    """What each column shows: the span that has most of it, of many spans their op, None where it is mostly idle."""
     size = whole / columns or 1.0
     largest: list[tuple[float, Span | None]] = [(0.0, None)] * columns
+    counts = [0] * columns
     by_op: list[Counter[Op]] = [Counter() for _ in range(columns)]
     for span in row:
         first, last = (span.start - timeline.start) / size, (span.end - timeline.start) / size
         for column in range(int(first), min(columns, int(last) + 1)):
             share = min(last, column + 1) - max(first, column)
             by_op[column][span.action.op] += share  # type: ignore[assignment]
+            counts[column] += 1
             if share > largest[column][0]:
                 largest[column] = (share, span)
     cells: list[Span | Op | None] = []
-    for (share, owner), ops in zip(largest, by_op, strict=True):
-        covered = sum(ops.values())
-        if covered < MOSTLY:
+    for column, ((_, owner), ops) in enumerate(zip(largest, by_op, strict=True)):
+        if sum(ops.values()) < MOSTLY:
             cells.append(None)
         else:
-            cells.append(owner if share >= covered / 2 else ops.most_common(1)[0][0])
+            cells.append(owner if counts[column] <= FEW else ops.most_common(1)[0][0])
     return cells
 
 
@@ -109,12 +114,12 @@ def _style(op: Op) -> Style:
     return Style(color="black", bgcolor=COLOURS.get(op, "#999999"))
 
 
-def _label(span: Span, room: int) -> str:
-    """As much of the action's name as fits, its letter at least; long names leave a column to the next one's."""
+def _label(span: Span, room: int, names: bool) -> str:
+    """The action's name, or its letter and microbatch; its letter alone where no more fits."""
     action = span.action
     fill = FILL.get(action.op, "#")
-    for name, needed in ((str(action), 1), (f"{action.op}{action.microbatch}", 0)):
-        if len(name) + needed <= room:
+    for name in (str(action), f"{action.op}{action.microbatch}") if names else (f"{action.op}{action.microbatch}",):
+        if len(name) < room or (len(name) == room and not names):
             return name.ljust(room, fill)
     return action.op.name[0].ljust(room, fill)
 

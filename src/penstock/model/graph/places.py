@@ -9,6 +9,7 @@ the same cut can be found in another capture of the same model.
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -184,7 +185,7 @@ def _hashable(value: object) -> bool:
 
 def _inseparable(values: Values) -> set[int]:
     """Positions where no cut may stand: before one of several results, or amid the uses of a buffer that changes."""
-    taken = {place for place, node in enumerate(values.nodes) if "getitem" in str(node.target)}
+    taken = {place for place, node in enumerate(values.nodes) if node.target is operator.getitem}
     for group, writers in values.writers.items():
         if group not in values.lasting:
             continue

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.lazy import is_lazy
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import Plan, min_max_cuts, plan_stages
 from penstock.model.replay.record import PARAMETER, Leaf, Recording, record
-from penstock.model.replay.shapes import Shapes
+from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.replay.units import find_units
 from penstock.model.split import Split
 
@@ -31,8 +32,9 @@ def split_by_replay(
     defaults = _defaults(model, kwargs)
     wanted = stages if stages is not None else len(split_at) + 1
     units = find_units(model, wanted, tuple(split_at))
-    recording = record(model, units, args, {**defaults, **kwargs})
     modules = dict(model.named_modules())
+    instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
+    recording = record(model, units, args, {**defaults, **kwargs}, instead)
     cuts = _cuts(model, modules, recording, wanted, balance, split_at)
     plan = plan_stages(recording, cuts)
     shapes = Shapes(modules)

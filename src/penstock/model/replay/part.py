@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -117,6 +118,20 @@ class ReplayPart:
         self._in = {source: marks for (source, target), marks in plan.crossing.items() if target == index}
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
+    def settle(self) -> None:
+        """Once this process's parameters have values: those that it will never have get stand-ins.
+
+        Glue reads types and devices off parameters (`self.head.weight.dtype`); one element on a real
+        device, expanded, answers that.
+        """
+        home = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+        for module in self._root.modules():
+            table = module._parameters
+            if any(parameter is not None and parameter.device.type == "meta" for parameter in table.values()):
+                module.__dict__["_parameters"] = {
+                    name: _stand_in_parameter(parameter, home) for name, parameter in table.items()
+                }
+
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Replay the forward; payloads are lists of tensors, in the plan's order of marks."""
         received = {
@@ -192,6 +207,13 @@ class ReplayPart:
             f"the model took another path than with the example: as call {number}, {what}, where {due}. Its control "
             f"flow depends on the data; make the part that decides one unit, or pass a list of stage modules"
         )
+
+
+def _stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:
+    if parameter is None or parameter.device.type != "meta":
+        return parameter
+    empty = stand_in(Leaf(tuple(parameter.shape), parameter.dtype, device), writable=False)
+    return nn.Parameter(empty, requires_grad=False)
 
 
 def _state_names(module: nn.Module) -> list[str]:

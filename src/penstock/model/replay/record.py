@@ -183,15 +183,27 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def record(model: nn.Module, units: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-    """Run the model once, as it is, and put everything back that the run has changed."""
+def record(
+    model: nn.Module,
+    units: list[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    instead: Callable[[str], Callable[..., Any]] | None = None,
+) -> Recording:
+    """Run the model once, as it is, and put everything back that the run has changed.
+
+    `instead(unit)` may give a forward to run in the place of a unit's own: one that only finds out
+    shapes, for models that are not in memory.
+    """
     recording = Recording()
     modules = dict(model.named_modules())
     marks = _Marks(recording, model)
     free = set(_free_leaves(model, units))
 
     def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return (_watch_free if name in free else _watch)(name, forward, marks)
+        if name in free:
+            return _watch_free(name, forward, marks)
+        return _watch(name, forward if instead is None else instead(name), marks)
 
     with _undone(model), patched(modules, [*units, *free], wrap), torch.no_grad():
         for tensor in [*tensors_in((args, kwargs)), *model.buffers()]:

@@ -6,6 +6,7 @@ length) the unit is run once on meta tensors, which compute nothing, and the ans
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.replay.record import Call, Leaf, shapes_of
+from penstock.model.replay.record import Call, Leaf, shapes_of, tensors_in
 
-__all__ = ["Shapes", "stand_in"]
+__all__ = ["Shapes", "shapes_only", "stand_in"]
 
 
 class Shapes:
@@ -37,13 +38,8 @@ class Shapes:
         return self._known[key]
 
     def _run(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        def to_meta(value: Any) -> Any:
-            return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), value)
-
-        state = {name: torch.empty_like(value, device="meta") for name, value in _state(module)}
         try:
-            with torch.no_grad():
-                output = torch.func.functional_call(module, state, to_meta(args), to_meta(kwargs), tie_weights=False)
+            output = run_on_meta(module, args, kwargs)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
             guessed = _with_changed_sizes(call, shapes_of((args, kwargs)))
             if guessed is not None:
@@ -53,10 +49,55 @@ class Shapes:
                 f"{shapes_of((args, kwargs))} ({type(error).__name__}: {error}); pass an example= of the shape that "
                 f"a microbatch has"
             ) from error
-        device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
         leaves, spec = pytree.tree_flatten(output)
-        known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        known = [
+            Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         return known, spec
+
+
+def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A module's output without computing it: shapes, types, structure."""
+
+    def to_meta(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), value)
+
+    return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs))
+
+
+def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
+    """A module's forward on zeros in the place of its parameters; buffers keep their values."""
+    state: dict[str, Tensor] = {
+        name: torch.zeros_like(value, device=device) for name, value in module.named_parameters(remove_duplicate=False)
+    }
+    state.update({name: value.to(device, copy=True) for name, value in module.named_buffers(remove_duplicate=False)})
+    own = module.__dict__.pop("forward", None)  # while an example is recorded, ours stands there
+    try:
+        with torch.no_grad():
+            return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    finally:
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
+    """A forward that returns stand-ins for what the module would have computed.
+
+    Where an operation has no meta form, this one module is run on zeros: memory for one unit.
+    """
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+        try:
+            output = run_on_meta(module, args, kwargs)
+        except (RuntimeError, NotImplementedError, ValueError, TypeError):
+            output = run_with(module, device, args, kwargs)
+        return pytree.tree_map_only(
+            Tensor, lambda t: torch.zeros((), dtype=t.dtype, device=device).expand(t.shape), output
+        )
+
+    return forward
 
 
 def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
@@ -78,10 +119,6 @@ def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
         else leaf
         for leaf in call.leaves
     ]
-
-
-def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def stand_in(leaf: Leaf, writable: bool) -> Tensor:

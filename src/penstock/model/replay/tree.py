@@ -29,8 +29,7 @@ def _copy(name: str, module: nn.Module, watched: set[str], answer: Answer, made:
         return known
     twin = copy.copy(module)
     made[id(module)] = twin
-    for table in ("_parameters", "_buffers", "_modules"):
-        twin.__dict__[table] = dict(module.__dict__[table])
+    twin.__dict__["_modules"] = dict(module._modules)  # parameters and buffers are one with the original's
     if name in watched:
         forward = module.forward
 

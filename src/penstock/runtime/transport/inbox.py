@@ -61,7 +61,7 @@ class Inbox:
                 tensor = torch.empty(slot.shape, dtype=slot.dtype, device=device)
                 directs.append(operations.receive_part(tensor, link, microbatch))
             if layout.stays:
-                value = layout.build(frame, [part.tensor for part in directs], self._device)
+                value = layout.build(frame, [part.tensor for part in directs] if directs else (), self._device)
         pending = link.pending[microbatch] = Pending(link.count, due, value, layout, frame, work, directs)
         link.count += 1
         return pending
@@ -97,8 +97,9 @@ class Inbox:
         """
         # What comes last is waited for first: the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        for part in reversed(pending.directs):
-            self._operations.wait_part(part, link.peer, link.edge, microbatch)
+        if pending.directs:
+            for part in reversed(pending.directs):
+                self._operations.wait_part(part, link.peer, link.edge, microbatch)
         self._operations.wait(pending.work, link.peer, link.edge, microbatch)
         raw = raw_header(pending.frame)
         header = None

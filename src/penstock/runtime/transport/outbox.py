@@ -43,10 +43,11 @@ class Outbox:
         if layout is None or leaves is None:
             self._send_changed(link, microbatch, layout, value)
             return
-        frame = layout.take_frame()
-        self._write_header(frame.header, DATA, link, microbatch, layout.checksum, 0)
+        frame, operations = layout.take_frame(), self._operations
+        HEADER.pack_into(
+            frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step, link.count, microbatch, *link.identity
+        )
         directs = layout.pack(leaves, frame)
-        operations = self._operations
         work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
         parts = [operations.send_part(tensor, link, microbatch) for tensor in directs] if directs else ()
         self._sent(link, UnderWay(microbatch, work, layout, frame, parts))

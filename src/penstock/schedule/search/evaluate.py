@@ -91,14 +91,20 @@ class _Run:
         """Run one rank until it must wait for an action that has not run; False when memory runs over."""
         problem, order, at, waiting = self.problem, self.orders[rank], self.at, self.waiting
         size, time, takes, feeds, wires = problem.size, problem.time, problem.takes, problem.feeds, problem.wires
-        cap, keep, owed, clock, held = problem.caps[rank], self.keep, self.owed[rank], self.clocks[rank], self.held[rank]
+        cap, keep, owed, clock, held = (
+            problem.caps[rank],
+            self.keep,
+            self.owed[rank],
+            self.clocks[rank],
+            self.held[rank],
+        )
         filling, logging, log, paid = self.filling, self.logging, self.logs[rank], self.paid[rank]
-        place = self.places[rank]
-        for place in range(place, len(order)):  # noqa: B020, PLR1704: where it stops is kept
+        for place in range(self.places[rank], len(order)):
             x = order[place]
             arrival = at[x]
             if arrival < 0.0:
                 waiting[x] = rank
+                self.places[rank] = place
                 break
             need = takes[x]
             while paid < len(owed):
@@ -129,9 +135,7 @@ class _Run:
                 at[target] = clock if wires[x][2] < 0 else self._carry(wires[x], clock)
                 if target in waiting:
                     ready.append(waiting.pop(target))
-        else:
-            place = len(order)
-        self.places[rank], self.clocks[rank], self.held[rank], self.paid[rank] = place, clock, held, paid
+        self.clocks[rank], self.held[rank], self.paid[rank] = clock, held, paid
         return True
 
     def _carry(self, wire: tuple[float, float, int], end: float) -> float:

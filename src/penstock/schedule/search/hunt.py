@@ -9,21 +9,24 @@ best orders so far.
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 from penstock.schedule.bounds import lower_bound
-from penstock.schedule.builders import FAMILIES
+from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.dispatch import Rule, dispatch
-from penstock.schedule.search.evaluate import Candidate, complete, price
+from penstock.schedule.search.evaluate import Candidate, Score, complete, price
 from penstock.schedule.search.improve import OVERRUNS, improve
-from penstock.schedule.search.problem import ROUNDING, Orders, Problem
+from penstock.schedule.search.problem import Orders, Problem
 
 __all__ = ["Hunt"]
 
+NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
+SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 RULES = (
     Rule(weight_time=0.3),
     Rule(turn="forward", input="rested", input_time=0.85, weight_time=0.25),
@@ -31,8 +34,9 @@ RULES = (
     Rule(forward="same", input="deep", patience=0.5, weight_time=0.4, hop_time=1.0),
 )
 KEPT = 4  # of the best orders, for changes
-CHANGES = 4_000_000  # actions priced in one run of changes, over microseconds each
-DISPATCH_SECONDS = 8e-6  # of one action, about; to know what there is no time for
+MARGIN = 1.005  # an estimate must be this far off before it decides
+LARGE = 100_000  # computes; from here on a rule takes the better part of a second
+SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
 
 
 class Hunt:
@@ -44,19 +48,16 @@ class Hunt:
             problem.placement, problem.microbatches, problem.costs, problem.memory, span=problem.span
         )
         self.best: list[Candidate] = []
-        self.rule: Rule | None = None  # the one that made the best order
-        self.rule_score = (float("inf"), 0.0)
-        self.priced = 0
+        self.rule: Rule | None = None  # the one that did best
+        self.rule_score = NOTHING
+        self.orders = 0  # how many were priced
+        self.spent = {"rules": 0.0, "changes": 0.0}
+        self.rehearsal = problem.shorter(3 * problem.ranks) if problem.microbatches > 4 * problem.ranks else None
 
     @property
     def value(self) -> float:
         """The objective of the best order so far."""
-        return self.best[0].score[0] if self.best else float("inf")
-
-    @property
-    def done(self) -> bool:
-        """Nothing can be shorter."""
-        return self.value <= self.bound * (1 + ROUNDING)
+        return self.best[0].score[0] if self.best else math.inf
 
     @property
     def stages_per_rank(self) -> int:
@@ -64,70 +65,107 @@ class Hunt:
         return self.problem.placement.stages_per_rank
 
     @property
-    def step_seconds(self) -> float:
-        """About how long one more rule takes."""
-        return 3 * self.problem.size * DISPATCH_SECONDS
+    def large(self) -> bool:
+        """One order takes long enough that not all can be tried."""
+        return 3 * self.problem.size > LARGE
 
-    def _offer(self, orders: Orders, overrun: float | None) -> Candidate | None:
-        self.priced += 1
+    @property
+    def step_seconds(self) -> float:
+        """About how long a rule takes."""
+        return 3 * self.problem.size * SECONDS
+
+    # -- what is known
+
+    def families(self, best: Callable[[], float]) -> Iterator[None]:
+        """Every builder's schedule for this placement, as it is and with W filled in anew.
+
+        On a large pipeline those are left out whose first microbatches say that they are no match for `best`.
+        """
+        problem, per_rank = self.problem, self.stages_per_rank
+        for family in reversed(FAMILIES.values()):  # the zero-bubble ones, which do best, are the later ones
+            if family.name == "forward-only" or (family.layout == "v" and per_rank != 2):
+                continue
+            if (family.layout == "block" and per_rank > 1) or (family.name in SAME_ALONE and per_rank == 1):
+                continue  # the same as another one
+            if family.placed(problem.ranks, per_rank) != problem.placement:
+                continue
+            if self.large and self._estimate(family, problem.ranks) > best() * MARGIN:
+                continue
+            rows = self._rows(family, problem)
+            self._offer(rows, None)
+            self._refill([[x for x in row if x < 2 * problem.size] for row in rows])
+            yield
+
+    def _rows(self, family: Family, problem: Problem) -> Orders:
+        sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
+        return problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2]))
+
+    def _estimate(self, family: Family, microbatches: int) -> float:
+        """What it would take, from what it takes with fewer microbatches; infinite where these do not fit.
+
+        Each microbatch more is more work for the busiest rank, and a family's fill and drain do not shrink.
+        """
+        problem = self.problem
+        if microbatches >= problem.microbatches:
+            return 0.0
+        short = problem.shorter(microbatches)
+        score = price(short, self._rows(family, short), None)
+        return math.inf if score is None else score[0] + (problem.microbatches - microbatches) * problem.busiest
+
+    def _offer(self, orders: Orders, overrun: float | None) -> Score:
+        self.orders += 1
         score = price(self.problem, orders, overrun)
         if score is None:
-            return None
-        found = Candidate(score, orders, overrun)
-        self._keep(found)
-        return found
+            return NOTHING
+        self._keep(Candidate(score, orders, overrun))
+        return score
 
     def _keep(self, found: Candidate) -> None:
         if all(found.score != other.score for other in self.best):
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
-    def families(self) -> Iterator[None]:
-        """Every builder's schedule for this placement, as it is and with W filled in anew."""
-        problem, per_rank = self.problem, self.stages_per_rank
-        for family in FAMILIES.values():
-            if family.name == "forward-only" or (family.layout == "v" and per_rank != 2):
-                continue
-            if family.layout == "block" and per_rank > 1:
-                continue  # the same as one stage a rank
-            if family.placed(problem.ranks, per_rank) != problem.placement:
-                continue
-            sizes = (problem.ranks, problem.microbatches, per_rank)
-            rows = problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2]))
-            self._offer(rows, None)
-            self._refill([[x for x in row if x < 2 * problem.size] for row in rows])
-            yield
+    def _refill(self, orders: Orders) -> Score:
+        return min(self._offer(orders, overrun) for overrun in (OVERRUNS[:1] if self.large else OVERRUNS))
 
-    def _refill(self, orders: Orders) -> tuple[float, float]:
-        scores = []
-        for overrun in OVERRUNS:
-            found = self._offer(orders, overrun)
-            if found is not None:
-                scores.append(found.score)
-        return min(scores, default=(float("inf"), 0.0))
-
-    def try_rule(self, rule: Rule) -> None:
-        """Make an order by a rule, and remember the rule when it did best."""
-        score = self._refill(dispatch(self.problem, rule))
-        if score <= self.rule_score:
-            self.rule, self.rule_score = rule, score
+    # -- what is made
 
     def rules(self) -> Iterator[None]:
         """The rules to begin with."""
         for rule in RULES:
-            self.try_rule(rule)
+            self._try(rule)
             yield
 
+    def _try(self, rule: Rule) -> None:
+        """Make an order by a rule; of many microbatches only when it does well on fewer, which takes less time."""
+        short = self.rehearsal
+        if short is None:
+            score = self._refill(dispatch(self.problem, rule))
+        else:
+            trial = dispatch(short, rule)
+            score = min(price(short, trial, overrun) or NOTHING for overrun in OVERRUNS)
+            if score <= self.rule_score:
+                self._refill(dispatch(self.problem, rule))
+        if score <= self.rule_score:
+            self.rule, self.rule_score = rule, score
+
     def step(self, deadline: float) -> None:
-        """One rule more, or a run of changes."""
-        draw = self.generator.random()
-        if draw < 0.5 or not self.best:
-            self.try_rule(_drawn(self.problem, self.rule if draw < 0.35 else None, self.generator))
-            return
+        """Rules or a run of changes, whichever has had less time so far."""
+        begin = time.thread_time()
+        what = "rules" if self.spent["rules"] <= self.spent["changes"] or not self.best else "changes"
+        if what == "rules":
+            like = self.rule if self.generator.random() < 0.7 else None
+            self._try(_drawn(self.problem, like, self.generator))
+        else:
+            self._change(deadline)
+        self.spent[what] += time.thread_time() - begin
+
+    def _change(self, deadline: float) -> None:
+        """A run of changes to one of the best orders, with its W filled in or in their places."""
         chosen = self.best[min(int(self.generator.expovariate(1.0)), len(self.best) - 1)]
         if chosen.overrun is not None and self.generator.random() < 0.3:
             chosen = Candidate(chosen.score, complete(self.problem, chosen), None)
-        tries = max(10, min(1000, CHANGES // (3 * self.problem.size) // 20))
-        self.priced += tries
+        tries = max(10, min(1000, LARGE // self.problem.size))
+        self.orders += tries
         self._keep(improve(self.problem, chosen, tries, deadline, self.generator))
 
 

@@ -5,8 +5,9 @@ behind it goes earlier. Beside these are random moves, and the same swap of two 
 all along a rank's row, because the middle of a good schedule is a pattern and one change in
 one place breaks it.
 
-A change that leaves the score as it is counts as help: long flat stretches are crossed by
-drifting. Within a stage, microbatches stay in order: they cost the same, so nothing is lost.
+A change is kept when the score is no worse than now, or than it was some changes ago (late
+acceptance): flat stretches are crossed by drifting, and small hills by remembering less well.
+Within a stage, microbatches stay in order: they cost the same, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,37 +22,41 @@ __all__ = ["OVERRUNS", "improve"]
 
 OVERRUNS = (0.0, 0.3, 0.6)
 REACH = 12  # how far an action moves at most
+MEMORIES = (1, 1, 20, 100)  # how many changes ago counts; 1 never goes uphill
 
 
 def improve(
     problem: Problem, candidate: Candidate, tries: int, deadline: float, generator: random.Random
 ) -> Candidate:
-    """The best of `tries` changes made one after the other, each kept unless it hurts."""
+    """The best order seen in `tries` changes, made one after the other."""
     gaps: list[tuple[int, int]] = []
     score = price(problem, candidate.orders, candidate.overrun, gaps)
     if score is None:
         return candidate
+    best = Candidate(score, candidate.orders, candidate.overrun)
     orders, overrun = [*candidate.orders], candidate.overrun
-    for _ in range(tries):
-        if time.perf_counter() > deadline:
+    past = [score] * generator.choice(MEMORIES)
+    for turn in range(tries):
+        if time.thread_time() > deadline:
             break
+        rank, changed, other = 0, orders[0], overrun
         if overrun is not None and generator.random() < 0.02:
             other = generator.random() * 0.8
-            found = price(problem, orders, other, gaps)
-            if found is not None and found <= score:
-                score, overrun = found, other
-            continue
-        rank, changed = _change(problem, orders, gaps, generator)
+        else:
+            rank, changed = _change(problem, orders, gaps, generator)
         if changed is None:
             continue
         kept, orders[rank] = orders[rank], changed
-        found = price(problem, orders, overrun)
-        if found is None or found > score:
+        found = price(problem, orders, other)
+        if found is None or found > max(score, past[turn % len(past)]):
             orders[rank] = kept
         else:
-            score = found
+            score, overrun = found, other
             price(problem, orders, overrun, gaps)
-    return Candidate(score, orders, overrun)
+            if score < best.score:
+                best = Candidate(score, [*orders], overrun)
+        past[turn % len(past)] = score
+    return best
 
 
 def _change(
@@ -80,7 +85,7 @@ def _earlier(problem: Problem, row: list[int], place: int, far: int) -> list[int
     moved, count = row[far], problem.microbatches
     kind, before = moved // count, moved - problem.size
     between = row[place:far]
-    if before in between or any([x // count == kind for x in between]):
+    if before in between or any(x // count == kind for x in between):
         return None
     return [*row[:place], moved, *between, *row[far + 1 :]]
 
@@ -90,7 +95,7 @@ def _later(problem: Problem, row: list[int], place: int, far: int) -> list[int] 
     moved, count = row[place], problem.microbatches
     kind, after = moved // count, moved + problem.size
     between = row[place + 1 : far + 1]
-    if after in between or any([x // count == kind for x in between]):
+    if after in between or any(x // count == kind for x in between):
         return None
     return [*row[:place], *between, moved, *row[far + 1 :]]
 

@@ -71,7 +71,12 @@ class Problem:
         self.time = self._spread([*forward, *backward, *weight])
         self.takes = self._spread([*self.most, *kept, *(-value for value in self.held)])
         self.feeds, self.wires = self._links()
-        self.total = float(microbatches * sum([*forward, *backward, *weight]))
+        work = [sum(times) for times in zip(forward, backward, weight, strict=True)]
+        self.busiest = max(sum(work[stage] for stage in placement.stages_of(rank)) for rank in range(self.ranks))
+
+    def shorter(self, microbatches: int) -> Problem:
+        """The same with another number of microbatches."""
+        return Problem(self.placement, microbatches, self.costs, self.memory, span=self.span)
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:
         return [value for value in by_place for _ in range(self.microbatches)]

@@ -6,12 +6,14 @@ that is what stays the same when the number of stages a rank is open: with v sta
 takes 1 / v of the time and holds 1 / v of the memory, while a hop costs what it costs. Costs
 given stage by stage say how many stages there are, and only that number is tried.
 
-It can be stopped at any time and has an answer; more time only makes it better. With
-`seconds=0` it tries the families and a few rules and nothing that depends on the clock.
+More time only makes the answer better. `seconds` are of this thread's own computing, so that a
+busy machine does not make the answer worse. With `seconds=0` the families and, on pipelines
+that are not large, a few rules are tried and nothing depends on the clock.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -138,7 +140,7 @@ def search_report(
         raise UsageError(f"seconds must be 0 or more, got {seconds}")
     if objective not in ("makespan", "span"):
         raise UsageError(f"the objective is makespan or span, got {objective!r}")
-    begin = time.perf_counter()
+    begin = time.thread_time()
     sizes = (stages_per_rank,) if isinstance(stages_per_rank, int) else tuple(stages_per_rank)
     kinds = (placements,) if isinstance(placements, str) else tuple(placements)
     _check(ranks, microbatches, sizes, kinds)
@@ -153,8 +155,8 @@ def search_report(
         objective,
         hunt.value,
         effort.bound,
-        tuple(Tried(hunt.stages_per_rank, hunt.kind, hunt.value, hunt.bound, hunt.priced) for hunt in effort.hunts),
-        time.perf_counter() - begin,
+        tuple(Tried(hunt.stages_per_rank, hunt.kind, hunt.value, hunt.bound, hunt.orders) for hunt in effort.hunts),
+        time.thread_time() - begin,
     )
 
 
@@ -232,31 +234,41 @@ class _Effort:
 
     def run(self, generator: random.Random) -> Hunt:
         """Search until the time is up or nothing can be better."""
-        for hunt in self.hunts:  # a promise, so whatever the time: never worse than any family
-            for _ in hunt.families():
+        promising = sorted(self.hunts, key=lambda hunt: hunt.bound)
+        for hunt in promising:  # a promise, so whatever the time: never worse than any family
+            if hunt.bound < self.best.value * (1 - ROUNDING):
+                for _ in hunt.families(lambda: self.best.value):
+                    self._tell()
+        for hunt in promising:
+            for _ in hunt.rules() if self._worth(hunt) else ():
                 self._tell()
-        for hunt in sorted(self.hunts, key=lambda hunt: hunt.bound):
-            for _ in hunt.rules():
-                self._tell()
-                if self._left() < 0 < self.seconds and self.best.best:
+                if not self._worth(hunt):
                     break
-        while self.seconds and self._left() > 0 and self._narrow():
-            hunt = self.best if generator.random() < 0.5 and self.best in self.open else generator.choice(self.open)
+        while self.seconds and self._narrow():
+            leaders = sorted(self.open, key=lambda hunt: hunt.value)
+            hunt = leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)]
             hunt.step(self.begin + self.seconds)
             self._tell()
         return self.best
 
+    def _worth(self, hunt: Hunt) -> bool:
+        """Are the first rules worth their time here? Where there is no answer yet, always."""
+        best = self.best.value
+        if best == math.inf:
+            return True
+        if hunt.bound >= best * (1 - ROUNDING):
+            return False
+        return hunt.step_seconds < self._left() if self.seconds else not hunt.large
+
     def _left(self) -> float:
-        return self.seconds - (time.perf_counter() - self.begin)
+        return self.seconds - (time.thread_time() - self.begin)
 
     def _narrow(self) -> bool:
         """Leave out the placements that cannot win any more, and those too large for the time left."""
         value, left = self.best.value, self._left()
-        self.open = [
-            hunt for hunt in self.hunts if hunt.bound < value * (1 - ROUNDING) and hunt.step_seconds < left
-        ]
-        return bool(self.open)
+        self.open = [hunt for hunt in self.hunts if hunt.bound < value * (1 - ROUNDING) and hunt.step_seconds < left]
+        return left > 0 and bool(self.open)
 
     def _tell(self) -> None:
         if self.progress is not None:
-            self.progress(time.perf_counter() - self.begin, self.best.value, self.bound)
+            self.progress(time.thread_time() - self.begin, self.best.value, self.bound)

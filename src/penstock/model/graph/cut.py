@@ -1,0 +1,101 @@
+"""The way in: an ordinary module and an example, out comes a split of its captured graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.model.graph.capture import capture
+from penstock.model.graph.part import GraphPart, Program, Programs, StageState, all_tensors
+from penstock.model.graph.places import choose_cuts, find_cuts, modules_of
+from penstock.model.graph.stages import build_stages
+from penstock.model.graph.structure import Arguments
+from penstock.model.graph.values import Values
+from penstock.model.split import Split
+
+__all__ = ["split_by_graph"]
+
+
+def split_by_graph(
+    model: nn.Module,
+    stages: int | None,
+    example: tuple[Any, ...] | Mapping[str, Any],
+    balance: str | Sequence[int] | None = None,
+    split_at: Sequence[str] = (),
+) -> Split:
+    """Cut the graph of a model; see `capture`, `values`, `places`, `stages` and `part`."""
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    wanted = stages if stages is not None else len(balance) if _are_counts(balance) else len(split_at) + 1
+    if wanted < 1:
+        raise ModelError(f"a model cannot make {wanted} stages; pass stages=1 or more")
+    arguments = Arguments(model, _fixed(model, kwargs))
+    values = Values(capture(model, arguments, args, kwargs))
+    tensors = all_tensors(model)
+    cuts = choose_cuts(values, tensors, wanted, balance, split_at)
+    program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts)))
+    programs = Programs(model, arguments, cuts, program)
+    programs.held = _holders(model, tensors, program)
+    parts = tuple(_part(index, model, tensors, programs) for index in range(wanted))
+    counts = ", ".join(str(stage.operations) for stage in program.stages)
+    sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
+    how = f"torch.export graph ({sizes}), operations a stage: {counts}"
+    return Split(parts, programs.topology, how)  # type: ignore[arg-type]
+
+
+def _are_counts(balance: str | Sequence[int] | None) -> bool:
+    return balance is not None and not isinstance(balance, str)
+
+
+def _fixed(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Training needs no key-value cache."""
+    names = inspect.signature(model.forward).parameters
+    return {"use_cache": False} if "use_cache" in names and "use_cache" not in kwargs else {}
+
+
+def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Programs) -> GraphPart:
+    saved = set(model.state_dict(keep_vars=True))
+    module = StageState()
+    here: dict[int, str] = {}
+    for name, tensor in tensors.items():  # in the model's order
+        if name in programs.held[index]:
+            module.take(name, tensor, persistent=isinstance(tensor, nn.Parameter) or name in saved)
+            here.setdefault(id(tensor), name)
+    module.train(model.training)
+    aliases = {name: here[id(tensor)] for name, tensor in tensors.items() if id(tensor) in here}
+    return GraphPart(index, programs, module, aliases)
+
+
+def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> list[set[str]]:
+    """For each stage the names of what it holds: all that it reads, and neighbours that nobody reads.
+
+    A tensor with several names goes by the one of the module that reads it: a tied head by the
+    head's name on the last stage and by the embedding's on the first.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    held: list[set[str]] = [set() for _ in program.stages]
+    stage_of: dict[str, int] = {}
+    for index, stage in enumerate(program.stages):
+        for name, readers in stage.state:
+            around = {module for reader in readers for module in modules_of(reader)[-1:]}
+            known = names[id(tensors[name])]
+            mine = [other for other in known if other.rpartition(".")[0] in around] or [name]
+            held[index].update(mine)
+            for other in mine:
+                stage_of.setdefault(other, index)
+    first = {id(tensors[name]): index for name, index in reversed(stage_of.items())}
+    last = 0
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [f"{prefix}.{leaf}" if prefix else leaf for leaf in (*module._parameters, *module._buffers)]
+        own = [name for name in own if name in tensors]
+        last = next((stage_of[name] for name in own if name in stage_of), last)
+        for name in own:
+            if name not in stage_of:
+                stage_of[name] = first.get(id(tensors[name]), last)
+                held[stage_of[name]].add(name)
+    return held

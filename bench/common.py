@@ -8,6 +8,7 @@ taken within one round: what slows a round down slows both of its sides.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -46,7 +47,7 @@ def options(
 ) -> argparse.Namespace:
     """The command line of a bench; `more` adds to it."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of small work: shows that it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="two rounds of little work: that it runs, not how fast")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of each comparison (default {rounds})")
     parser.add_argument("--schedules", default=",".join(THEIRS), help="which ones, separated by commas")
     more(parser)
@@ -178,7 +179,8 @@ class Table:
     def __init__(self, rank: int, title: str, columns: Sequence[tuple[str, int]]) -> None:
         self._quiet = rank != 0
         self._widths = [max(width, len(name)) for name, width in columns]
-        self._print(f"\n{title}")
+        load = os.getloadavg()[0]
+        self._print(f"\n{title}\n(load average of this machine at the start: {load:.1f}, on {os.cpu_count()} cores)")
         self.row([name for name, _ in columns])
 
     def row(self, cells: Sequence[object]) -> None:

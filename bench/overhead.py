@@ -125,7 +125,8 @@ def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], pe
 def measure_ranks(rank: int, settings: Namespace) -> None:
     count = 8 if settings.quick else 64
     title = f"Linear(8, 8), 2 gloo ranks, {count} microbatches: us a compute, and ratios"
-    columns = [("schedule", 17), ("bare", 7), ("torch", 7), ("ours", 7), ("ours/bare", 21), ("busy", 4), ("ours/torch", 21), ("busy", 4)]
+    columns = [("schedule", 17), ("bare", 7), ("torch", 7), ("ours", 7)]
+    columns += [("ours/bare", 21), ("busy", 4), ("ours/torch", 21), ("busy", 4)]
     table = Table(rank, title, columns)
     for family in settings.schedules:
         steps, pipe = contestants(family, rank, count)
@@ -155,7 +156,8 @@ def measure_alone(_: int, settings: Namespace) -> None:
     x, y = torch.randn(2, count * ROWS, WIDTH).unbind()
     xs, ys, seed = x.split(ROWS), y.split(ROWS), torch.tensor(1 / count)
     plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-    table = Table(0, "one process, nothing sent: us a compute", [("what", 17), ("plain", 7), ("ours", 7), ("ours/plain", 10), ("busy", 4)])
+    columns = [("what", 17), ("plain", 7), ("ours", 7), ("ours/plain", 10), ("busy", 4)]
+    table = Table(0, "one process, nothing sent: us a compute", columns)
     for name, stages, threads in (("one rank", 1, 1), ("one rank, split", 2, 1), ("two threads", 2, 2)):
         family = "zb-v" if "split" in name else "1f1b"
         modules = [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
@@ -172,10 +174,9 @@ def measure_alone(_: int, settings: Namespace) -> None:
 
         times = interleave({"plain": loop, "ours": lambda pipe=pipe: pipe.step(x, target=y)}, settings.rounds)
         actions = computes(pipe)
-        table.row(
-            [name, times.median("plain") / actions * 1e6, times.median("ours") / actions * 1e6]
-            + [f"{times.ratio('ours', 'plain'):.2f}", f"{times.busy_ratio('ours', 'plain'):.2f}"]
-        )
+        medians = [times.median(who) / actions * 1e6 for who in ("plain", "ours")]
+        busy = f"{times.busy_ratio('ours', 'plain'):.2f}" if threads == 1 else "-"
+        table.row([name, *medians, f"{times.ratio('ours', 'plain'):.2f}", busy])
         if settings.profile and threads == 1:
             profile(pipe, x, y)
         pipe.close()

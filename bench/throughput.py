@@ -13,7 +13,8 @@ messages  stages of little compute and messages of 1 and 2 MiB: against torch, a
           (a rank's computes without messages / (1 - idle share)) + raw gloo moving the same messages, both ways at once
 threads   ranks as threads of one process against ranks as processes
 
-The idle share is the simulator's, for forward, input and weight gradients of equal cost.
+The idle share is the simulator's, for forward, input and weight gradients of equal cost. `busy` is the ratio of
+processor time (see `common.Times`).
 """
 
 from __future__ import annotations
@@ -69,14 +70,15 @@ def idle_share(pipe: penstock.Pipeline) -> float:
 def blocks(family: str, quick: bool, width: int) -> list[nn.Module]:
     """The model in as many stages as the schedule has."""
     stages = 4 if family in SEVERAL else 2
-    each = (1 if quick else 8 // stages)
+    each = 1 if quick else 8 // stages
     return [nn.Sequential(*[Block(width, 6) for _ in range(each)]) for _ in range(stages)]
 
 
 def measure_model(rank: int, settings: Namespace) -> None:
     quick = settings.quick
     width, tokens, batch = (48, 16, 16) if quick else (384, 128, 16)
-    columns = [("schedule", 17), ("microbatches", 12), ("ours/torch", 21), ("of ideal", 21), ("of halves", 9)]
+    columns = [("schedule", 17), ("microbatches", 12), ("ours/torch", 21), ("busy", 4)]
+    columns += [("of ideal", 21), ("of halves", 9)]
     table = Table(rank, f"transformer blocks, width {width}, {tokens} tokens, batch {batch}", columns)
     for count in (8,) if quick else (8, 16):
         for family in settings.schedules:
@@ -100,6 +102,7 @@ def measure_model(rank: int, settings: Namespace) -> None:
                     family,
                     count,
                     Goal(times.ratio("ours", "torch"), 1.0),
+                    f"{times.busy_ratio('ours', 'torch'):.2f}",
                     Goal(times.ratio("one", "ours") / 2 / share, 0.95, at_least=True),
                     f"{times.ratio('halves', 'ours') / share:.2f}",
                 ]
@@ -146,7 +149,7 @@ def computes_only(stages: list[nn.Module], x: Tensor, count: int) -> None:
 
 def measure_messages(rank: int, settings: Namespace) -> None:
     count, width = (4, 256) if settings.quick else (16, 4096)
-    columns = [("schedule", 17), ("MiB", 5), ("ours/torch", 21), ("of compute + messages", 21)]
+    columns = [("schedule", 17), ("MiB", 5), ("ours/torch", 21), ("busy", 4), ("of compute + messages", 21)]
     table = Table(rank, f"large messages, little compute, {count} microbatches", columns)
     for rows in (64,) if settings.quick else (64, 128):
         for family in settings.schedules:
@@ -170,7 +173,8 @@ def measure_messages(rank: int, settings: Namespace) -> None:
             pipe.close()
             allowed = ratio(times, "ours", lambda row, share=share: row["compute"] / share + row["messages"])
             size = f"{rows * width * 4 / 2**20:.2g}"
-            table.row([family, size, Goal(times.ratio("ours", "torch"), 1.0), Goal(allowed, 1.15)])
+            busy = f"{times.busy_ratio('ours', 'torch'):.2f}"
+            table.row([family, size, Goal(times.ratio("ours", "torch"), 1.0), busy, Goal(allowed, 1.15)])
 
 
 # -- threads

@@ -67,7 +67,7 @@ def _collected(pipes: list[Connection], limit: float) -> list[Any]:
                 answers[rank] = (False, "died without a word")
         if any(not good for good, _ in answers.values()):
             deadline = min(deadline, time.monotonic() + 10)  # the others say what they know, or never will
-    answers.update({rank: (False, f"said nothing for {limit:g} s") for rank in silent})
+    answers.update(dict.fromkeys(silent, (False, f"said nothing for {limit:g} s")))
     problems = [f"--- rank {rank}: {what}" for rank, (good, what) in sorted(answers.items()) if not good]
     if problems:
         raise RankError("\n".join(problems))

@@ -1,8 +1,8 @@
 """How many bytes a rank holds: storages counted, not the process's memory.
 
 A mode that sees every operation notes the storages that it makes, weakly; a storage counts as long as anything keeps
-it: a graph in C++, a message, a record. It is on while a rank runs its actions, by way of handlers, so what a rank
-makes is that rank's; what it fetches from another becomes its own.
+it: a graph in C++, a record, a gradient that waits for W. It is on while a rank computes, by way of handlers, so what
+a rank makes is that rank's. What a stage has made for another is a message, and no activation, until it is fetched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -77,16 +76,16 @@ class Live:
 
     def _handle(self, action: Action, context: Context) -> None:
         ledger, executor = self.ledgers[context.rank], self.pipe.crew.executors[context.rank]
-        with _Watch(ledger):
-            if action.op.is_compute or action.op.is_pair:
-                context.fetch(action)
-                arrived = list(executor._fetched.values())
-                for other in self.ledgers.values():
-                    other.remove(arrived)
-                ledger.add(arrived)
-                del arrived
+        if action.op.is_transfer:
             context.run(action)
-        ledger.remove(self.batch)
+            return
+        context.fetch(action)
+        arrived = list(executor._fetched.values())
+        ledger.add(arrived)
+        del arrived
+        with _Watch(ledger):
+            context.run(action)
+        ledger.remove((self.batch, executor.mailbox._out, executor.mailbox._values))
         for parameter in self.pipe.parameters():
             ledger.remove((parameter.detach(), parameter.grad))
         ledger.history.append((action, ledger.alive()))
@@ -105,13 +104,13 @@ def allowed(schedule: Schedule, rank: int, bytes_of_stage: Sequence[int]) -> int
     return most
 
 
-def bytes_of(stage: Callable[[Tensor], Tensor], parameters: Iterable[Tensor], x: Tensor) -> int:
+def bytes_of(stage: Callable[[Tensor], Tensor], uncounted: Iterable[Tensor], x: Tensor) -> int:
     """What one microbatch of a stage holds between its forward and its backward: its input, and what autograd saved."""
     ledger = Ledger()
     with _Watch(ledger):
         x = x.clone().requires_grad_()
         graph = stage(x).grad_fn
-    for parameter in parameters:
-        ledger.remove(parameter.detach())
+    for tensor in uncounted:
+        ledger.remove(tensor.detach())
     assert graph is not None
     return ledger.alive()

@@ -12,6 +12,7 @@ from exactness.cases import TRAINING, Case, all_pipelined, differences, pipeline
 from exactness.models import MODELS
 from processes import on_processes
 
+from penstock.runtime.transport import ThreadTransport
 from penstock.runtime.world import World
 
 EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
@@ -68,7 +69,11 @@ def test_threads_with_odd_sizes(case: Case) -> None:
 @pytest.mark.parametrize("family", TRAINING)
 def test_threads_with_nothing_buffered(family: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "capacity", 0)
+    asked: list[int | None] = []
+    group = ThreadTransport.group
+    monkeypatch.setattr(ThreadTransport, "group", lambda *given: (asked.append(given[1]), group(*given))[1])
     check(Case(family, model))
+    assert asked == [0]
 
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])

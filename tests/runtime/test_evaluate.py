@@ -72,7 +72,9 @@ def test_before_between_and_after_training_at_any_batch_size(schedule: str) -> N
 
 def test_modules_that_the_user_put_into_eval_mode_are_still_in_it() -> None:
     pipe = pipeline()
-    norms = [module for part in pipe.crew.modules().values() for module in part.modules() if "Norm" in str(type(module))]
+    norms = [
+        module for part in pipe.crew.modules().values() for module in part.modules() if "Norm" in str(type(module))
+    ]
     for norm in norms:
         norm.eval()
     pipe.predict(torch.randn(4, 4))

@@ -74,7 +74,9 @@ def test_a_handler_is_given_the_steps_data() -> None:
         context.run(action)
         if action.stage == 3:
             batch = context.batch
-            seen.append((context.rank, sorted(context.stages), batch.targets[action.microbatch].shape, len(context.losses)))
+            seen.append(
+                (context.rank, sorted(context.stages), batch.targets[action.microbatch].shape, len(context.losses))
+            )
             assert all(isinstance(pair, tuple) for pair in context.transfers)
 
     pipe.register(Op.F, handler)

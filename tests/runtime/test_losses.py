@@ -101,7 +101,7 @@ def test_a_microbatch_that_weighs_nothing_adds_nothing_although_its_own_mean_is_
 
 def test_a_batch_without_weight_has_no_mean() -> None:
     pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=F.mse_loss, loss_weight=lambda target: 0)
-    with pytest.raises(ModelError, match="the microbatches weigh 0.0 in all"):
+    with pytest.raises(ModelError, match=r"the microbatches weigh 0\.0 in all"):
         pipe.step(torch.randn(4, 6).double(), target=torch.randn(4, 6).double())
     with pytest.raises(UsageError, match=r"loss_weight reads the target, but step\(\) got none"):
         pipe.step(torch.randn(4, 6).double())

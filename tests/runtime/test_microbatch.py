@@ -77,7 +77,10 @@ def test_the_rows_of_a_ready_split_are_counted_where_its_rows_are() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: split(2, torch.ones(4), mask=torch.ones(3)), "'mask' has 3 rows along dimension 0, but argument 0 has 4"),
+        (
+            lambda: split(2, torch.ones(4), mask=torch.ones(3)),
+            "'mask' has 3 rows along dimension 0, but argument 0 has 4",
+        ),
         (lambda: split(2, torch.ones(4), target=torch.ones(6)), "'target' has 6 rows along dimension 0"),
         (lambda: split(4, torch.ones(3)), "argument 0 has 3 rows, fewer than the 4 microbatches"),
         (lambda: split(2, Microbatches([torch.ones(1)] * 3)), "argument 0 has 3 microbatches, the pipeline 2"),
@@ -195,8 +198,10 @@ def test_shapes_may_change_between_microbatches_and_between_steps(schedule: str)
     for lengths in [(3, 5, 1), (3, 5, 1), (2, 2, 7), (1, 1, 1)]:
         xs = [torch.randn(2, length, 4) for length in lengths]
         ys = [torch.randn(2, length, 4) for length in lengths]
-        result = pipe.step(Microbatches(xs), target=Microbatches(ys), outputs=True) if len(set(lengths)) == 1 else (
-            pipe.step(Microbatches(xs), target=Microbatches(ys))
+        result = (
+            pipe.step(Microbatches(xs), target=Microbatches(ys), outputs=True)
+            if len(set(lengths)) == 1
+            else (pipe.step(Microbatches(xs), target=Microbatches(ys)))
         )
         got = [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
         pipe.zero_grad()
@@ -217,7 +222,9 @@ def test_targets_and_outputs_may_be_pytrees() -> None:
     pipe = penstock.Pipeline(
         [nn.Linear(4, 4), Two()],
         microbatches=2,
-        loss_fn=lambda out, target: F.mse_loss(out["twice"], target["a"][0]) + F.mse_loss(out["parts"][1][0], target["b"]),
+        loss_fn=lambda out, target: (
+            F.mse_loss(out["twice"], target["a"][0]) + F.mse_loss(out["parts"][1][0], target["b"])
+        ),
     )
     x = torch.randn(5, 4)
     target = {"a": (torch.randn(5, 4),), "b": torch.randn(5)}

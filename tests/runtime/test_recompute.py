@@ -105,5 +105,7 @@ def test_a_stage_that_differentiates_in_its_forward_is_told_what_to_do() -> None
 
 
 def test_an_unknown_choice_is_an_error() -> None:
-    with pytest.raises(penstock.errors.UsageError, match=r"recompute='sometimes': choose one of 'never', 'except_last'"):
+    with pytest.raises(
+        penstock.errors.UsageError, match=r"recompute='sometimes': choose one of 'never', 'except_last'"
+    ):
         penstock.Pipeline([nn.Linear(4, 4)], microbatches=2, recompute="sometimes")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_some_values_that_cross_have_no_gradient_and_some_gradients_never_come(s
 
 
 class Checkpointed(nn.Module):
-    runs: Counter[int] = Counter()
+    runs: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, number: int, reentrant: bool) -> None:
         super().__init__()

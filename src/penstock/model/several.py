@@ -18,11 +18,13 @@ import random
 from collections.abc import Sequence
 
 from penstock.model.partition import ROUNDING, Ends, Problem, Run, classic
-from penstock.model.two_rounds import Verdict, two_rounds
+from penstock.model.two_rounds import Verdict, takes, two_rounds
 
 __all__ = ["lightest"]
 
 SHAKES = 16
+SHAKE_WORK = 50_000  # atoms x stages x shakes: fewer shakes for the largest
+CLOSE = 1e-4
 STEPS = 600_000  # of one search: less than a second
 BETTER = 1 - 3 * ROUNDING
 
@@ -37,16 +39,30 @@ def lightest(problem: Problem, slack: float = 0.0) -> tuple[Ends, bool] | None:
     begin = classic(Problem(problem.sums, tuple(range(count)), (0.0,) * count, speeds, problem.crossing, problem.walls))
     if begin is None:
         return None
-    ends, exact = _settle(problem, _shake(problem, _improve(problem, begin)))
+    ends = _improve(problem, begin)
+    ends = _bisect(problem, ends) if takes(problem) else _shake(problem, ends)
+    ends, exact = _settle(problem, ends)
     bound = max(problem.loads(ends)) * (1 + slack)
     ends = _fewer_bytes(problem, ends, bound)
     return _Search(problem, bound, ends).run(problem.bytes(ends)) or ends, exact
 
 
+def _bisect(problem: Problem, best: Ends) -> Ends:
+    """For two rounds: halve the gap between what is known and what cannot be, with the quick sweep."""
+    low = _floor(problem)
+    while (high := max(problem.loads(best))) - low > CLOSE * high:
+        found = two_rounds(problem, (low + high) / 2, STEPS, quick=True)[1]
+        if found is None:
+            low = (low + high) / 2
+        else:
+            best = found
+    return best
+
+
 def _shake(problem: Problem, best: Ends) -> Ends:
     """Move some cuts, improve again, keep the best."""
     chance = random.Random(0)
-    for _ in range(SHAKES):
+    for _ in range(min(SHAKES, 1 + SHAKE_WORK // (problem.atoms * problem.stages))):
         if max(problem.loads(best)) <= _floor(problem) * (1 + ROUNDING):
             break
         ends = _improve(problem, _shaken(best, chance, problem))
@@ -59,7 +75,7 @@ def _settle(problem: Problem, best: Ends) -> tuple[Ends, bool]:
     """Look for something better until there is none, or until the budget is spent."""
     while max(problem.loads(best)) > _floor(problem) * (1 + ROUNDING):
         bound = max(problem.loads(best)) * BETTER
-        verdict, found = two_rounds(problem, bound, STEPS)
+        verdict, found = two_rounds(problem, bound, STEPS) if takes(problem) else (Verdict.UNKNOWN, None)
         if verdict is Verdict.UNKNOWN:
             search = _Search(problem, bound, best)
             found = search.run(None)
@@ -71,11 +87,12 @@ def _settle(problem: Problem, best: Ends) -> tuple[Ends, bool]:
 
 
 def _floor(problem: Problem) -> float:
-    """No cut is lighter: the whole shared out evenly, and the heaviest atom wherever it is cheapest."""
+    """No cut is lighter: the whole shared out evenly; and the heaviest atom with the lightest beside it."""
     carried = sum(base * speed for base, speed in zip(problem.base, problem.speeds, strict=True))
     even = (problem.least[0] + carried) / sum(problem.speeds)
-    atom = max(min(sums[n + 1] - sums[n] for sums in problem.sums) for n in range(problem.atoms))
-    floor = max(even, atom, *problem.base)
+    atoms = sorted(min(sums[n + 1] - sums[n] for sums in problem.sums) for n in range(problem.atoms))
+    others = min(problem.ranks.count(rank) for rank in problem.ranks) - 1  # stages of its rank, each with an atom
+    floor = max(even, atoms[-1] + sum(atoms[:others]), *problem.base)
     return math.ceil(floor / problem.grain) * problem.grain if problem.grain else floor
 
 

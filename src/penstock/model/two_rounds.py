@@ -2,15 +2,16 @@
 
 Rank by rank, a rank takes the next atoms of the first round (from the left) and of the second: in
 a V from the right end, in a loop onwards from where the second round begins, which is tried at
-every place. How far the first round has come decides the best that the second can have done, for
-having taken more is never worse. So a state is one number, and what cannot fit any more, because
-the work that is left exceeds the room that is left, is dropped.
+every place. A state is how far both rounds have come.
 
     loop   0 1 2 | 0 1 2     first: 0 -> m     second: m -> end
     V      0 1 2 | 2 1 0     first: 0 -> t     second: end -> t
 
-Stages may be empty here, which makes "never worse" true and a No a proof; a Yes with an empty
-stage that cannot be mended is no answer.
+A first sweep keeps, of the states that are equally far in one round, the one that is furthest in
+the other: quick, and nearly always right, but not always, because a rank that took less may leave
+a light atom to a stage that must not be empty. Where it finds nothing, a second sweep keeps all
+states, and its No is a proof. What cannot fit any more, because the work that is left exceeds the
+room that is left, is dropped: near the optimum little else remains.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from enum import Enum
-from itertools import pairwise
 
 from penstock.model.partition import ROUNDING, Ends, Problem
 
-__all__ = ["Verdict", "two_rounds"]
+__all__ = ["Verdict", "takes", "two_rounds"]
 
-States = dict[int, tuple[int, int]]  # how far the first round is -> how far the second, and the first before
+State = tuple[int, int]  # how far the first round is, and the second
+States = dict[State, State]  # each with the one before it
 
 
 class Verdict(Enum):
@@ -35,128 +36,121 @@ class Verdict(Enum):
     UNKNOWN = "not decided"
 
 
-def two_rounds(problem: Problem, bound: float, steps: int) -> tuple[Verdict, Ends | None]:
-    """A cut within `bound`, or that there is none; not decided where the placement is another or steps run out."""
-    ranks, half = problem.ranks, problem.stages // 2
-    first, second = ranks[:half], ranks[half:]
+def takes(problem: Problem) -> bool:
+    """Are there two rounds, in a loop or a V, and no cut that must be somewhere?"""
+    half = problem.stages // 2
+    first, second = problem.ranks[:half], problem.ranks[half:]
     walled = any(wall != problem.atoms for wall in problem.walls)
-    if walled or len(set(first)) != half or second not in (first, first[::-1]):
-        return Verdict.UNKNOWN, None
-    sweep = _Sweep(problem, bound * (1 + ROUNDING), steps)
-    undecided = False
-    for ends in sweep.v() if second == first[::-1] else sweep.loop():
-        mended = _mended(ends)
-        if mended is not None and max(problem.loads(mended)) <= bound * (1 + ROUNDING):
-            return Verdict.FOUND, mended
-        undecided = True
-    return (Verdict.UNKNOWN if undecided or sweep.left <= 0 else Verdict.NONE), None
+    return not walled and len(set(first)) == half and second in (first, first[::-1])
 
 
-def _mended(ends: Ends) -> Ends | None:
-    """Every stage with an atom at least, the cuts moved as little as that takes."""
-    ends = list(ends)
-    for place in range(1, len(ends) - 1):
-        ends[place] = max(ends[place], ends[place - 1] + 1)
-    for place in reversed(range(1, len(ends) - 1)):
-        ends[place] = min(ends[place], ends[place + 1] - 1)
-    return ends if all(one < other for one, other in pairwise(ends)) else None
+def two_rounds(problem: Problem, bound: float, steps: int, quick: bool = False) -> tuple[Verdict, Ends | None]:
+    """A cut within `bound`, or that there is none; not decided where the steps run out, or in the quick sweep alone."""
+    half = problem.stages // 2
+    turns = problem.ranks[half:] == problem.ranks[:half][::-1]
+    for keep_all in (False,) if quick else (False, True):
+        sweep = _Sweep(problem, bound * (1 + ROUNDING), steps, keep_all)
+        found = next(sweep.v() if turns else sweep.loop(), None)
+        if found is not None:
+            return Verdict.FOUND, found
+    return (Verdict.NONE if sweep.left > 0 and not quick else Verdict.UNKNOWN), None
 
 
 class _Sweep:
-    def __init__(self, problem: Problem, bound: float, steps: int) -> None:
+    def __init__(self, problem: Problem, bound: float, steps: int, keep_all: bool) -> None:
         self.problem = problem
         self.left = steps
+        self.keep_all = keep_all
         self.half = problem.stages // 2
         order = problem.ranks[: self.half]
         self.rooms = [bound - problem.base[rank] for rank in order]
-        self.after = [0.0]  # by rank, in order: the room of those after it, at speed 1
+        after = [0.0]  # by rank, in order: the room of those after it, at speed 1
         for rank, room in zip(reversed(order), reversed(self.rooms), strict=True):
-            self.after.append(self.after[-1] + room * problem.speeds[rank])
-        self.after = [room * (1 + ROUNDING) for room in reversed(self.after)][1:]
+            after.append(after[-1] + room * problem.speeds[rank])
+        self.after = [room * (1 + ROUNDING) for room in reversed(after)][1:]
 
     def v(self) -> Iterator[Ends]:
-        """From both ends inwards."""
+        """From both ends inwards, until they meet."""
         problem, atoms = self.problem, self.problem.atoms
         least = problem.least
-        layers: list[States] = [{0: (atoms, 0)}]
+        layers: list[States] = [{(0, atoms): (0, atoms)}]
         for number in range(self.half):
-            right = problem.sums[problem.stages - 1 - number]
+            right, later = problem.sums[problem.stages - 1 - number], 2 * (self.half - 1 - number)
 
-            def furthest(start: int, room: float, end: int, right: list[float] = right) -> int:
-                return max(bisect_left(right, right[start] - room), end)
+            def ends(second: int, room: float, end: int, right: list[float] = right, later: int = later) -> range:
+                return range(max(bisect_left(right, right[second] - room), end + later), second)
 
-            layers.append(self._grow(layers[-1], number, furthest, lambda i, j: least[i] - least[j], -1, atoms))
-        for turn, (end, _) in layers[-1].items():
-            if end <= turn:
-                there, back = _trace(layers, turn)
+            layers.append(self._grow(layers[-1], number, ends, lambda i, j: least[i] - least[j], atoms - later, -1))
+        for state in layers[-1]:
+            if state[0] == state[1]:
+                there, back = _trace(layers, state)
                 yield [*there, *back[-2::-1]]
-                return
 
     def loop(self) -> Iterator[Ends]:
         """For every place where the second round can begin."""
-        problem, atoms = self.problem, self.problem.atoms
-        least = problem.least
+        problem, atoms, least = self.problem, self.problem.atoms, self.problem.least
         for middle in range(self.half, atoms - self.half + 1):
-            layers: list[States] = [{0: (middle, 0)}]
+            layers: list[States] = [{(0, middle): (0, middle)}]
             beyond = least[middle]
             for number in range(self.half):
-                onward = problem.sums[self.half + number]
+                onward, later = problem.sums[self.half + number], self.half - 1 - number
 
-                def furthest(start: int, room: float, _: int, onward: list[float] = onward) -> int:
-                    return bisect_right(onward, onward[start] + room) - 1
+                def ends(second: int, room: float, _: int, onward: list[float] = onward, later: int = later) -> range:
+                    high = min(bisect_right(onward, onward[second] + room) - 1, atoms - later)
+                    return range(high, second, -1)
 
-                def remaining(i: int, j: int, beyond: float = beyond) -> float:
-                    return least[i] - beyond + least[j]
+                def remaining(first: int, second: int, beyond: float = beyond) -> float:
+                    return least[first] - beyond + least[second]
 
-                layers.append(self._grow(layers[-1], number, furthest, remaining, 1, middle))
-            if layers[-1].get(middle, (0, 0))[0] == atoms:
-                there, onwards = _trace(layers, middle)
+                layers.append(self._grow(layers[-1], number, ends, remaining, middle - later, 1))
+            if (middle, atoms) in layers[-1]:
+                there, onwards = _trace(layers, (middle, atoms))
                 yield [*there, *onwards[1:]]
 
     def _grow(
         self,
         states: States,
         number: int,
-        furthest: Callable[[int, float, int], int],
+        ends: Callable[[int, float, int], range],
         remaining: Callable[[int, int], float],
-        sign: int,
         last: int,
+        sign: int,
     ) -> States:
-        """One more rank: all that it can take of the first round, and with each the most of the second."""
+        """One more rank: all that it can take of the first round, and with each of the second, most first."""
         left, room, later = self.problem.sums[number], self.rooms[number], self.after[number]
         grown: States = {}
-        for start, (second, _) in states.items():
-            end = start
-            while end <= last and self.left > 0:
+        for state in states:
+            start, second = state
+            for end in range(start + 1, last + 1):
                 rest = room - (left[end] - left[start])
-                if rest < 0:
+                if rest < 0 or self.left <= 0:
                     break
                 self.left -= 1
-                taken = furthest(second, rest, end)
-                known = grown.get(end)
-                if (known is None or (taken - known[0]) * sign > 0) and remaining(end, taken) <= later:
-                    grown[end] = (taken, start)
-                end += 1
-        return _undominated(grown, sign)
+                for taken in ends(second, rest, end):
+                    if remaining(end, taken) > later:
+                        break
+                    self.left -= 1
+                    grown[end, taken] = state
+                    if not self.keep_all:
+                        break
+        return grown if self.keep_all else _undominated(grown, sign)
 
 
 def _undominated(states: States, sign: int) -> States:
     """Without those that are behind another one in both rounds."""
     kept: States = {}
     best: int | None = None
-    for end in sorted(states, reverse=True):
-        second = states[end][0]
+    for first, second in sorted(states, key=lambda state: (-state[0], -state[1] * sign)):
         if best is None or (second - best) * sign > 0:
-            kept[end] = states[end]
+            kept[first, second] = states[first, second]
             best = second
     return kept
 
 
-def _trace(layers: list[States], end: int) -> tuple[list[int], list[int]]:
+def _trace(layers: list[States], state: State) -> tuple[list[int], list[int]]:
     """The ends of both rounds' stages, from the first rank to the last."""
-    first, second = [], []
+    found = []
     for states in reversed(layers):
-        first.append(end)
-        second.append(states[end][0])
-        end = states[end][1]
-    return first[::-1], second[::-1]
+        found.append(state)
+        state = states[state]
+    return [first for first, _ in reversed(found)], [second for _, second in reversed(found)]

@@ -27,7 +27,7 @@ from torch.autograd import profiler
 
 from penstock.errors import MessageError, ModelError, PeerFailure
 from penstock.model.split import OUTPUT
-from penstock.runtime.losses import Seeds, sum_in_order
+from penstock.runtime.losses import Seeds, sum_in_order, own_loss
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import Begun
@@ -361,7 +361,7 @@ class Executor:
         """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
         given = self.given
         if given.loss_fn is None:
-            return (lambda output: output) if given.training else _scalar
+            return own_loss if given.training else _scalar
         if not (given.training or given.batch.has_target):
             return None
         target, extra = given.batch.targets[microbatch], given.batch.loss_kwargs[microbatch]
@@ -499,7 +499,8 @@ def _in_words(error: BaseException) -> str:
 
 
 def _scalar(output: Any) -> Tensor | None:
-    return output if isinstance(output, Tensor) and output.dim() == 0 else None
+    loss = own_loss(output)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def _detached(value: Any) -> Any:

@@ -12,7 +12,7 @@ just add, tied parameters are not scaled twice, and hooks see final numbers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -102,6 +102,14 @@ def check_loss(loss: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ModelError(f"the loss is {what}; loss_fn(output, target) must return a scalar tensor, such as its mean")
     return loss
+
+
+def own_loss(output: Any) -> Any:
+    """Without a loss_fn: the output is the loss, or carries it under that name (as Hugging Face models do)."""
+    if isinstance(output, Mapping):
+        return output.get("loss", output)
+    loss = getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else output
 
 
 class ExtraLosses:

@@ -145,14 +145,14 @@ def _capture(
         return found
 
     # a size that stays unknown makes some models uncapturable; without unknowns they may still be
-    flexible = tuple({place: Dim.AUTO for place in range(tensor.dim())} for tensor in tensors)
+    flexible = tuple([Dim.AUTO if size > 1 else Dim.STATIC for size in tensor.shape] for tensor in tensors)
     try:
         try:
-            program = _export(_Flat(model, call), tuple(tensors), {"tensors": flexible}, where)
+            program = _export(_Flat(model, call), tuple(tensors), {"tensors": flexible}, where, effects)
         except ModelError:
             raise
         except Exception:
-            program = _export(_Flat(model, call), tuple(tensors), None, where)
+            program = _export(_Flat(model, call), tuple(tensors), None, where, effects)
     except ModelError:
         raise
     except Exception as error:
@@ -160,12 +160,13 @@ def _capture(
     return Capture(program, named.key(), outputs[-1])
 
 
-def _export(flat: _Flat, tensors: tuple[Any, ...], shapes: Any, where: Where) -> ExportedProgram:
+def _export(flat: _Flat, tensors: tuple[Any, ...], shapes: Any, where: Where, effects: Effects) -> ExportedProgram:
     flat.training = flat.model.training
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(effects.restored())
         stack.enter_context(where.watched())
         stack.enter_context(nothing_lost(where))
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)

@@ -27,7 +27,8 @@ from penstock.errors import ModelError
 __all__ = ["Effects", "Where", "nothing_lost"]
 
 INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
-HARMLESS = ("torch.utils.checkpoint._NoopSaveInputs",)
+# what checkpoint uses to mark its inputs, and the backward of a torch.library.custom_op, which stays one operation
+HARMLESS = ("torch.utils.checkpoint._NoopSaveInputs", "torch._library.autograd.GeneratedBackwardFor")
 _MISSING = object()
 
 
@@ -66,6 +67,17 @@ class Effects:
         self._modules = dict(model.named_modules())
         self.changed: set[tuple[str, str]] = set()  # (module, attribute)
         self.before: list[Tensor] = []  # what stood in changed attributes and containers before
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around an export, which puts back equal attributes but not the same objects."""
+        kept = {name: dict(vars(module)) for name, module in self._modules.items()}
+        try:
+            yield
+        finally:
+            for name, attributes in kept.items():
+                now = vars(self._modules[name])
+                now.update({key: value for key, value in attributes.items() if key not in INTERNAL})
 
     @contextmanager
     def undone(self) -> Iterator[None]:
@@ -172,7 +184,7 @@ def nothing_lost(where: Where) -> Iterator[None]:
     apply, hook = vars(torch.autograd.Function)["apply"], vars(Tensor)["register_hook"]
 
     def guarded_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and f"{cls.__module__}.{cls.__qualname__}" not in HARMLESS:
+        if threading.get_ident() == thread and not f"{cls.__module__}.{cls.__qualname__}".startswith(HARMLESS):
             raise ModelError(
                 f"{where} uses the autograd.Function {cls.__qualname__}, whose own backward would not be in a captured "
                 f"graph; write it with torch.library.custom_op and register_autograd, or pass a list of stage modules"

@@ -75,8 +75,8 @@ class Frame:
 
     __slots__ = ("header", "tensor", "views")
 
-    def __init__(self, nbytes: int, slots: Sequence[Slot | None]) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8)
+    def __init__(self, nbytes: int, slots: Sequence[Slot | None], memory: Tensor | None = None) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory
         self.header = (ctypes.c_char * HEADER_BYTES).from_address(self.tensor.data_ptr())
         self.views = [view(self.tensor, slot) for slot in slots if slot is not None and slot.offset >= 0]
 

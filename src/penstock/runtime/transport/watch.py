@@ -133,20 +133,22 @@ class Watch:
             self._asker.close(SETTLE_SECONDS)
 
     def _run(self) -> None:
-        beat: float | None = self._beat
+        gone: float | None = None  # since when there is no store
         while self.verdict is None:
-            self._wake.wait(beat)
+            self._wake.wait(self._beat)
             self._wake.clear()
             if self._stopping:
                 return
-            verdict = self._proposal
-            if beat is not None:
+            verdict = None
+            if gone is None:
                 try:
                     verdict = self._look()
                 except NoAnswer:
                     verdict = self._without_store()
                 except Exception:
-                    beat = None  # the store is gone: what this rank sees by itself is all there is
+                    gone = time.monotonic()
+            if gone is not None:
+                verdict = self._after_store(gone)
             if verdict is not None:
                 self._conclude(verdict)
         with suppress(Exception):
@@ -244,6 +246,16 @@ class Watch:
         waiting = self.waiting
         overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
         return self._stopping or (seconds > STORE_SECONDS and (overdue or self._proposal is not None))
+
+    def _after_store(self, gone: float) -> PeerFailure | None:
+        """With the store its host is gone. Not a loss by itself: what is under way at the end of a run may still come."""
+        waiting, proposal, host = self.waiting, self._proposal, self._store_host
+        if host is None or host == self._rank or (proposal is not None and proposal.rank == host):
+            return proposal
+        doomed = waiting is not None and time.monotonic() - max(gone, waiting.since) > STATE_SECONDS
+        if proposal is None and not doomed:
+            return None
+        return PeerFailure(host, "died or left (the store that it hosts is gone)")
 
     def _without_store(self) -> PeerFailure | None:
         """What this rank makes of a store that does not answer."""

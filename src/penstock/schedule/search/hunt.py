@@ -35,6 +35,7 @@ RULES = (
 )
 KEPT = 4  # of the best orders, for changes
 MARGIN = 1.005  # an estimate must be this far off before it decides
+SMALL = 500  # computes; a run of changes takes milliseconds
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
 
@@ -162,6 +163,9 @@ class Hunt:
     def _change(self, deadline: float) -> None:
         """A run of changes to one of the best orders, with its W filled in or in their places."""
         chosen = self.best[min(int(self.generator.expovariate(1.0)), len(self.best) - 1)]
+        if 3 * self.problem.size < SMALL and self.generator.random() < 0.5:  # time enough to begin anew
+            orders = dispatch(self.problem, _drawn(self.problem, None, self.generator))
+            chosen = Candidate(NOTHING, orders, self.generator.choice(OVERRUNS))
         if chosen.overrun is not None and self.generator.random() < 0.3:
             chosen = Candidate(chosen.score, complete(self.problem, chosen), None)
         tries = max(10, min(1000, LARGE // self.problem.size))

@@ -1,0 +1,196 @@
+"""Shared memory in which messages lie: blocks, made by the rank that sends, mapped by the rank that receives.
+
+A block is anonymous memory (a memfd: it has no name, is not bound by the size of /dev/shm, and is gone
+when the last process that maps it is, however that ends). It holds one message at a time::
+
+    | state, 8 bytes | unused, to 64 | tensor | pad to 64 | tensor | ...      (a frame of `layout`)
+
+The sender sets the state to 1 before it tells of the message, and writes the block again only when the
+receiver has set it back to 0. The receiver computes on the memory itself: its tensors are made over a
+memoryview that nothing else holds, so that when the last of them dies, wherever it was kept (by a
+variable, by an autograd graph, as a gradient), the memoryview dies too, and its end is the word that
+gives the block back. No count is kept that could be wrong.
+
+That word is a plain store after plain loads of the data, seen by another process. x86-64 keeps these in
+order; machines that may not are not offered shared memory (see `meeting`).
+
+Allocation is done by `posix_fallocate`: where memory is refused it says so then, and not later by a bus
+error under somebody's hands. The size is sealed for the same reason.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.transport.layout import HEADER_BYTES, Frame, Layout
+
+__all__ = ["InBlock", "OutBlock", "Ring", "allocate", "map_memory"]
+
+PAGE = mmap.PAGESIZE
+IDLE_STEPS = 4  # a block that has not been used for so many steps is given up
+FREE, USED = 0, 1
+
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
+def allocate(size: int) -> int:
+    """The descriptor of that much anonymous memory, zeroed; an OSError where it is refused."""
+    descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_memory(descriptor: int) -> memoryview:
+    """All of it; the mapping lives as long as anything that views it."""
+    return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
+
+
+def size_class(nbytes: int) -> int:
+    """Whole pages, and at most an eighth more than needed, so that shapes that differ a little share blocks."""
+    grain = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return math.ceil(max(nbytes, 1) / grain) * grain
+
+
+class OutBlock:
+    """A block as its sender sees it."""
+
+    __slots__ = ("_frame", "_layout", "_tensor", "number", "size", "step", "words")
+
+    def __init__(self, number: int, memory: memoryview) -> None:
+        self.number = number
+        self.size = memory.nbytes
+        self.step = 0  # of the last use
+        self.words = memory[:HEADER_BYTES].cast("Q")
+        self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        self._layout: Layout | None = None
+        self._frame: Frame | None = None
+
+    def pack(self, layout: Layout, leaves: Sequence[Any]) -> None:
+        """Copy the tensors of a value in."""
+        frame = self._frame
+        if frame is None or self._layout is not layout:
+            frame = self._frame = Frame(layout.frame_bytes, layout.slots, self._tensor)
+            self._layout = layout
+        layout.pack(leaves, frame)
+
+
+class Ring:
+    """The blocks of one directed link, as many as were ever in use at once, by size."""
+
+    def __init__(self, announce: Callable[[int, int], None], retire: Callable[[int], None]) -> None:
+        self.nbytes = 0
+        self.refused: OSError | None = None  # no more memory is to be had
+        self._announce = announce
+        self._retire = retire
+        self._number = 0
+        self._sizes: dict[int, deque[OutBlock]] = {}
+
+    def take(self, nbytes: int, step: int) -> OutBlock | None:
+        """A block that nobody uses; a new one if all are in use; None where memory is refused."""
+        size = size_class(nbytes)
+        blocks = self._sizes.get(size)
+        if blocks is None:
+            blocks = self._sizes[size] = deque()
+        for _ in range(len(blocks)):
+            block = blocks[0]
+            blocks.rotate(-1)  # the one that was used longest ago is next
+            if block.words[0] == FREE:
+                block.step = step
+                return block
+        made = self._grow(size)
+        if made is not None:
+            made.step = step
+            blocks.append(made)
+        return made
+
+    def _grow(self, size: int) -> OutBlock | None:
+        if self.refused is not None:
+            return None
+        try:
+            descriptor = allocate(size)
+        except OSError:
+            self._release(lambda block: True)
+            try:
+                descriptor = allocate(size)
+            except OSError as error:
+                self.refused = error
+                return None
+        try:
+            block = OutBlock(self._number, map_memory(descriptor))
+            self._announce(block.number, descriptor)
+        except OSError as error:
+            self.refused = error
+            return None
+        finally:
+            os.close(descriptor)
+        self._number += 1
+        self.nbytes += size
+        return block
+
+    def end_step(self, step: int) -> None:
+        """Give up what shapes of the past have left."""
+        if any(block.step + IDLE_STEPS < step for blocks in self._sizes.values() for block in blocks):
+            self._release(lambda block: block.step + IDLE_STEPS < step)
+
+    def _release(self, unwanted: Callable[[OutBlock], bool]) -> None:
+        for size, blocks in self._sizes.items():
+            for block in [block for block in blocks if block.words[0] == FREE and unwanted(block)]:
+                blocks.remove(block)
+                self.nbytes -= size
+                self._retire(block.number)
+
+    def clear(self) -> None:
+        self._sizes.clear()
+
+
+class InBlock:
+    """A block as its receiver sees it."""
+
+    __slots__ = ("__weakref__", "_lease", "_memory", "_words")
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._words = memory[:HEADER_BYTES].cast("Q")
+        self._lease: weakref.ref[memoryview] | None = None
+
+    def build(self, layout: Layout) -> Any:
+        """The value that lies in the block, in place; the block is given back when the last of its tensors dies."""
+        words = self._words
+
+        def give_back(_: object) -> None:
+            words[0] = FREE
+
+        lease = self._memory[:]
+        self._lease = weakref.ref(lease, give_back)
+        lone = layout.lone
+        if lone is None or not lone.nbytes:
+            return layout.build(torch.frombuffer(lease, dtype=torch.uint8), (), None)
+        numbers = lone.nbytes // lone.dtype.itemsize
+        tensor = torch.frombuffer(lease, dtype=lone.dtype, count=numbers, offset=HEADER_BYTES).resize_(lone.shape)
+        if lone.requires_grad:
+            tensor.requires_grad_()
+        return tensor if layout.form is Tensor else [tensor] if layout.form is list else (tensor,)
+
+    def drop(self) -> None:
+        """Nobody wants what lies in it."""
+        self._words[0] = FREE
+
+
+def build_plain(layout: Layout) -> Any:
+    """A value without a tensor that has any bytes."""
+    return layout.build(torch.empty(HEADER_BYTES, dtype=torch.uint8), (), None)

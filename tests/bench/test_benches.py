@@ -1,0 +1,27 @@
+"""The benches run: each prints its table and ends well. How fast anything is here says nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+TITLES = {
+    "overhead.py": ["Linear(8, 8), 2 gloo ranks", "one process, nothing sent"],
+    "throughput.py": ["transformer blocks", "large messages, little compute", "ranks as threads of one process"],
+}
+
+
+@pytest.mark.parametrize("name", TITLES)
+def test_a_bench_prints_its_tables_in_quick_mode(name: str) -> None:
+    command = [sys.executable, str(BENCH / name), "--quick", "--schedules", "1f1b,zb-v"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    for title in TITLES[name]:
+        assert title in done.stdout
+    rows = [line.split()[0] for line in done.stdout.splitlines() if line]
+    assert {"1f1b", "zb-v"} <= set(rows)

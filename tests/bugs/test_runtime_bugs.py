@@ -1,0 +1,180 @@
+"""What went wrong in other pipelines, and in this one: scales, and state that stays behind.
+
+The letters name the place in the inventory of traps: CT torch.distributed.pipelining, C0 to C3, CH, CD its kin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from bugs.small import WIDTH, batch, check, gradients, linears, of_the_whole_batch, pipeline
+from exactness.live import Live
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.errors import PeerFailure, ScheduleError
+from penstock.schedule import Op, Schedule, build, lower
+
+
+def test_two_steps_give_twice_the_gradient() -> None:
+    """CT-4: the accumulated `.grad` was divided after every step, so two steps gave 1.25 times the first's."""
+    pipe, (x, y) = pipeline(), batch()
+    pipe.step(x, target=y)
+    once = gradients(pipe)
+    pipe.step(x, target=y)
+    pipe.step(x, target=y)
+    torch.testing.assert_close(gradients(pipe), [None if g is None else 2 * g for g in once], rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_tied_between_two_stages_of_a_rank_is_not_scaled_twice() -> None:
+    """CT-5, CH-5: under a V, stages 0 and 3 share a rank; each of them divided the one gradient."""
+    stages: list[Any] = linears()
+    stages[3].weight = stages[0].weight
+    check(pipeline(stages, "zb-v"))
+    stages = linears()
+    stages[2].weight = stages[0].weight  # and in a loop, where stage 0 meets stage `ranks`
+    check(pipeline(stages, "interleaved-1f1b", ranks=2))
+
+
+def test_an_evaluation_between_steps_neither_divides_nor_loses_gradients() -> None:
+    """CT-23, CT-31: eval() divided what was there by the number of microbatches, or set it to None."""
+    pipe, (x, y) = pipeline(schedule="zb-v"), batch()
+    pipe.step(x, target=y)
+    pipe.evaluate(x, target=y)
+    torch.testing.assert_close(gradients(pipe), of_the_whole_batch(pipe, x, y), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [10, 9, 4])
+def test_a_batch_that_does_not_divide_is_weighed_by_its_rows(rows: int) -> None:
+    """CT-19, C0-14, C0-15: a crash, M times the gradient, or a mean of means."""
+    check(pipeline(), rows)
+
+
+def test_a_share_of_a_third_is_a_third_in_double_precision() -> None:
+    """Ours: the shares were float32 tensors, cast to the loss's type: 0.33333334 in a double."""
+    check(pipeline(microbatches=3), rows=9)
+
+
+def test_a_microbatch_of_nothing_but_ignored_tokens_does_not_make_the_loss_nan() -> None:
+    """CT-37, and ours: its mean is nan, its share 0, and 0 * nan is nan."""
+    pipe = pipeline(loss_fn=F.cross_entropy, loss_weight=lambda y: (y != -100).sum(), microbatches=2)
+    x, y = batch(4)[0], torch.tensor([-100, -100, 1, 2])
+    result = pipe.step(x, target=y)
+    model = nn.Sequential(*pipe.crew.modules().values())
+    found = gradients(pipe)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(found, gradients(pipe))
+
+
+def test_the_first_step_does_not_run_the_model_on_made_up_data() -> None:
+    """CT-3: shapes were found by running the model on uninitialised memory; BatchNorm kept what it saw there."""
+
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.runs = nn.BatchNorm1d(WIDTH).double(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.runs += 1
+            out: Tensor = self.norm(x)
+            return out
+
+    stages: list[Any] = [Strict() for _ in range(2)]
+    pipe, (x, y) = pipeline(stages), batch()
+    pipe.step(x, target=y)
+    assert [stage.runs for stage in stages] == [4, 4]
+    assert [int(stage.norm.num_batches_tracked) for stage in stages] == [4, 4]
+    pipe.evaluate(x, target=y)
+    assert [int(stage.norm.num_batches_tracked) for stage in stages] == [4, 4]
+
+
+def test_a_failed_step_leaves_nothing_for_the_next() -> None:
+    """CT-21, C0-13: losses of the failed step were still in the list, and were read as the next step's."""
+
+    class Fails(nn.Linear):
+        fail = True
+
+        def forward(self, input: Tensor) -> Tensor:
+            if self.fail:
+                raise ValueError("on purpose")
+            return super().forward(input)
+
+    stages = linears()
+    stages[1] = Fails(WIDTH, WIDTH).double()
+    pipe, (x, y) = pipeline(stages), batch()
+    for _ in range(2):
+        with pytest.raises(PeerFailure, match=r"stage 1, action 1F0, microbatch 0\): ValueError: on purpose"):
+            pipe.step(x, target=y)
+    stages[1].fail = False
+    check(pipe)
+
+
+def test_losses_and_outputs_belong_to_their_microbatch_in_any_order() -> None:
+    """CT-22, CT-32, C0-12, CH-4: stored in the order they came, read by number; a legal order trained wrongly."""
+    order = Schedule.from_text("0F1 0F0 0F2 0B1 0B2 0B0\n1F1 1B1 1F0 1F2 1B2 1B0")
+    pipe = pipeline(linears(2), order)
+    x, y = batch(7)  # microbatches of 3, 2 and 2 rows: a seed of another microbatch would not even fit
+    result = pipe.step(x, target=y, outputs=True)
+    found = gradients(pipe)
+    model = nn.Sequential(*pipe.crew.modules().values())
+    torch.testing.assert_close(result.output, model(x).detach())
+    wanted = [F.mse_loss(model(a), b).detach() for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True)]
+    torch.testing.assert_close(list(result.losses), wanted)
+    torch.testing.assert_close(found, of_the_whole_batch(pipe, x, y), rtol=1e-12, atol=1e-12)
+
+
+def test_a_lowered_file_with_two_sends_swapped_is_refused() -> None:
+    """CT-24, CT-32: a file with transfers was run as it was; two swapped messages of one shape trained wrongly."""
+    lowered = lower(build("gpipe", 2, 2))
+    rows = [[action for action in row if action is not None] for row in lowered.rows]
+    sends = [position for position, action in enumerate(rows[0]) if action.op is Op.SEND_F]
+    first, second = sends
+    rows[0][first], rows[0][second] = rows[0][second], rows[0][first]
+    wrong = Schedule(rows, placement=lowered.placement, microbatches=2, topology=lowered.topology)
+    with pytest.raises(ScheduleError):
+        pipeline(linears(2), wrong)
+
+
+def test_memory_does_not_grow_with_the_number_of_microbatches() -> None:
+    """CT-18, C3-17, CT-40: buffers for all microbatches at once, sends kept to the end, GPipe's peak kept for ever."""
+    peaks = []
+    for count in (6, 24):
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]
+        x, y = torch.randn(count * 4, 16), torch.randn(count * 4, 16)
+        pipe = pipeline(stages, microbatches=count)
+        pipe.step(x, target=y)
+        live = Live(pipe, (x, y)).watch()
+        pipe.step(x, target=y)
+        peaks.append([ledger.peak for ledger in live.ledgers.values()])
+    assert all(many <= few + 24 * 8 for few, many in zip(*peaks, strict=True))  # 8 bytes a microbatch: its loss
+
+
+def test_the_losses_of_a_step_are_small() -> None:
+    """Ours: mse_loss returns a scalar in a storage as large as its input, so keeping M losses kept M outputs."""
+    pipe, (x, y) = pipeline(linears(2)), batch()
+    sizes: list[int] = []
+    last = pipe.crew.last()
+    assert last is not None
+
+    def look(action: Any, context: Any) -> None:
+        context.run(action)
+        sizes.extend(loss.untyped_storage().nbytes() for loss in last.losses.values())
+
+    pipe.register(Op.B, look)
+    pipe.step(x, target=y)
+    assert set(sizes) == {8}
+
+
+def test_an_inference_keeps_no_output_that_was_not_asked_for() -> None:
+    """CH-7: forward-only runs never emptied the forward cache."""
+    pipe, (x, _) = pipeline(), batch()
+    for _ in range(3):
+        pipe.evaluate(x)
+        for executor in pipe.crew.executors.values():
+            assert executor.outputs() == []
+            assert all(not stage.records for stage in executor.stages.values())

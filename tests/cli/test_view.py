@@ -1,0 +1,132 @@
+"""`penstock view` and `penstock whatif`: files, several inputs, exit codes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.schedule import Costs, Timeline, build, simulate
+from penstock.schedule.timeline import Wall
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run in it: 1f1b on two ranks, as if measured, with half a second outside of the pipeline."""
+    monkeypatch.chdir(tmp_path)
+    priced = simulate(build("1f1b", 2, 4), Costs(forward=0.5, input=0.5, weight=0.5, hop=0.05))
+    walls = tuple(Wall(-0.25, row[-1].end, priced.makespan + 0.25) for row in priced.by_rank)
+    recorded(priced, walls).save("run.json")
+    build("zb-h1", 2, 4).save("zb.csv")
+    return tmp_path
+
+
+def recorded(priced: Timeline, walls: tuple[Wall, ...]) -> Timeline:
+    return replace(priced, walls=walls, unit="s", arrival=None)
+
+
+def call(command: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_a_schedule_is_drawn() -> None:
+    text = call("view zb-v --ranks 2 --microbatches 3").stdout
+    assert text.startswith("zb-v: 2 ranks, 4 stages, 3 microbatches, simulated\nrank 0 F0")
+    assert "backward for the weights" in text
+
+
+def test_a_run_is_drawn_and_accounted_for() -> None:
+    text = call("view run.json").stdout
+    assert "run.json: 2 ranks, 2 stages, 4 microbatches, measured" in text
+    assert "rank 0: 8.3 s = F 24.1 %, B 48.2 %" in text
+    assert "critical path" in text
+
+
+def test_a_run_beside_its_prediction_and_another_schedule() -> None:
+    document = json.loads(call("view run.json zb.csv zb-v --predicted --json").stdout)
+    labels = [run["label"] for run in document["runs"]]
+    assert labels == ["run.json, predicted", "run.json", "zb.csv", "zb-v"]
+    predicted, run, other, v = document["runs"]
+    assert predicted["makespan"] == pytest.approx(run["makespan"])
+    assert other["makespan"] < run["makespan"]
+    assert {entry["unit"] for entry in document["runs"]} == {"s"}
+    assert (v["ranks"], v["microbatches"]) == (2, 4)
+    assert [run["measured"] for run in document["runs"]] == [False, True, False, False]
+
+
+def test_several_schedules_are_priced_by_the_rank() -> None:
+    one, two = json.loads(call("view 1f1b interleaved-1f1b -r 4 -m 8 --json").stdout)["runs"]
+    assert two["makespan"] < one["makespan"]
+
+
+def test_every_kind_of_file_is_written(folder: Path) -> None:
+    text = call("view run.json zb-v --html a.html --svg a.svg --png a.png --trace a.json").stdout
+    assert text.endswith("saved to a.html, a.svg, a.png, a.json\n")
+    assert (folder / "a.html").read_text().startswith("<!doctype html>")
+    assert (folder / "a.svg").read_text().startswith("<svg")
+    assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "a.json").read_text())["traceEvents"]
+
+
+def test_a_folder_with_one_run_is_that_run(folder: Path) -> None:
+    assert "measured" in call("view .").stdout
+    (folder / "two.json").write_text((folder / "run.json").read_text())
+    assert "holds 2 recorded runs (run.json, two.json)" in call("view .", 2).stderr
+
+
+WRONG = {
+    "view": (2, "Missing argument"),
+    "view nowhere.json": (2, "there is no file nowhere.json"),
+    "view zbv2": (2, "did you mean zb-v?"),
+    "view 1f1b --html nowhere/a.html": (2, "nowhere/a.html"),
+    "view 1f1b --width 3": (2, "give 24 or more"),
+    "view 1f1b --forward fast": (2, "'fast' is not a number"),
+    "view broken.json": (1, "broken.json: the JSON is not a whole timeline: 'spans' is missing or odd"),
+    "whatif": (2, "Missing option '--from'"),
+    "whatif --from nowhere.json": (2, "there is no recorded run nowhere.json"),
+    "whatif --from zb.csv": (1, "zb.csv is no recorded run"),
+    "whatif --from broken.json": (1, "'spans' is missing or odd"),
+    "whatif --from empty.json": (1, "nothing was recorded"),
+    "whatif --from run.json --schedule nothing": (2, "nothing"),
+    "whatif --from run.json --hop x": (2, "'x' is not a number"),
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_what_is_wrong_is_said_with_the_right_exit_code(command: str, folder: Path) -> None:
+    (folder / "broken.json").write_text('{"penstock_timeline": 1}')
+    Timeline(build("1f1b", 2, 2), ()).save("empty.json")
+    code, words = WRONG[command]
+    assert words in call(command, code).stderr
+
+
+def test_whatif_states_its_error_and_predicts_others() -> None:
+    text = call("whatif --from run.json -r 4 -m 8 -s zb-v -s 1f1b").stdout
+    assert "makespan 7.8 s measured, 7.8 s predicted from its own costs (error +0.0 %)" in text
+    assert "zb-v *" in text
+    assert "500 ms that the run spent outside of it" in text
+    assert "4, 8 stages are taken to be even cuts of the 2 measured" in text
+    assert "I and W are taken as half of B each" in text
+
+
+def test_whatif_for_a_machine() -> None:
+    document = json.loads(call("whatif --from run.json --microbatches 8 --json").stdout)
+    (found,) = document["predictions"]
+    assert (found["schedule"], found["ranks"], found["microbatches"]) == ("1f1b", 2, 8)
+    expected = simulate(build("1f1b", 2, 8), Costs(forward=0.5, input=0.5, weight=0.5, hop=0.05)).makespan
+    assert found["makespan"] == pytest.approx(expected)
+    assert found["step"] == pytest.approx(expected + 0.5)
+    assert document["run"]["error"] == pytest.approx(0)
+
+
+def test_whatif_takes_a_schedule_from_a_file_and_another_hop() -> None:
+    slow = json.loads(call("whatif --from run.json -s zb.csv --hop 0.5 --json").stdout)
+    fast = json.loads(call("whatif --from run.json -s zb.csv --hop 0 --json").stdout)
+    assert fast["predictions"][0]["makespan"] < slow["predictions"][0]["makespan"]

@@ -1,0 +1,468 @@
+"""The graph fallback against the plain model: outputs, gradients and buffers, parts run by hand.
+
+Most models here are such that replay refuses them: a tensor takes another way than through return values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError
+from penstock.model.graph.cut import split_by_graph
+from penstock.model.split import OUTPUT, Split
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.relu(self.linear(self.norm(x))))
+
+
+class Trunk(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class StashingBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.stash = out.square().mean()
+        return out
+
+
+class Stashes(Trunk):
+    """Blocks leave a tensor on themselves, which the parent reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(StashingBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return out, sum(block.stash for block in self.blocks)
+
+
+class Hooked(Trunk):
+    """Hooks collect what blocks return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, output: self.features.append(output))
+
+    def forward(self, x: Tensor) -> Any:
+        self.features.clear()
+        out = super().forward(x)
+        return {"out": out, "features": torch.stack(self.features)}
+
+
+class AppendingBlock(Block):
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        out = super().forward(x)
+        kept.append(out * 2)
+        return out
+
+
+class Appends(Trunk):
+    """A list is handed to the blocks, which append to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AppendingBlock() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Any:
+        kept: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, kept)
+        return self.head(x + kept[0] * kept[-1])
+
+
+class UNet(nn.Module):
+    """Down, bottom, up, with concatenating skips and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([self.layer(3, 4), self.layer(4, 4)])
+        self.bottom = self.layer(4, 4)
+        self.up = nn.ModuleList([self.layer(8, 4), self.layer(8, 4)])
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def layer(self, inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for up in self.up:
+            x = up(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), skips.pop()], 1))
+        return self.out(x)
+
+
+@dataclass
+class Scores:
+    logits: Tensor
+    name: str
+    extra: tuple[Tensor | None, int] = (None, 0)
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Trunk(), Trunk()
+
+    def forward(self, left: Tensor, right: Tensor, *, scale: float = 1.0, mask: Tensor | None = None) -> Scores:
+        out = self.left(left) * scale + self.right(right)
+        return Scores(out if mask is None else out * mask, "both", (left, 3))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.trunk = Trunk()
+        self.back = nn.Linear(3, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        mask = torch.ones(ids.shape[1], WIDTH)
+        mask[0] = positions.sum() * 0.1  # in place, of what depends on the inputs' sizes alone
+        return self.head(self.back(self.trunk(self.embedding(ids) * mask)))
+
+
+class InPlace(nn.Module):
+    """One memory that is written all the way down, also through views and after it was stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Any:
+        x.mul_(2.0)
+        h = self.layers[0](x)
+        flat = h.view(-1)
+        for layer in self.layers[1:]:
+            h += layer(h.clone())
+            h[..., :2].mul_(0.5)
+        return flat.reshape(h.shape) + x, h.relu()
+
+
+class Counts(nn.Module):
+    """A buffer that the forward changes under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Trunk()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.trunk(x) * self.scale
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(out.mean(tuple(range(out.dim() - 1))))
+        return out + self.seen
+
+
+def rows(count: int, *shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(count, *shape, generator=torch.Generator().manual_seed(count))
+
+
+def ids(count: int, length: int) -> Tensor:
+    return torch.randint(0, 11, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
+    "stashes": (Stashes, lambda n: (rows(n, WIDTH)(),)),
+    "hooks": (Hooked, lambda n: (rows(n, WIDTH)(),)),
+    "appends": (Appends, lambda n: (rows(n, WIDTH)(),)),
+    "unet": (UNet, lambda n: (rows(n, 3, 8, 8)(),)),
+    "two inputs": (TwoInputs, lambda n: (rows(n, WIDTH)(), rows(n, WIDTH)() + 1)),
+    "tied": (Tied, lambda n: (ids(n, 5 + n),)),
+    "dropout": (lambda: Trunk(dropout=0.5), lambda n: (rows(n, WIDTH)(),)),
+    "in place": (InPlace, lambda n: (rows(n, WIDTH)(),)),
+    "buffers": (Counts, lambda n: (rows(n, 2, WIDTH)(),)),
+}
+
+
+def make(name: str) -> tuple[nn.Module, Callable[[int], tuple[Any, ...]]]:
+    torch.manual_seed(0)
+    build, batch = MODELS[name]
+    return build(), batch
+
+
+def run(split: Split, *args: Any, **kwargs: Any) -> Any:
+    payloads: dict[tuple[int, int], Any] = {}
+    for part in split.parts:
+        arrived = {stage: payloads.pop((stage, part.index)) for stage in split.topology.producers(part.index)}
+        for reader, payload in part.run(arrived, args, kwargs).items():
+            payloads[part.index, reader] = payload
+    assert list(payloads) == [(split.stages - 1, OUTPUT)], "every payload has its reader"
+    return payloads[split.stages - 1, OUTPUT]
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Scores):
+        value = [value.logits, value.extra]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def backward(value: Any) -> None:
+    sum(tensor.sin().sum() for tensor in tensors(value) if tensor.requires_grad).backward()
+
+
+def check_equal(split: Split, model: nn.Module, plain: nn.Module, batch: tuple[Any, ...]) -> None:
+    torch.manual_seed(3)
+    expected = plain(*copy.deepcopy(batch))
+    torch.manual_seed(3)
+    found = run(split, *copy.deepcopy(batch))
+    assert type(found) is type(expected)
+    assert len(tensors(found)) == len(tensors(expected)) > 0
+    for mine, theirs in zip(tensors(found), tensors(expected), strict=True):
+        assert torch.equal(mine, theirs)
+    backward(expected)
+    backward(found)
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (theirs[name].grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-6, atol=1e-7)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, dict(model.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_gradients_and_buffers_are_those_of_the_plain_model_over_two_steps(name: str, stages: int) -> None:
+    model, batch = make(name)
+    plain, _ = make(name)
+    split = split_by_graph(model, stages, batch(4))
+    assert split.stages == stages
+    for count in (4, 3):
+        check_equal(split, model, plain, batch(count))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_and_buffer_is_held_under_its_own_name_and_is_the_users_own(name: str) -> None:
+    model, batch = make(name)
+    split = split_by_graph(model, 3, batch(4))
+    held: dict[str, Tensor] = {}
+    for part in split.parts:
+        for own, tensor in [*part.module.named_parameters(), *part.module.named_buffers()]:
+            held[part.names[own]] = tensor
+    expected = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    assert held.keys() == {full for full, _ in expected}
+    assert all(held[full] is tensor for full, tensor in expected)
+    saved = {part.names[own] for part in split.parts for own in part.module.state_dict()}
+    assert saved == set(model.state_dict())
+
+
+def test_a_tied_parameter_is_held_by_both_stages_under_the_name_that_each_uses() -> None:
+    model, batch = make("tied")
+    split = split_by_graph(model, 2, batch(4))
+    first, last = (dict(part.module.named_parameters()) for part in split.parts)
+    assert first["embedding.weight"] is last["head.weight"]
+    assert "head.weight" not in first
+    assert "embedding.weight" not in last
+
+
+def test_evaluation_is_captured_when_it_is_first_needed() -> None:
+    model, batch = make("unet")
+    model.register_module("dropout", nn.Dropout(0.5))
+    plain = copy.deepcopy(model)
+    split = split_by_graph(model, 2, batch(4))
+    for part in split.parts:
+        part.module.eval()
+    with torch.no_grad():
+        assert torch.equal(run(split, *batch(4)), plain.eval()(*batch(4)))
+    assert all(module.training for module in model.modules())
+    for part in split.parts:
+        part.module.train()
+    check_equal(split, model, plain.train(), batch(4))
+
+
+def test_modules_that_were_in_another_mode_than_the_model_stay_in_it() -> None:
+    model, batch = make("unet")
+    model.down[0][1].eval()
+    plain = copy.deepcopy(model)
+    check_equal(split_by_graph(model, 2, batch(4)), model, plain, batch(4))
+
+
+def test_a_single_row_is_captured_anew_because_a_captured_size_excludes_one() -> None:
+    class Branches(Trunk):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return out if x.shape[0] == 1 else out * 2
+
+    model = Branches()
+    plain = copy.deepcopy(model)
+    split = split_by_graph(model, 2, (torch.randn(4, WIDTH),))
+    for count in (1, 4):
+        check_equal(split, model, plain, (torch.randn(count, WIDTH),))
+
+
+def test_inputs_may_be_given_by_place_or_by_name_and_a_new_one_is_captured_anew() -> None:
+    model, batch = make("two inputs")
+    split = split_by_graph(model, 2, batch(4))
+    left, right = batch(4)
+    expected = model(left, right).logits
+    assert torch.equal(run(split, left, right=right, mask=None).logits, expected)
+    assert torch.equal(run(split, right=right, left=left, scale=1.0).logits, expected)
+    assert torch.equal(run(split, left, right, scale=3.0).logits, model(left, right, scale=3.0).logits)
+    mask = torch.ones(4, 3).tril()
+    found = run(split, left, right, mask=mask)
+    assert torch.equal(found.logits, model(left, right, mask=mask).logits)
+    assert (found.name, found.extra[1]) == ("both", 3)
+    assert found.extra[0] is left
+
+
+def test_values_go_straight_to_the_stage_that_reads_them() -> None:
+    model, batch = make("unet")
+    split = split_by_graph(model, None, batch(4), split_at=["down.1", "bottom", "up.1"])
+    assert split.topology.edges == ((0, 1), (0, 2), (1, 2), (2, 3)), "the concatenation stands before up.1"
+
+
+def test_a_cut_by_name_and_by_counts() -> None:
+    model, batch = make("dropout")
+    named = split_by_graph(model, 2, batch(4), split_at=["blocks.3"])
+    assert {name.split(".")[0:2][-1] for name in named.parts[1].names} == {"3", "weight", "bias"}
+    counted = split_by_graph(model, None, batch(4), balance=[1, 7, 1])
+    assert set(counted.parts[0].names) == {"blocks.0.norm.weight", "blocks.0.norm.bias"}
+    assert set(counted.parts[2].names) == {"head.weight", "head.bias"}
+
+
+def test_the_users_model_is_left_as_it_was() -> None:
+    for name in ("stashes", "hooks", "in place", "buffers"):
+        model, batch = make(name)
+        state = copy.deepcopy(model.state_dict())
+        attributes = {module: dict(vars(module)) for module in model.modules()}
+        given = batch(4)
+        before = copy.deepcopy(given)
+        generator = torch.get_rng_state()
+        run(split_by_graph(model, 2, given), *given)
+        assert torch.equal(generator, torch.get_rng_state())
+        for module, known in attributes.items():
+            assert vars(module).keys() == known.keys()
+            assert [key for key, value in known.items() if vars(module)[key] is not value] == []
+        assert getattr(model, "features", []) == []
+        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "the batch is not written into"
+        assert state.keys() == model.state_dict().keys()
+
+
+def refused(model: nn.Module, *args: Any, stages: int = 2, **options: Any) -> str:
+    with pytest.raises(ModelError) as caught:
+        split_by_graph(model, stages, args or (torch.randn(4, WIDTH),), **options)
+    return str(caught.value)
+
+
+class Decides(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Remembers(Block):
+    memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x) if self.memory is None else super().forward(x) + self.memory
+        self.memory = out.detach()
+        return out
+
+
+class Steps(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Reverses(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversed.apply(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (Decides, ["module 'blocks.2' (Decides)", "depends on the values of a tensor", "torch.where", "stage modules"]),
+        (Remembers, ["self.blocks.2.memory", "next call", "buffer"]),
+        (Steps, ["self.blocks.2.calls", "next call"]),
+        (Reverses, ["module 'blocks.2' (Reverses)", "autograd.Function Reversed", "custom_op"]),
+    ],
+)
+def test_what_a_graph_would_get_wrong_is_refused_with_the_module(block: type[nn.Module], words: list[str]) -> None:
+    model = Trunk()
+    model.blocks[2] = block()
+    message = refused(model)
+    for word in words:
+        assert word in message
+    assert not hasattr(model.blocks[2], "memory") or model.blocks[2].memory is None
+
+
+def test_bad_requests_are_named() -> None:
+    assert "8 places to cut" in refused(Trunk(), stages=12)
+    assert "stages=9 or fewer" in refused(Trunk(), stages=12)
+    assert "near: blocks.3" in refused(Trunk(), split_at=["block.3"])
+    assert "sums to 4" in refused(Trunk(), balance=[2, 2])
+    assert "order" in refused(Trunk(), stages=3, split_at=["blocks.3", "blocks.1"])
+    assert "2 names" in refused(Trunk(), stages=2, split_at=["blocks.1", "blocks.3"])
+    assert "balance='time'" in refused(Trunk(), balance="time")
+
+
+def test_a_buffer_that_changes_is_never_on_two_stages() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.three(self.norm(self.two(self.norm(self.one(x)))))
+
+    model = Shared()
+    plain = copy.deepcopy(model)
+    split = split_by_graph(model, 3, (torch.randn(4, WIDTH),))
+    assert sum("norm.running_mean" in part.names for part in split.parts) == 1
+    check_equal(split, model, plain, (torch.randn(4, WIDTH),))
+    assert "too few for 4 stages" in refused(Shared(), stages=4)

@@ -2,64 +2,123 @@
 
     python bench/calibration.py [--quick] [--rounds 15] [--schedules gpipe,1f1b,...] [--width 512]
 
-Two gloo processes, balanced stages (the same layers on each rank, one thread each). For each schedule, 8 microbatches
-are recorded a few times; the recording of median makespan is saved as `penstock whatif` would read it. From it the step
-time of the same schedule with 4, 8 and 16 microbatches is predicted, and measured without recording, in turn with the
-recorded one so that what disturbs the machine disturbs both. `step` is the makespan and what the recording spent
-outside of it. Then every other schedule of as many stages is predicted from the first one's recording.
+Two gloo processes with balanced stages, one thread each. In every round each schedule is recorded once with 8
+microbatches, as for `penstock whatif`, and measured without recording with 4, 8 and 16. From the round's recording the
+step times of that round are predicted: makespan, and what the recording spent outside of it. The first schedule's
+recording also predicts the other schedules. Shown are medians over the rounds; the error is the median of the rounds'
+(predicted - measured) / measured. The goal is at most 5 % on balanced compute.
 
-The error is (predicted - measured) / measured; the goal is at most 5 % on balanced compute.
+Two kinds of stage: `compute` multiplies matrices, so other work on the machine disturbs recording and measurement
+apart from each other; `nap` sleeps in forward and backward instead, which leaves what the prediction itself gets wrong.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Table, interleave, options, run_ranks
+from common import Step, Table, interleave, options, run_ranks
 from torch import Tensor, nn
 
 import penstock
 from penstock.schedule import Costs, Timeline, build, simulate
 from penstock.view.account import account
 
-ROWS, RECORDED, RECORDINGS = 64, 8, 9
+ROWS, RECORDED = 64, 8
 SIZES = (4, 8, 16)
 GOAL = 0.05
+WARM_UP = 2
+NAP = 0.002  # seconds of one layer's forward; its backward takes twice that
 ONE, TWO = ("gpipe", "1f1b", "zb-h1"), ("interleaved-1f1b", "zb-v")  # stages a rank
 
 
-def stages_of(family: str, width: int) -> list[nn.Module]:
-    """Eight layers in all, as even stages; each ends without a loss of weight for the last one."""
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        time.sleep(NAP)
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(2 * NAP)
+        return gradient
+
+
+class Nap(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleep.apply(x) * self.weight
+
+
+def stages_of(kind: str, family: str, width: int) -> list[nn.Module]:
+    """Eight layers in all, as even stages."""
     count = 2 if family in ONE else 4
-    return [
-        nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(8 // count)))
-        for _ in range(count)
-    ]
+
+    def layer() -> nn.Module:
+        return Nap(width) if kind == "nap" else nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+    return [nn.Sequential(*(layer() for _ in range(8 // count))) for _ in range(count)]
 
 
-def pipeline(family: str, microbatches: int, width: int) -> tuple[penstock.Pipeline, Tensor]:
-    torch.manual_seed(0)
-    pipe = penstock.Pipeline(
-        stages_of(family, width), microbatches=microbatches, schedule=family, loss_fn=F.mse_loss, timeout=60
-    )
-    return pipe, torch.randn(ROWS * microbatches, width)
+class Contest:
+    """The schedules of one number of stages a rank: recorded, measured, predicted."""
 
+    def __init__(self, kind: str, names: list[str], width: int) -> None:
+        self.names = names
+        self.recordings: dict[str, list[Timeline]] = {name: [] for name in names}
+        self.pipes: dict[tuple[str, int], penstock.Pipeline] = {}
+        self.steps: dict[str, Step] = {}
+        x = torch.randn(ROWS * max(SIZES), 8 if kind == "nap" else width)
+        for name in names:
+            for count in SIZES:
+                stages = stages_of(kind, name, x.shape[1])
+                pipe = penstock.Pipeline(stages, microbatches=count, schedule=name, loss_fn=F.mse_loss, timeout=60)
+                self.pipes[name, count] = pipe
+                self.steps[f"{name} {count}"] = self.step(pipe, x[: ROWS * count])
+            self.steps[f"{name} recorded"] = self.recording(name, x[: ROWS * RECORDED])
 
-def recording(pipe: penstock.Pipeline, x: Tensor, times: int) -> Timeline:
-    """Of several recordings, the one of median makespan."""
-    found = []
-    for _ in range(times):
-        with pipe.record() as timeline:
+    def step(self, pipe: penstock.Pipeline, x: Tensor) -> Step:
+        def work() -> None:
             pipe.step(x, target=x)
             pipe.zero_grad()
-            pipe.step(x, target=x)
+
+        return work
+
+    def recording(self, name: str, x: Tensor) -> Step:
+        pipe = self.pipes[name, RECORDED]
+
+        def work() -> None:
+            with pipe.record() as timeline:
+                pipe.step(x, target=x)
             pipe.zero_grad()
-        found.append(timeline)
-    return sorted(found, key=lambda timeline: timeline.makespan)[len(found) // 2]
+            self.recordings[name].append(timeline)
+
+        return work
+
+    def rows(self, rounds: int) -> list[tuple[str, str, int, float, float, float]]:
+        """(from, for, microbatches, predicted, measured, error) of every prediction."""
+        times = interleave(self.steps, rounds, WARM_UP)
+        found = []
+        for source in self.names:
+            for name, count in self.pipes:
+                if name == source or (source == self.names[0] and count == RECORDED):
+                    told = [predicted(run, name, count) for run in self.recordings[source][WARM_UP:]]
+                    real = times.seconds[f"{name} {count}"]
+                    errors = [one / two - 1 for one, two in zip(told, real, strict=True)]
+                    figures = map(statistics.median, (told, real, errors))
+                    found.append((source, name, count, *figures))
+        return found
+
+    def close(self) -> None:
+        for pipe in self.pipes.values():
+            pipe.close()
 
 
 def predicted(run: Timeline, family: str, microbatches: int) -> float:
@@ -69,50 +128,38 @@ def predicted(run: Timeline, family: str, microbatches: int) -> float:
     return simulate(schedule, Costs.from_timeline(run)).makespan + outside
 
 
-def step(pipe: penstock.Pipeline, x: Tensor) -> Any:
-    def work() -> None:
-        pipe.step(x, target=x)
-        pipe.zero_grad()
-
-    return work
-
-
-def measure(rank: int, settings: Namespace) -> None:
+def measure(rank: int, kind: str, settings: Namespace) -> None:
+    what = f"sleeps of {NAP * 1e3:g} ms" if kind == "nap" else f"Linear({settings.width}, {settings.width}) and Tanh"
+    title = f"{kind}: 8 layers of {what}, {ROWS} rows a microbatch, 2 gloo ranks, recorded with {RECORDED} microbatches"
     columns = [("from", 17), ("for", 17), ("microbatches", 12), ("predicted ms", 12), ("measured ms", 12), ("error", 8)]
-    title = f"8 Linear({settings.width}) with Tanh, {ROWS} rows a microbatch, 2 gloo ranks, recorded with {RECORDED} microbatches"
     table = Table(rank, title, columns)
     errors: list[float] = []
-    wanted = [name for name in (*ONE, *TWO) if name in settings.schedules]
     for group in (ONE, TWO):
-        names = [name for name in wanted if name in group]
+        names = [name for name in group if name in settings.schedules]
         if not names:
             continue
-        pipes = {(name, count): pipeline(name, count, settings.width) for name in names for count in SIZES}
-        for pipe, x in pipes.values():
-            step(pipe, x)()
-        runs = {name: recording(*pipes[name, RECORDED], 3 if settings.quick else RECORDINGS) for name in names}
-        times = interleave({f"{name} {count}": step(*pipes[name, count]) for name, count in pipes}, settings.rounds)
-        for source in names:
-            for name, count in pipes:
-                if name == source or (source == names[0] and count == RECORDED):
-                    told, real = predicted(runs[source], name, count), times.median(f"{name} {count}")
-                    error = told / real - 1
-                    errors.append(abs(error))
-                    table.row([source, name, count, f"{told * 1e3:.2f}", f"{real * 1e3:.2f}", f"{100 * error:+.1f} %"])
-        for pipe, _ in pipes.values():
-            pipe.close()
+        torch.manual_seed(0)
+        contest = Contest(kind, names, settings.width)
+        for source, name, count, told, real, error in contest.rows(settings.rounds):
+            errors.append(abs(error))
+            table.row([source, name, count, f"{told * 1e3:.2f}", f"{real * 1e3:.2f}", f"{100 * error:+.1f} %"])
+        contest.close()
     if rank == 0:
         met = sum(error <= GOAL for error in errors)
-        print(f"\nerror: median {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %; "
-              f"{met} of {len(errors)} within {100 * GOAL:.0f} %")  # fmt: skip
+        middle, largest = 100 * statistics.median(errors), 100 * max(errors)
+        goal = f"{met} of {len(errors)} within {100 * GOAL:.0f} %"
+        print(f"error: median {middle:.1f} %, largest {largest:.1f} %; {goal}", flush=True)
 
 
 def main() -> None:
     def more(parser: Any) -> None:
-        parser.add_argument("--width", type=int, default=512, help="of the layers (default 512)")
+        parser.add_argument("--width", type=int, default=512, help="of the layers that compute (default 512)")
+        parser.add_argument("--kinds", default="nap,compute", help="which kinds of stage, separated by commas")
         parser.set_defaults(schedules=",".join((*ONE, *TWO)))
 
-    run_ranks(measure, 2, options(__doc__, 15, more))
+    settings = options(__doc__, 15, more)
+    for kind in settings.kinds.split(","):
+        run_ranks(measure, 2, kind, settings)
 
 
 if __name__ == "__main__":

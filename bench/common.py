@@ -137,6 +137,11 @@ def interleave(contestants: Mapping[str, Step], rounds: int, warm_up: int = 2) -
     return Times(dict(zip(names, seconds.tolist(), strict=True)), dict(zip(names, work.tolist(), strict=True)))
 
 
+def only(rank: int, mine: int, step: Step) -> Step:
+    """For what one process does while the others wait."""
+    return step if rank == mine else lambda: None
+
+
 def torch_pipeline(
     family: str, rank: int, modules: Sequence[nn.Module], count: int, loss_fn: Any, x: torch.Tensor, y: torch.Tensor
 ) -> Step:

@@ -8,7 +8,7 @@ Stages of one Linear(8, 8), 64 microbatches of 4 rows. Two gloo processes run, i
     torch   torch.distributed.pipelining's class of the same schedule
     ours    penstock.Pipeline
 
-and one process runs a plain loop of forward, loss and backward beside a pipeline of one rank, where nothing is sent.
+and one of them alone runs a plain loop of forward, loss and backward beside a pipeline of one rank (nothing is sent).
 Times are a step's, divided by the computes of one rank; `busy` is the ratio of processor time (see `common.Times`).
 `--profile` prints where the one-rank step spends its time.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, Goal, Step, Table, Times, interleave, options, run_ranks, torch_pipeline
+from common import SEVERAL, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
 from torch import Tensor, nn
 
 import penstock
@@ -36,9 +36,9 @@ UNDER_WAY = 4  # sends that the bare loop does not wait for at once
 class BareLoop:
     """gpipe or 1f1b of one stage a rank, on two ranks, by hand."""
 
-    def __init__(self, rank: int, module: nn.Module, xs: tuple[Tensor, ...], ys: tuple[Tensor, ...]) -> None:
-        self.rank, self.module, self.xs, self.ys = rank, module, xs, ys
-        self.count = len(xs)
+    def __init__(self, rank: int, module: nn.Module, x: Tensor, y: Tensor) -> None:
+        self.rank, self.module, self.x, self.y = rank, module, x, y
+        self.count = len(x) // ROWS
         self.peer = 1 - rank
         self.seed = torch.tensor(1 / self.count)
         self.outputs: dict[int, Tensor] = {}
@@ -47,6 +47,7 @@ class BareLoop:
 
     def run(self, warm_up: int) -> None:
         """`warm_up` forwards, then one backward and one forward in turn, then the backwards that are left."""
+        self.xs, self.ys = self.x.split(ROWS), self.y.split(ROWS)
         self.total: Tensor | None = None
         self.posted = 0
         self.coming = self.post()
@@ -116,7 +117,7 @@ def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], pe
         "torch": torch_pipeline(family, rank, make(), count, F.mse_loss, x, y),
     }
     if family in ("gpipe", "1f1b"):
-        bare = BareLoop(rank, make()[rank], x.split(ROWS), y.split(ROWS))
+        bare = BareLoop(rank, make()[rank], x, y)
         warm_up = count if family == "gpipe" else 2 - rank
         steps["bare"] = lambda: bare.run(warm_up)
     return steps, pipe
@@ -149,7 +150,7 @@ def row(family: str, times: Times, actions: int) -> list[object]:
     ]
 
 
-def measure_alone(_: int, settings: Namespace) -> None:
+def measure_alone(rank: int, settings: Namespace) -> None:
     """One rank, nothing sent: what the executor adds to a plain loop."""
     count = 8 if settings.quick else 64
     torch.manual_seed(0)
@@ -157,7 +158,7 @@ def measure_alone(_: int, settings: Namespace) -> None:
     xs, ys, seed = x.split(ROWS), y.split(ROWS), torch.tensor(1 / count)
     plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
     columns = [("what", 17), ("plain", 7), ("ours", 7), ("ours/plain", 10), ("busy", 4)]
-    table = Table(0, "one process, nothing sent: us a compute", columns)
+    table = Table(rank, "one process, nothing sent: us a compute", columns)
     for name, stages, threads in (("one rank", 1, 1), ("one rank, split", 2, 1), ("two threads", 2, 2)):
         family = "zb-v" if "split" in name else "1f1b"
         modules = [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
@@ -172,12 +173,13 @@ def measure_alone(_: int, settings: Namespace) -> None:
                     value = module(value)
                 torch.autograd.backward(F.mse_loss(value, y_part), seed)
 
-        times = interleave({"plain": loop, "ours": lambda pipe=pipe: pipe.step(x, target=y)}, settings.rounds)
+        steps = {"plain": loop, "ours": lambda pipe=pipe: pipe.step(x, target=y)}
+        times = interleave({who: only(rank, 0, step) for who, step in steps.items()}, settings.rounds)
         actions = computes(pipe)
         medians = [times.median(who) / actions * 1e6 for who in ("plain", "ours")]
         busy = f"{times.busy_ratio('ours', 'plain'):.2f}" if threads == 1 else "-"
         table.row([name, *medians, f"{times.ratio('ours', 'plain'):.2f}", busy])
-        if settings.profile and threads == 1:
+        if settings.profile and threads == 1 and rank == 0:
             profile(pipe, x, y)
         pipe.close()
 
@@ -191,13 +193,17 @@ def profile(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
 
 
+def measure(rank: int, settings: Namespace) -> None:
+    measure_ranks(rank, settings)
+    measure_alone(rank, settings)
+
+
 def main() -> None:
     def more(parser: Any) -> None:
         parser.add_argument("--profile", action="store_true", help="where a step of one rank spends its time")
 
     settings = options(__doc__, 15, more)
-    run_ranks(measure_ranks, 2, settings)
-    run_ranks(measure_alone, 1, settings)
+    run_ranks(measure, 2, settings)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, Block, Goal, Step, Table, Times, interleave, options, run_ranks, torch_pipeline
+from common import SEVERAL, Block, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
 from torch import Tensor, nn
 
 import penstock
@@ -47,11 +47,6 @@ def accumulate(model: nn.Module, x: Tensor, y: Tensor, count: int) -> None:
     seed = torch.tensor(1 / count)
     for x_part, y_part in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
         torch.autograd.backward(mean_loss(model(x_part), y_part), seed)
-
-
-def only(rank: int, mine: int, step: Step) -> Step:
-    """For what one process does while the other waits."""
-    return step if rank == mine else lambda: None
 
 
 def ratio(times: Times, name: str, allowed: Callable[[dict[str, float]], float]) -> float:

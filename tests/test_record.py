@@ -82,15 +82,38 @@ def test_on_threads_there_is_one_span_for_each_compute_in_the_order_of_the_sched
     check(timeline, timeline.schedule)
 
 
-def record_all() -> list[Timeline]:
-    return [recorded(family, 2) for family in ("1f1b", "dualpipe-v")]
+def on_a_process() -> tuple[list[Timeline], bool, str]:
+    """All that is asked of a process, in one: two records, whether the labels are right, and a record on one rank only."""
+    timelines = [recorded(family, 2) for family in ("1f1b", "dualpipe-v")]
+    with pipeline() as pipe:
+        right = labels(pipe) == wanted(pipe, list(pipe.crew.executors))
+        x, y = batch()
+        said = ""
+        if 0 not in pipe.crew.executors:
+            pipe.step(x, target=y)
+        else:
+            try:
+                with pipe.record():
+                    pipe.step(x, target=y)
+            except UsageError as error:
+                said = str(error)
+    return timelines, right, said
 
 
-def test_on_processes_every_rank_has_the_spans_of_all_ranks() -> None:
-    mine, theirs = on_processes(2, record_all)
+@pytest.fixture(scope="module")
+def two_processes() -> list[tuple[list[Timeline], bool, str]]:
+    return on_processes(2, on_a_process)
+
+
+def test_on_processes_every_rank_has_the_spans_of_all_ranks(two_processes: list[Any]) -> None:
+    (mine, _, _), (theirs, _, _) = two_processes
     for here, there in zip(mine, theirs, strict=True):
         check(here, here.schedule)
         assert here.spans == there.spans
+
+
+def test_a_rank_that_does_not_record_is_named(two_processes: list[Any]) -> None:
+    assert "rank 1 did not record the step" in two_processes[0][2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,30 +234,5 @@ def test_a_profile_of_all_threads_shows_one_label_for_each_action(family: str) -
         assert found == wanted(pipe, [0, 1])
 
 
-def profiled() -> bool:
-    with pipeline() as pipe:
-        return labels(pipe) == wanted(pipe, list(pipe.crew.executors))
-
-
-def test_a_profile_of_a_process_shows_one_label_for_each_action_of_its_rank() -> None:
-    assert on_processes(2, profiled) == [True, True]
-
-
-def record_on_one() -> str:
-    x, y = batch()
-    with pipeline() as pipe:
-        if 0 in pipe.crew.executors:
-            try:
-                with pipe.record():
-                    pipe.step(x, target=y)
-            except UsageError as error:
-                return str(error)
-            return "nothing"
-        pipe.step(x, target=y)
-        return "not recording"
-
-
-def test_a_rank_that_does_not_record_is_named() -> None:
-    first, second = on_processes(2, record_on_one)
-    assert "rank 1 did not record the step" in first
-    assert second == "not recording"
+def test_a_profile_of_a_process_shows_one_label_for_each_action_of_its_rank(two_processes: list[Any]) -> None:
+    assert [right for _, right, _ in two_processes] == [True, True]

@@ -1,4 +1,4 @@
-"""Run one scenario on every rank, on threads or on real gloo processes, and hand back what each rank had to say.
+"""Run one scenario on every rank, on threads or on processes (gloo, shared memory), and hand back what each had to say.
 
 A scenario is a function `scenario(transport, **options)` at the top of a test file. Processes are
 forked from a server that has torch loaded, so a group of three costs about half a second, and
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def run(kind: str, scenario: Any, ranks: int = 2, timeout: float = 10.0, **options: Any) -> list[Outcome]:
-    """The outcomes by rank. `kind` is "threads", "threads-0" (nothing buffered), "gloo" or "gloo-tcp"."""
+    """The outcomes by rank. `kind`: "threads", "threads-0" (nothing buffered), "gloo", "shared"; "-tcp": its store."""
     if kind.startswith("threads"):
         return _run_threads(scenario, ranks, timeout, 0 if kind.endswith("-0") else None, options)
     return _run_processes(kind, scenario, ranks, timeout, options)
@@ -80,16 +80,17 @@ def _run_threads(
 
 def _run_processes(kind: str, scenario: Any, ranks: int, timeout: float, options: dict[str, Any]) -> list[Outcome]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime.transport.distributed"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime.transport.shared"])
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        place = f"file://{folder}/rendezvous" if kind == "gloo" else f"tcp://127.0.0.1:{_free_port()}"
+        place = f"file://{folder}/rendezvous" if not kind.endswith("-tcp") else f"tcp://127.0.0.1:{_free_port()}"
         pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             job = (
                 theirs,
+                kind,
                 sys.modules[scenario.__module__].__file__,
                 scenario.__name__,
                 place,
@@ -154,12 +155,21 @@ def _free_port() -> int:
 
 
 def _child(
-    pipe: Connection, file: str, name: str, place: str, rank: int, ranks: int, timeout: float, options: dict[str, Any]
+    pipe: Connection,
+    kind: str,
+    file: str,
+    name: str,
+    place: str,
+    rank: int,
+    ranks: int,
+    timeout: float,
+    options: dict[str, Any],
 ) -> None:
     import torch
     import torch.distributed as dist
 
     from penstock.runtime.transport.distributed import DistributedTransport
+    from penstock.runtime.transport.shared import SharedMemoryTransport
 
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("scenarios", file)
@@ -170,7 +180,7 @@ def _child(
     sys.path.insert(0, str(Path(__file__).parent))
     spec.loader.exec_module(module)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    transport = DistributedTransport(timeout=timeout)
+    transport = (SharedMemoryTransport if kind.startswith("shared") else DistributedTransport)(timeout=timeout)
     try:
         outcome = Outcome(value=getattr(module, name)(transport, **options))
     except BaseException as error:

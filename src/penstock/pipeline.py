@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +17,17 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut import cut_model
-from penstock.model.lazy import is_lazy, materialise
-from penstock.model.replay.part import ReplayPart
-from penstock.model.split import Split
+from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput, StepReport
 from penstock.runtime.losses import REDUCTIONS, loss_shares
 from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.state import OwnedState
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
-from penstock.schedule import Op, Schedule, Timeline, family, lower, verify
-from penstock.schedule.builders import build, forward_program
+from penstock.schedule import Op, Schedule, Timeline, lower, verify
+from penstock.schedule.builders import forward_program
 from penstock.schedule.timeline import peaks
 
 __all__ = ["Pipeline", "StepResult"]
@@ -47,7 +45,7 @@ class StepResult:
     output: Any = None  # merged, where asked for, on the rank of the last stage
 
 
-class Pipeline:
+class Pipeline(OwnedState):
     """Trains a model cut into stages, by a schedule, on threads of this process or under torchrun."""
 
     def __init__(
@@ -93,7 +91,7 @@ class Pipeline:
             self.split = cut_model(
                 model, stages, balance=balance, skips=skips, example=example, split_at=split_at, split=split
             )
-            self.schedule = _schedule(schedule, self.split, microbatches, ranks, world)
+            self.schedule = choose_schedule(schedule, self.split, microbatches, ranks, world)
             self.program = lower(self.schedule) if not self.schedule.passes else self.schedule
             verify(self.program)
             self.microbatches = self.schedule.microbatches
@@ -110,32 +108,6 @@ class Pipeline:
         self._checked_keywords: set[frozenset[str]] = set()
         self._recorder: Recorder | None = None
         self._undone: list[nn.Parameter] = []  # by the last step, which failed
-
-    def _materialise(self, init: Callable[[str, Tensor], Any] | None) -> set[str]:
-        """Put the local stages where they belong; parameters built under `lazy()` get memory here."""
-        made: dict[int, nn.Parameter] = {}
-        missing: set[str] = set()
-        for rank, executor in self.crew.executors.items():
-            device = self.devices.get(rank)
-            for stage in executor.stages.values():
-                if is_lazy(stage.module):
-                    home = device or torch.device("cpu")
-                    missing |= set(materialise(stage.module, stage.part.names, home, init, made))
-                if device is not None:
-                    stage.module.to(device)
-        for executor in self.crew.executors.values():
-            for stage in executor.stages.values():
-                if isinstance(stage.part, ReplayPart):
-                    stage.part.settle()
-        return missing
-
-    def _check_values(self) -> None:
-        if self._without_values:
-            some = ", ".join(sorted(self._without_values)[:3])
-            raise UsageError(
-                f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
-                f"call load_state_dict(...), or pass init=function(name, tensor)"
-            )
 
     # -- training
 
@@ -245,6 +217,7 @@ class Pipeline:
         training: bool,
     ) -> dict[int, StepInput]:
         self._check_values()
+
         def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]) -> Batch:
             self._check_keywords(kwargs)
             return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims)
@@ -305,8 +278,10 @@ class Pipeline:
 
         With two steps or more inside, what the optimizer and the loop took between them is measured too.
         """
-        timeline = Timeline(self.schedule, (), peaks(self.schedule.rows, self.schedule.forward_only), unit="s")
-        recorder = Recorder(timeline, min(self.crew.executors), self.world.clock_shifts(self.schedule.ranks))
+        shifts, error = self.world.clock_shifts(self.schedule.ranks)
+        held = peaks(self.schedule.rows, self.schedule.forward_only)
+        timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s")
+        recorder = Recorder(timeline, min(self.crew.executors), shifts)
         self._recorder = recorder
         try:
             with recorder.watching():
@@ -327,80 +302,6 @@ class Pipeline:
 
         return stage_table(self)
 
-    # -- parameters, under the names of the whole model
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the stages that this process owns, each parameter once."""
-        seen: set[int] = set()
-        for index, module in self.crew.modules().items():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    full = self.split.parts[index].names[name]
-                    yield self.split.aliases.get(full, full), parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What to give to the optimizer of this process."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the stages that this process owns."""
-        for index, module in self.crew.modules().items():
-            for name, buffer in module.named_buffers():
-                yield self.split.parts[index].names[name], buffer
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of the stages that this process owns."""
-        return {
-            self.split.parts[index].names.get(name, name): value
-            for index, module in self.crew.modules().items()
-            for name, value in module.state_dict().items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this process's part of a whole model's state; a name that no stage knows is an error."""
-        known = {name for part in self.split.parts for name in part.names.values()}
-        foreign = sorted(set(state) - known)
-        own = {index: self.split.parts[index].names for index in self.crew.modules()}
-        missing = sorted(
-            names[name]
-            for index, names in own.items()
-            for name in self.crew.modules()[index].state_dict()
-            if names.get(name, name) not in state
-        )
-        if foreign or missing:
-            raise ModelError(
-                f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}"
-            )
-        for index, module in self.crew.modules().items():
-            names = self.split.parts[index].names
-            module.load_state_dict({name: state[names.get(name, name)] for name in module.state_dict()})
-        self._without_values = set()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this process's parameters."""
-        for module in self.crew.modules().values():
-            module.zero_grad(set_to_none)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm."""
-        counted = filter(self.tied.counts, self.parameters())
-        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        local = nn.utils.get_total_norm(gradients, norm_type)
-        total = self.world.join_norms(local, norm_type)
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total.to(local.device))
-        return total
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put the stages into training mode, or out of it."""
-        for module in self.crew.modules().values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Put the stages into eval mode."""
-        return self.train(False)
-
     def close(self) -> None:
         """End worker threads and connections; the model stays as it is."""
         self.crew.close()
@@ -410,51 +311,6 @@ class Pipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _schedule(
-    schedule: str | Schedule, split: Split, microbatches: int | None, ranks: int | None, world: World
-) -> Schedule:
-    """The schedule that was given, loaded or named, for this model and world."""
-    if isinstance(schedule, str) and schedule.lower().endswith((".csv", ".json")):
-        schedule = Schedule.load(Path(schedule))
-    if isinstance(schedule, Schedule):
-        if schedule.stages != split.stages:
-            raise UsageError(f"the schedule is for {schedule.stages} stages, the model has {split.stages}")
-        if microbatches is not None and microbatches != schedule.microbatches:
-            raise UsageError(
-                f"microbatches={microbatches}, but the schedule is for {schedule.microbatches}; leave it out"
-            )
-        if ranks is not None and ranks != schedule.ranks:
-            raise UsageError(f"ranks={ranks}, but the schedule is for {schedule.ranks} ranks; leave ranks= out")
-        if schedule.topology != split.topology:
-            if schedule.passes:
-                raise UsageError(
-                    f"the schedule has its transfers already, for the skips {list(schedule.topology.skips)}, but the "
-                    f"model's skips are {list(split.topology.skips)}; pass the schedule without transfers"
-                )
-            schedule = schedule.replace(topology=split.topology)
-        world.check_ranks(schedule.ranks, ranks)
-        return schedule
-    if microbatches is None:
-        raise UsageError("say how many microbatches a batch is cut into: microbatches=8")
-    if ranks is not None and ranks < 1:
-        raise UsageError(f"ranks={ranks}: a pipeline has at least 1")
-    entry = family(schedule)
-    wanted = ranks or world.size
-    if wanted is None:
-        per_rank = entry.stages_per_rank if split.stages % entry.stages_per_rank == 0 else 1
-        wanted = split.stages // per_rank
-    world.check_ranks(wanted, ranks)
-    per_rank, left = divmod(split.stages, wanted)
-    if left or not per_rank:
-        nearest = wanted * (per_rank + 1)
-        raise UsageError(
-            f"{split.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
-            f"or pass ranks={max(n for n in range(1, split.stages + 1) if split.stages % n == 0 and n <= wanted)}"
-        )
-    built = build(entry.name, wanted, microbatches, per_rank, skips=split.topology.skips)
-    return built if built.topology == split.topology else built.replace(topology=split.topology)
 
 
 def _on_device(batch: Batch, device: torch.device | None) -> Batch:

@@ -45,7 +45,7 @@ def test_a_schedule_is_drawn() -> None:
 def test_a_run_is_drawn_and_accounted_for() -> None:
     text = call("view run.json").stdout
     assert "run.json: 2 ranks, 2 stages, 4 microbatches, measured" in text
-    assert "rank 0: 8.3 s = F 24.1 %, B 48.2 %" in text
+    assert "rank 0: 8.2 s = F 24.4 %, B 48.8 %" in text
     assert "critical path" in text
 
 
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said_with_the_right_exit_code(command: str, folder: Pa
 
 def test_whatif_states_its_error_and_predicts_others() -> None:
     text = call("whatif --from run.json -r 4 -m 8 -s zb-v -s 1f1b").stdout
-    assert "makespan 7.8 s measured, 7.8 s predicted from its own costs (error +0.0 %)" in text
+    assert "makespan 7.7 s measured, 7.7 s predicted from its own costs (error +0.0 %)" in text
     assert "zb-v *" in text
     assert "500 ms that the run spent outside of it" in text
     assert "4, 8 stages are taken to be even cuts of the 2 measured" in text

@@ -17,6 +17,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import MessageError, ModelError, PeerFailure, RunError
+from penstock.runtime import crew
+from penstock.runtime.executor import Executor
 from penstock.runtime.world import World
 from penstock.schedule import Op
 
@@ -148,13 +150,22 @@ def test_a_loss_that_is_no_scalar_is_told_like_any_other_error() -> None:
         assert "the loss is a tensor of shape (3, 6)" in failure.cause
 
 
-def test_losses_that_cannot_be_summed_fail_the_step_on_every_rank() -> None:
-    dtypes = iter([torch.float32, torch.float64, torch.float32, torch.float32] * 2)
+def test_an_error_after_the_last_action_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are summed when all is done, while the others wait for the end of the step."""
+    right = Executor._sum_losses
 
-    with pipeline(loss_fn=lambda output, target: mse(output, target).to(next(dtypes))) as pipe:
-        x, y = batch()
-        with pytest.raises(PeerFailure, match="rank 2 failed"):
-            pipe.step(x, target=y)
+    def wrong(self: Executor) -> None:
+        right(self)
+        if self.rank == 2:
+            boom()
+
+    with pipeline() as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "_sum_losses", wrong)
+            failure = fail(pipe)
+        assert (failure.rank, failure.action) == (2, None)
+        assert isinstance(failure.__cause__, Boom)
+        assert_clean(pipe)
 
 
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
@@ -420,7 +431,10 @@ def test_a_stalled_rank_is_named_at_the_timeout(stage: int, warm: bool) -> None:
         assert_clean(pipe)
 
 
-def test_a_rank_that_does_not_come_back_does_not_hold_the_step_nor_spoil_the_next() -> None:
+def test_a_rank_that_does_not_come_back_does_not_hold_the_step_nor_spoil_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(crew, "GRACE", 0.5)
     release = threading.Event()
     with no_thread_left(), pipeline(timeout=0.5) as pipe:
         assert_clean(pipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def check(timeline: Timeline) -> None:
             assert maker.end <= span.start
     for rank, wall in enumerate(timeline.walls):
         mine = sorted([*timeline.by_rank[rank], *(span for span in timeline.chores if span.rank == rank)], key=_start)
-        for one, two in zip(mine, mine[1:], strict=False):
+        for one, two in pairwise(mine):
             assert one.end <= two.start - two.wait + 1e-9
         assert wall.start <= mine[0].start - mine[0].wait
         assert mine[-1].end <= wall.end <= wall.done
@@ -125,6 +126,33 @@ def test_clocks_of_several_hosts_are_aligned_within_the_stated_error() -> None:
         assert 0 < error < 0.05
         assert shifts == pytest.approx(ahead, abs=error)
     assert found[0] == found[1] == found[2]
+
+
+def on_two_hosts() -> Timeline:
+    """Two processes that say they are on different hosts, one of them with a clock that is an hour ahead."""
+    from penstock.runtime import executor, recorder, world
+
+    rank = torch.distributed.get_rank()
+
+    def clock() -> float:
+        return time.perf_counter() + 3600.0 * rank
+
+    world.host_name = lambda: f"host {rank}"
+    executor.perf_counter = recorder.perf_counter = clock
+    recorder.offsets.__defaults__ = (clock,)
+    result = on_gloo(True)
+    assert isinstance(result, Timeline)
+    return result
+
+
+def test_a_run_on_two_hosts_is_on_one_clock() -> None:
+    one, two = on_processes(2, on_two_hosts)
+    assert 0 < one.clock_error < 1
+    assert one.makespan < 60
+    assert one.spans == two.spans
+    for span in one.spans:
+        for _, maker in one.needed_by(span):
+            assert maker.end <= span.start + 2 * one.clock_error
 
 
 def test_one_host_has_one_name() -> None:

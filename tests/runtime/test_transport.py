@@ -1,4 +1,4 @@
-"""What every transport must do alike, on threads (buffered and not) and on gloo processes."""
+"""What every transport must do alike, on threads (buffered and not) and on processes (gloo and shared memory)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transport_harness import run, values
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport import Channel
 
-KINDS = ["threads", "threads-0", "gloo"]
+KINDS = ["threads", "threads-0", "gloo", "shared"]
 FORTH, BACK, SKIP = 0, 1, 2
 CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0), Channel(0, 3, "F", 0, 1)]
 
@@ -323,7 +323,7 @@ def misuse(transport: Any) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_misuse_is_named_and_leaves_the_links_as_they_were(kind: str) -> None:
     said = values(run(kind, misuse))[1]
     assert "hand-over" in said[0]
@@ -358,7 +358,7 @@ def exchange_sizes(transport: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_exchange_gives_every_rank_every_value_of_any_size(kind: str, ranks: int) -> None:
     assert values(run(kind, exchange_sizes, ranks=ranks)) == [True] * ranks
@@ -378,7 +378,7 @@ def hears_of_it(transport: Any) -> Any:
     return heard, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
     for heard, seconds in values(run(kind, hears_of_it)):
         assert heard == ["ValueError: boom"]
@@ -402,7 +402,7 @@ def two_programs_in_one_step(transport: Any) -> Any:
     return came
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_two_programs_in_one_step_do_not_mix(kind: str) -> None:
     assert values(run(kind, two_programs_in_one_step))[1] == [(float(step), n) for step in range(3) for n in (1, 3)]
 
@@ -421,9 +421,9 @@ def wait_for_silence(transport: Any, busy: float) -> Any:
     return caught.value.rank, caught.value.cause, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
-    timeout, busy = (1.0, 2.5) if kind == "gloo" else (0.3, 0.6)
+    timeout, busy = (0.3, 0.6) if kind == "threads" else (1.0, 2.5)
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
         assert rank == 2
         assert f"silent for {timeout:g} s" in cause
@@ -460,6 +460,6 @@ def bounded(transport: Any, count: int) -> float:
     return peak - before
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo"])
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_memory_does_not_grow_with_the_number_of_messages(kind: str) -> None:
     assert max(values(run(kind, bounded, count=340))) < 40

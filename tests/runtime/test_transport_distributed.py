@@ -18,6 +18,7 @@ from penstock.runtime.transport import Channel
 from penstock.runtime.transport.layout import DIRECT_BYTES, Layout, flatten
 from penstock.runtime.transport.watch import Waiting, judge
 
+PROCESSES = ["gloo", "shared"]
 LINE = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)]
 PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 
@@ -103,7 +104,10 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
     return [outcome.get() for rank, outcome in enumerate(outcomes) if rank != victim]
 
 
-@pytest.mark.parametrize(("victim", "kind"), [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp")])
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp")] + [(0, "shared"), (1, "shared"), (2, "shared-tcp")],
+)
 def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=20, victim=victim, how=signal.SIGKILL)
     for rank, text, seconds in living(outcomes, victim):
@@ -114,7 +118,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(victim: int
         assert seconds < 4
 
 
-@pytest.mark.parametrize(("victim", "kind"), [(2, "gloo-tcp"), (1, "gloo")])
+@pytest.mark.parametrize(("victim", "kind"), [(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")])
 def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=victim, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, victim):
@@ -123,8 +127,9 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
         assert 0.9 < seconds < 6
 
 
-def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others() -> None:
-    outcomes = run("gloo-tcp", loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
+@pytest.mark.parametrize("kind", ["gloo-tcp", "shared-tcp"])
+def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str) -> None:
+    outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):
         assert rank == 0, text
         assert seconds < 8
@@ -150,12 +155,13 @@ def uses_out_of_order(transport: Any) -> Any:
     return True
 
 
-def test_a_send_never_waits_for_more_than_that_its_receive_is_posted() -> None:
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_send_never_waits_for_more_than_that_its_receive_is_posted(kind: str) -> None:
     """The bug: a new layout follows its header in a message of its own, which is received where the value is
     used. Bounding the sends under way waited for that one too; so rank 0 waited for rank 1 to use microbatch 0,
     and rank 1, which had posted everything, for a message that rank 0 was to send after. Proved programs rely on
     no more than posted receives."""
-    assert values(run("gloo", uses_out_of_order)) == [True, True]
+    assert values(run(kind, uses_out_of_order)) == [True, True]
 
 
 def different_counts(transport: Any) -> str:
@@ -171,19 +177,18 @@ def different_counts(transport: Any) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_ran_different_programs_are_told_at_the_end_of_the_step() -> None:
-    for said in values(run("gloo", different_counts)):
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_ranks_that_ran_different_programs_are_told_at_the_end_of_the_step(kind: str) -> None:
+    for said in values(run(kind, different_counts)):
         assert "rank 0 sent 2 and rank 1 took 1" in said
 
 
 def in_a_subgroup(transport: Any) -> Any:
     """Pipelines of the ranks {2, 0} and {1}: ranks of a transport are ranks of its group."""
-    from penstock.runtime.transport.distributed import DistributedTransport
-
     group = dist.new_group([0, 2])
     if transport.rank == 1:
         return None
-    two = DistributedTransport(group, timeout=5)
+    two = type(transport)(group, timeout=5)
     two.open(PAIR)
     if two.rank == 0:
         two.send(0, 0, f"from world rank {transport.rank}")
@@ -197,8 +202,9 @@ def in_a_subgroup(transport: Any) -> Any:
     return two.rank, came
 
 
-def test_ranks_are_those_of_the_process_group() -> None:
-    said = values(run("gloo", in_a_subgroup, ranks=3))
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_ranks_are_those_of_the_process_group(kind: str) -> None:
+    said = values(run(kind, in_a_subgroup, ranks=3))
     assert said == [(0, "from world rank 2"), None, (1, "from world rank 0")]
 
 
@@ -220,23 +226,22 @@ def refuses(transport: Any) -> list[str]:
     return said
 
 
-def test_a_value_that_cannot_cross_is_refused_and_the_link_goes_on() -> None:
-    first, second = values(run("gloo", refuses))
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_value_that_cannot_cross_is_refused_and_the_link_goes_on(kind: str) -> None:
+    first, second = values(run(kind, refuses))
     assert len(first) == 3
     assert all("cannot cross" in text for text in first)
     assert second == ["after all"]
 
 
 def leaves_nothing(transport: Any) -> Any:
-    from penstock.runtime.transport.distributed import DistributedTransport
-
     def held() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
     transport.close()
     before = held()
     for _ in range(3):
-        other = DistributedTransport(timeout=5)
+        other = type(transport)(timeout=5)
         other.open(PAIR)
         if other.rank == 0:
             other.send(0, 0, torch.ones(DIRECT_BYTES))
@@ -249,8 +254,9 @@ def leaves_nothing(transport: Any) -> Any:
     return before, held()
 
 
-def test_close_leaves_no_thread_and_no_file_behind() -> None:
-    for before, after in values(run("gloo", leaves_nothing)):
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_close_leaves_no_thread_and_no_file_behind(kind: str) -> None:
+    for before, after in values(run(kind, leaves_nothing)):
         assert before == after
 
 

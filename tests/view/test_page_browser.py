@@ -1,4 +1,4 @@
-"""The page in a real Chromium. It fails, and is not skipped, where there is none: `apt-get install chromium chromium-driver`.
+"""The page in a real Chromium. Without one these tests fail: `apt-get install chromium chromium-driver`.
 
 Budget: on a machine without a graphics card, 100,000 spans are drawn again in at most 50 ms (the median of 20 zooms;
 about 10 ms on two idle cores), and the page is up in at most 5 s.
@@ -93,7 +93,7 @@ def colours(browser: Browser) -> Any:
     """Of the first row, at a quarter, half and three quarters of its width."""
     return browser.run(
         """(() => {
-          const chart = document.getElementById("chart"), pen = chart.getContext("2d"), y = penstock.gantt.rowHeight / 2;
+          const chart = document.getElementById("chart"), pen = chart.getContext("2d");
           return [0.02, 0.4, 0.7].map((share) => [...pen.getImageData(
             penstock.gantt.gutter + share * penstock.gantt.plot, 3, 1, 1).data]);
         })()"""
@@ -115,7 +115,7 @@ def test_hovering_tells_the_action_its_times_and_whom_it_waited_for(browser: Bro
     assert "starts at 1.25, takes 1" in text
     assert "waited 1.25 for rank 0 (0F0)" in text
     x, y = at(browser, 1, 0)
-    browser.point(x - 60, y)
+    browser.point(x - 35, y)
     assert tip(browser).startswith("fill")
     browser.point(5, 5)
     assert tip(browser) == ""

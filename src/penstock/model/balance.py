@@ -7,14 +7,13 @@ bytes cross is taken, then the evener. The search itself is in `partition`; noth
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.partition import Problem, classic
+from penstock.model.partition import Weights, classic, pose, speeds_of
 from penstock.model.several import lightest
 from penstock.schedule.action import Op
 from penstock.schedule.calibrate import occupied
@@ -24,7 +23,6 @@ from penstock.schedule.timeline import Timeline
 
 __all__ = ["Proposal", "best_cuts", "counts_of", "in_flight", "measured_speeds", "partition", "propose", "stage_times"]
 
-Weights = Sequence[float] | Sequence[Sequence[float]]  # a number a piece; or for each stage a row of them
 NO_GAIN = 1e-6
 
 
@@ -93,117 +91,12 @@ def partition(
     slack: float = 0.0,
 ) -> Partition:
     """`best_cuts` with the loads of the ranks, the bytes that cross, and whether it is proved to be the best."""
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
-        raise UsageError(f"stages={stages!r}: a model has at least 1 stage")
-    rows = _rows(weights, stages)
-    count = len(rows[0])
-    placement = placement or Placement(range(stages))
-    if placement.stages != stages:
-        raise UsageError(f"the placement {placement} is for {placement.stages} stages, not {stages}")
-    speeds = _speeds(speeds, placement.ranks)
-    must = sorted(set(fixed))
-    places = [0, *_places(count, stages, allowed, must), count]
-    if crossing is not None and len(crossing) < count:
-        raise UsageError(f"crossing has {len(crossing)} entries for {count} pieces; pass the bytes before each piece")
-    base = [0.0] * stages if base is None else base
-    if len(base) != stages:
-        raise UsageError(f"base has {len(base)} entries for {stages} stages")
-    carried = [sum(base[stage] for stage in placement.stages_of(r)) / speeds[r] for r in range(placement.ranks)]
-    problem = Problem(
-        sums=_sums(rows, placement, speeds, places),
-        ranks=placement.by_stage,
-        base=tuple(carried),
-        speeds=tuple(speeds),
-        crossing=tuple(0.0 if crossing is None or place in (0, count) else float(crossing[place]) for place in places),
-        walls=_walls(places, must),
-        grain=_grain([*rows, carried], speeds),
-    )
+    problem, places = pose(weights, stages, allowed, crossing, placement, speeds, fixed, base)
     ends, exact = (classic(problem, slack), True) if problem.single else lightest(problem, slack) or (None, True)
     if ends is None:
-        raise ModelError(f"{stages} stages cannot have cuts before all of the pieces {must}; pass fewer fixed cuts")
+        raise ModelError(f"{stages} stages cannot have cuts before all of the fixed pieces; pass fewer of them")
     cuts = tuple(places[end] for end in ends[1:-1])
     return Partition(cuts, tuple(problem.loads(ends)), problem.bytes(ends), exact)
-
-
-def _grain(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> float:
-    """What every load is a multiple of, where weights are whole numbers."""
-    if set(speeds) != {1.0} or not all(weight.is_integer() for row in rows for weight in row):
-        return 0.0
-    return float(math.gcd(*(int(weight) for row in rows for weight in row)))
-
-
-def _rows(weights: Weights, stages: int) -> list[list[float]]:
-    """For each stage what each piece weighs there; one list for all where that is the same."""
-    if not weights:
-        raise ModelError(f"there are no pieces to make {stages} stages of; the model has no units")
-    rows: list[list[float]] = []
-    made: dict[int, list[float]] = {}
-    for row in weights if isinstance(weights[0], Sequence) else [weights]:
-        assert isinstance(row, Sequence)
-        rows.append(made.setdefault(id(row), [float(weight) for weight in row]))  # type: ignore[arg-type]
-    if len(rows) == 1:
-        rows *= stages
-    if len(rows) != stages or len({len(row) for row in rows}) != 1:
-        raise UsageError(f"weights has {len(rows)} rows of {[len(row) for row in rows]} pieces for {stages} stages")
-    for row in rows:
-        bad = [number for number, weight in enumerate(row) if not (weight >= 0 and math.isfinite(weight))]
-        if bad:
-            raise UsageError(f"piece {bad[0]} weighs {row[bad[0]]}; weights are finite and at least 0")
-    return rows
-
-
-def _speeds(speeds: Sequence[float] | None, ranks: int) -> list[float]:
-    if speeds is None:
-        return [1.0] * ranks
-    if len(speeds) != ranks:
-        raise UsageError(f"speeds={list(speeds)} has {len(speeds)} entries for {ranks} ranks; pass one for each rank")
-    if any(not (speed > 0 and math.isfinite(speed)) for speed in speeds):
-        raise UsageError(f"speeds={list(speeds)}: each is above 0; 0.5 takes twice as long as 1")
-    return [float(speed) for speed in speeds]
-
-
-def _places(count: int, stages: int, allowed: Sequence[int] | None, must: Sequence[int]) -> list[int]:
-    """Where a cut may be, in order."""
-    inner = sorted({place for place in (range(1, count) if allowed is None else allowed) if 0 < place < count})
-    strange = [place for place in must if place not in set(inner)]
-    if strange:
-        raise ModelError(
-            f"a cut before piece {strange[0]} is asked for, but cuts can be before {_short(inner)} of {count} pieces"
-        )
-    if len(inner) < stages - 1:
-        pieces = f"{count} pieces" if len(inner) == count - 1 else f"{count} pieces with {len(inner)} places to cut"
-        raise ModelError(f"{pieces} cannot make {stages} stages; pass stages={len(inner) + 1} or fewer")
-    if len(must) > stages - 1:
-        raise ModelError(
-            f"{len(must)} fixed cuts make {len(must) + 1} stages, more than {stages}; pass stages={len(must) + 1} or more"
-        )
-    return inner
-
-
-def _short(places: Sequence[int]) -> str:
-    text = ", ".join(map(str, places[:8]))
-    return f"{text}, ..." if len(places) > 8 else text or "none"
-
-
-def _sums(
-    rows: list[list[float]], placement: Placement, speeds: Sequence[float], places: Sequence[int]
-) -> tuple[list[float], ...]:
-    """By stage, the running load at each place; stages that weigh alike share one list."""
-    made: dict[tuple[int, float], list[float]] = {}
-    for stage, row in enumerate(rows):
-        speed = speeds[placement.rank_of(stage)]
-        if (id(row), speed) not in made:
-            running = [0.0, *accumulate(weight / speed for weight in row)]
-            made[id(row), speed] = [running[place] for place in places]
-    return tuple(made[id(row), speeds[placement.rank_of(stage)]] for stage, row in enumerate(rows))
-
-
-def _walls(places: Sequence[int], must: Sequence[int]) -> tuple[int, ...]:
-    """For each place the next one at which a cut must be, as numbers of places."""
-    walls = [len(places) - 1] * len(places)
-    for number in reversed(range(len(places) - 1)):
-        walls[number] = number + 1 if places[number + 1] in must else walls[number + 1]
-    return tuple(walls)
 
 
 def counts_of(cuts: Sequence[int], pieces: int) -> list[int]:
@@ -215,7 +108,7 @@ def in_flight(schedule: Schedule) -> list[int]:
     """By stage: the microbatches that it holds when its rank holds the most."""
     found = [0] * schedule.stages
     for rank, row in enumerate(schedule.rows):
-        held = {stage: 0 for stage in schedule.placement.stages_of(rank)}
+        held = dict.fromkeys(schedule.placement.stages_of(rank), 0)
         most = 0
         for action in row:
             for part in () if action is None else action.parts():
@@ -225,7 +118,7 @@ def in_flight(schedule: Schedule) -> list[int]:
                         most = sum(held.values())
                         for stage, number in held.items():
                             found[stage] = number
-                elif part.op is Op.B or part.op is Op.W or schedule.forward_only:
+                elif part.op is Op.B or part.op is Op.W:
                     held[part.stage] -= 1
     return [1] * schedule.stages if schedule.forward_only else found
 
@@ -258,9 +151,7 @@ class Proposal:
         now = f"{counts_of(self.before, pieces)} pieces a stage, {max(self.loads_before):.4g} on the most loaded rank"
         if not self.changes:
             return f"nothing better than {now}"
-        return (
-            f"{counts_of(self.cuts, pieces)} instead of {now}: {max(self.loads):.4g}, {self.gain:.2f} times faster there"
-        )
+        return f"{counts_of(self.cuts, pieces)} instead of {now}: {max(self.loads):.4g}, {self.gain:.2f} times faster"
 
 
 def stage_times(timeline: Timeline) -> list[float]:
@@ -308,7 +199,7 @@ def propose(
             f"cuts {list(cuts)} of {len(weights)} pieces make {len(bounds) - 1} stages; the timeline is of "
             f"{placement.stages}, each with at least 1 piece"
         )
-    per_rank = _speeds(speeds, placement.ranks)
+    per_rank = speeds_of(speeds, placement.ranks)
     times = stage_times(timeline)
     measured: list[float] = []
     before = [0.0] * placement.ranks

@@ -32,7 +32,7 @@ def lazy() -> Iterator[None]:
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             module._parameters[name] = empty
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

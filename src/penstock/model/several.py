@@ -106,9 +106,9 @@ def _improve(problem: Problem, ends: Ends) -> Ends:
             run, now = _held_still(problem, ends, stages)
             if run.fits(now * BETTER):
                 found = run.cheapest(run.least_bound(now))
-                if found is not None:
-                    ends = [*ends[: stages.start + 1], *found[1], *ends[stages.stop :]]
-                    again = True
+                changed = ends if found is None else [*ends[: stages.start + 1], *found[1], *ends[stages.stop :]]
+                if _held_still(problem, changed, stages)[1] < now:
+                    ends, again = changed, True
     return ends
 
 
@@ -188,7 +188,10 @@ class _Search:
             self.left -= (problem.stages - stage) * (problem.atoms - start)
             run = Run(problem, range(stage, problem.stages), start, problem.atoms, self.loads)
             bound = self.bound / (1 + ROUNDING)
-            found = run.cheapest(bound) if run.fits(bound) else None
+            found = None
+            if run.fits(bound):
+                self.left -= (problem.atoms - start) ** 2
+                found = run.cheapest(bound)
             if found is None or (self.fewest is not None and crossed + found[0] >= self.fewest):
                 return False
             self.best = [*ends, *found[1], problem.atoms]

@@ -7,7 +7,7 @@ Across hosts it is not, and a timeline of unaligned clocks would show answers be
 The estimate uses nothing but `exchange`, in which no rank leaves before every rank has come.
 So for any two ranks the one's arrival precedes the other's departure, in both directions; a few
 rounds give an interval that must hold the offset, and its middle is taken. Half its width
-bounds the error, and is told.
+bounds the error; the timeline tells it as `clock_error`.
 
 What a step cost beside its actions is measured from the end of the step before it: whatever the
 optimizer, the data and the user's loop took in between belongs to this step's wall time.

@@ -23,13 +23,15 @@ from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import host_name, offsets
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
 from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.shared import SharedMemoryTransport
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 __all__ = ["World"]
 
-TRANSPORTS = ("threads", "distributed")
+TRANSPORTS = ("threads", "shared", "distributed")
+VARIABLE = "PENSTOCK_TRANSPORT"
 
 
 class World:
@@ -37,11 +39,12 @@ class World:
 
     capacity: int | None = None  # messages that a link between threads buffers: any number, or at most so many
 
-    def __init__(self, group: Any, size: int | None, timeout: float) -> None:
+    def __init__(self, group: Any, size: int | None, timeout: float, way: str | None = None) -> None:
         self.group = group
         self.size = size
         self.timeout = timeout
-        self._transport: Transport | None = None
+        self.way = way  # the transport that was asked for, if one was
+        self._transport: DistributedTransport | None = None
         self._told = False  # the other ranks know what this one was given
         self._one_host = True
 
@@ -50,20 +53,16 @@ class World:
         """What the ranks are, in words."""
         return "threads of this process" if self.size is None else f"{self.size} processes"
 
-    @property
-    def wire(self) -> str:
-        """What carries values between ranks, in words."""
-        if self.size is None:
+    def wire(self, source: int, target: int) -> str:
+        """What carries values from one rank to another, in words."""
+        if self._transport is None:
             return "handed over in memory, without a copy"
-        return f"torch.distributed ({dist.get_backend(self.group)})"
+        return self._transport.wire(source, target)
 
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
         """Read the arguments, then the environment."""
-        if transport not in (None, *TRANSPORTS):
-            raise UsageError(
-                f"transport={transport!r}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out"
-            )
+        transport, said = _choice(transport)
         if group is not None and mesh is not None:
             raise UsageError("pass group= or mesh=, not both")
         if mesh is not None:
@@ -73,17 +72,17 @@ class World:
             group = mesh.get_group("pp")
         if transport == "threads":
             if group is not None:
-                raise UsageError("transport='threads' runs all ranks in this process; it takes no group= or mesh=")
+                raise UsageError(f"{said} runs all ranks in this process; it takes no group= or mesh=")
             return cls(None, None, timeout)
         if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        if group is None and dist.is_initialized() and (dist.get_world_size() > 1 or transport == "distributed"):
+        if group is None and dist.is_initialized() and (dist.get_world_size() > 1 or transport is not None):
             group = dist.group.WORLD
         if group is None:
-            if transport == "distributed":
-                raise UsageError("transport='distributed' needs a process group: start with torchrun, or pass group=")
+            if transport is not None:
+                raise UsageError(f"{said} needs a process group: start with torchrun, or pass group=")
             return cls(None, None, timeout)
-        return cls(group, dist.get_world_size(group), timeout)
+        return cls(group, dist.get_world_size(group), timeout, transport)
 
     def check_ranks(self, wanted: int, asked: int | None) -> None:
         """The schedule's ranks must be the processes there are."""
@@ -101,7 +100,12 @@ class World:
 
     def _connect(self, device: torch.device | str | None) -> Transport:
         assert self.size is not None
-        self._transport = DistributedTransport(self.group, self.timeout, coordinator=self.size - 1, device=device)
+        common: dict[str, Any] = {"coordinator": self.size - 1, "device": device}
+        if self.way == "distributed":
+            self._transport = DistributedTransport(self.group, self.timeout, **common)
+        else:
+            strict = self.way == "shared"
+            self._transport = SharedMemoryTransport(self.group, self.timeout, strict=strict, **common)
         return self._transport
 
     @property
@@ -146,11 +150,11 @@ class World:
         pipe.clock.seed = told[0][1]
         self._one_host = len({host for _, _, host in told}) == 1
 
-    def clock_shifts(self, ranks: int) -> list[float]:
-        """How far each rank's clock is ahead of rank 0's; on one host it is the same clock."""
+    def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
+        """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
         if self._transport is None or self._one_host:
-            return [0.0] * ranks
-        return offsets(self._transport)[0]
+            return [0.0] * ranks, 0.0
+        return offsets(self._transport)
 
     def same_count(self, pipe: Pipeline, count: Callable[[], int | None]) -> int:
         """How many microbatches an evaluation has: what the ranks that see the batch say."""
@@ -225,6 +229,17 @@ class World:
         return batch
 
 
+def _choice(asked: str | None) -> tuple[str | None, str]:
+    """The transport that was asked for, by argument or else by the environment, and how that was said."""
+    said = f"transport={asked!r}"
+    if asked is None:
+        asked = os.environ.get(VARIABLE, "").strip().lower() or None
+        said = f"{VARIABLE}={asked}"
+    if asked not in (None, *TRANSPORTS):
+        raise UsageError(f"{said}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
+    return asked, said
+
+
 def _needed(
     pipe: Pipeline,
     rank: int,
@@ -253,6 +268,7 @@ def _facts(pipe: Pipeline) -> dict[str, tuple[str, str]]:
         "schedule": (f"{schedule.name or 'its own'} for {schedule.stages} stages", schedule.rows),
         "recompute": (pipe.recompute, None),
         "inputs": (pipe.inputs, None),
+        "transport": (pipe.world.way or "no choice", None),
     }
     for part in pipe.split.parts:
         shapes = [(part.names.get(name, name), tuple(value.shape)) for name, value in part.module.state_dict().items()]

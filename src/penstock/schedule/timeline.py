@@ -62,6 +62,7 @@ class Timeline:
     peak_memory: tuple[float, ...] = ()  # by rank, in the costs' unit
     chores: tuple[Span, ...] = ()  # measured: sends and sharding, which are no computes
     walls: tuple[Wall, ...] = ()  # measured: by rank
+    clock_error: float = 0.0  # measured on several hosts: how far their clocks may still be apart
     unit: str = ""  # "s" where it was measured; a simulation has the unit of its costs
     # when a value of a stage was there for a span; without it, a value is there when it is made
     arrival: Callable[[Value, int, Span], float] | None = field(default=None, compare=False, repr=False)

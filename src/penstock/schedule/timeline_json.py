@@ -53,6 +53,7 @@ def to_json(timeline: Timeline) -> str:
     head = {
         MARK: FORMAT,
         "unit": timeline.unit,
+        "clock_error": timeline.clock_error,
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
         "walls": [list(wall) for wall in timeline.walls],
@@ -86,6 +87,8 @@ def from_json(text: str) -> Timeline:
     known: dict[str, Action] = {}
     spans, chores = (tuple(_spans(document[name], name, schedule, known, faults)) for name in ("spans", "chores"))
     walls = tuple(_walls(document["walls"], schedule.ranks, faults))
+    if not _is_time(document["clock_error"]):
+        faults.append(Fault(f"clock_error is no time: {document['clock_error']}"))
     peaks = [document[name] for name in ("peak_activations", "peak_memory")]
     for name, numbers in zip(("peak_activations", "peak_memory"), peaks, strict=True):
         if len(numbers) not in (0, schedule.ranks) or not all(map(_is_time, numbers)):
@@ -94,7 +97,14 @@ def from_json(text: str) -> Timeline:
         more = [Fault(f"... and {len(faults) - SHOWN} more")] if len(faults) > SHOWN else []
         raise ScheduleError(faults[:SHOWN] + more)
     return Timeline(
-        schedule, spans, tuple(peaks[0]), tuple(peaks[1]), chores=chores, walls=walls, unit=document["unit"]
+        schedule,
+        spans,
+        tuple(peaks[0]),
+        tuple(peaks[1]),
+        chores=chores,
+        walls=walls,
+        clock_error=document["clock_error"],
+        unit=document["unit"],
     )
 
 
@@ -144,6 +154,7 @@ def _is_time(value: Any) -> bool:
 
 _KEYS = {
     "unit": str,
+    "clock_error": (int, float),
     "peak_activations": list,
     "peak_memory": list,
     "walls": list,

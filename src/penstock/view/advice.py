@@ -39,9 +39,11 @@ class Finding:
     remedy: str
     gain: float  # share of the step
     a_sample: bool = False  # the gain is in time a microbatch, as the step becomes another
+    at_most: bool = False
 
     def __str__(self) -> str:
-        return f"{self.fact}: {self.remedy} for -{percent(self.gain)}{' a sample' if self.a_sample else ''}"
+        most, what = "up to " if self.at_most else "", " a sample" if self.a_sample else ""
+        return f"{self.fact}: {self.remedy} for {most}-{percent(self.gain)}{what}"
 
 
 def findings(books: Account) -> tuple[Finding, ...]:
@@ -139,7 +141,7 @@ class _Trial:
         else:
             fact = f"a message takes {time_text(statistics.median(middles.values()), unit)} from rank to rank"
             gain = self._gain(self.costs, dict.fromkeys(self.edges, 0.0))
-            yield Finding("link", fact, "faster links, or smaller messages, up to", gain)
+            yield Finding("link", fact, "faster links, or smaller messages,", gain, at_most=True)
 
     def overheads(self) -> Iterator[Finding]:
         """What is no compute and no wait."""
@@ -153,9 +155,8 @@ class _Trial:
             share = getattr(most, kind) / most.whole
             what = {"host": "the host's own work", "optimizer": "the optimizer", "reduction": "reduction"}[kind]
             # what one rank does beside its actions need not hold up the step: half is a fair guess
-            yield Finding(
-                kind, f"{what} takes {percent(share)} of rank {most.rank}'s step", f"{remedy} up to", share / 2
-            )
+            fact = f"{what} takes {percent(share)} of rank {most.rank}'s step"
+            yield Finding(kind, fact, remedy, share / 2, at_most=True)
 
     def schedules(self) -> Iterator[Finding]:
         """Other families of the same stages, and the same one with twice the microbatches."""

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from penstock.errors import ModelError
 from penstock.model.graph.effects import Effects, Where, nothing_lost
-from penstock.model.graph.structure import Arguments, Template, put_together, take_apart
+from penstock.model.graph.structure import Arguments, Template, is_channels_last, put_together, settled, take_apart
 
 __all__ = ["Capture", "capture"]
 
@@ -48,9 +48,10 @@ class _Flat(nn.Module):
 class Capture:
     """The graph, and what stands at its placeholders and outputs."""
 
-    def __init__(self, program: ExportedProgram, key: Any, output: Template) -> None:
+    def __init__(self, program: ExportedProgram, key: Any, output: Template, channels_last: list[bool]) -> None:
         self.key = key  # of the plain arguments
         self.output = output
+        self._channels_last = channels_last
         self.graph_module = program.graph_module
         self.nodes: list[Node] = [node for node in program.graph.nodes if node.op in ("call_function", "get_attr")]
         self.results: list[Any] = list(next(n for n in program.graph.nodes if n.op == "output").args[0])
@@ -83,7 +84,9 @@ class Capture:
         for node, number in self.inputs.items():
             like, tensor = node.meta["val"], tensors[number]
             if tensor.dtype != like.dtype or tensor.device != like.device or tensor.dim() != like.dim():
-                return f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} for one of {like.dtype}, {like.dim()} dims"
+                return f"shape {tuple(tensor.shape)}, {tensor.dtype} where {_shown(like)}, {like.dtype} was captured"
+            if is_channels_last(tensor) != self._channels_last[number]:
+                return "another memory format"
             for due, size in zip(like.shape, tensor.shape, strict=True):
                 if isinstance(due, int):
                     if due != size:
@@ -123,7 +126,7 @@ def capture(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs:
     stale = [node for node, value in made.constants.items() if any(value is old for old in effects.before)]
     if stale:
         raise ModelError(
-            f"the model's forward reads tensors that an earlier forward left in it ({stale[0].name}) and replaces them; "
+            f"the model's forward reads tensors that an earlier one left in it ({stale[0].name}) and replaces them; "
             f"a captured graph would read the same ones for ever. Make them registered buffers that change in place"
         )
     return made
@@ -134,6 +137,8 @@ def _capture(
 ) -> Capture:
     tensors: list[Any] = []
     named = take_apart(arguments.named(args, kwargs), "input", tensors)
+    # of its own memory: of a slice, torch.export would capture the strides and the sizes of the whole
+    tensors = [settled(tensor).detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     form = arguments.form(args, kwargs)
     outputs: list[Template] = []
     where = Where(model)
@@ -157,7 +162,7 @@ def _capture(
         raise
     except Exception as error:
         raise _refusal(model, where, error) from error
-    return Capture(program, named.key(), outputs[-1])
+    return Capture(program, named.key(), outputs[-1], [is_channels_last(tensor) for tensor in tensors])
 
 
 def _export(flat: _Flat, tensors: tuple[Any, ...], shapes: Any, where: Where, effects: Effects) -> ExportedProgram:
@@ -178,11 +183,11 @@ def _refusal(model: nn.Module, where: Where, error: Exception) -> ModelError:
     place = " ".join(line.split())[:200]
     if "data-dependent" in str(error):
         return ModelError(
-            f"torch.export cannot capture {type(model).__name__}: in {where} the control flow or a shape depends on the "
-            f"values of a tensor ({reason}{f' {place}' if place else ''}). Choose with torch.where or torch.cond there, "
-            f"or {REMEDY}"
+            f"torch.export cannot capture {type(model).__name__}: in {where} the control flow or a shape depends on "
+            f"the values of a tensor ({reason}{f' {place}' if place else ''}). Choose with torch.where or torch.cond "
+            f"there, or {REMEDY}"
         )
     return ModelError(
-        f"torch.export cannot capture {type(model).__name__}, in {where}: {type(error).__name__}: {reason}. Change that "
-        f"operation, or {REMEDY}"
+        f"torch.export cannot capture {type(model).__name__}, in {where}: {type(error).__name__}: {reason}. Change "
+        f"that operation, or {REMEDY}"
     )

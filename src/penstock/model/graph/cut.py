@@ -29,7 +29,10 @@ def split_by_graph(
 ) -> Split:
     """Cut the graph of a model; see `capture`, `values`, `places`, `stages` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    wanted = stages if stages is not None else len(balance) if _are_counts(balance) else len(split_at) + 1
+    if stages is not None:
+        wanted = stages
+    else:
+        wanted = len(split_at) + 1 if balance is None or isinstance(balance, str) else len(balance)
     if wanted < 1:
         raise ModelError(f"a model cannot make {wanted} stages; pass stages=1 or more")
     arguments = Arguments(model, _fixed(model, kwargs))
@@ -44,10 +47,6 @@ def split_by_graph(
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     how = f"torch.export graph ({sizes}), operations a stage: {counts}"
     return Split(parts, programs.topology, how)  # type: ignore[arg-type]
-
-
-def _are_counts(balance: str | Sequence[int] | None) -> bool:
-    return balance is not None and not isinstance(balance, str)
 
 
 def _fixed(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:

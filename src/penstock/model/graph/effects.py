@@ -26,7 +26,8 @@ from penstock.errors import ModelError
 
 __all__ = ["Effects", "Where", "nothing_lost"]
 
-INTERNAL = frozenset(vars(nn.Module())) | {"forward"}
+# the last two are nn.LSTM's own copies of its parameters, which follow when those are exchanged for fakes
+INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
 # what checkpoint uses to mark its inputs, and the backward of a torch.library.custom_op, which stays one operation
 HARMLESS = ("torch.utils.checkpoint._NoopSaveInputs", "torch._library.autograd.GeneratedBackwardFor")
 _MISSING = object()
@@ -76,7 +77,7 @@ class Effects:
             yield
         finally:
             for name, attributes in kept.items():
-                now = vars(self._modules[name])
+                now = self._modules[name].__dict__
                 now.update({key: value for key, value in attributes.items() if key not in INTERNAL})
 
     @contextmanager
@@ -85,12 +86,12 @@ class Effects:
         kept = {name: dict(vars(module)) for name, module in self._modules.items()}
         inner = {id(box): (box, _contents(box)) for box in self._containers()}
         for name, attribute in self.changed:
-            vars(self._modules[name])[attribute] = _Taken(name, attribute)
+            self._modules[name].__dict__[attribute] = _Taken(name, attribute)
         try:
             yield
         finally:
             for name, module in self._modules.items():
-                self._put_back(name, vars(module), kept[name])
+                self._put_back(name, module.__dict__, kept[name])
             for box, contents in inner.values():
                 if _contents(box) != contents:
                     self.before += [value for value in _values(contents) if isinstance(value, Tensor)]
@@ -128,7 +129,7 @@ class _Same(list[tuple[Any, Any]]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and [(k, id(v)) for k, v in self] == [(k, id(v)) for k, v in other]
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def _values(contents: _Same) -> list[Any]:

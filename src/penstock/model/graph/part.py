@@ -11,16 +11,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.graph.capture import Capture, capture
 from penstock.model.graph.places import Cut, find_cuts
 from penstock.model.graph.stages import StageGraph, build_stages
-from penstock.model.graph.structure import Arguments, put_together, take_apart
+from penstock.model.graph.structure import Arguments, is_channels_last, put_together, settled, take_apart
 from penstock.model.graph.values import Values
 from penstock.model.split import OUTPUT
 from penstock.schedule.topology import Topology
@@ -38,12 +39,17 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def _autocast() -> Any:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
 @dataclass(frozen=True)
 class Program:
     """A capture and its stages."""
 
     capture: Capture
     stages: list[StageGraph]
+    autocast: Any = field(default_factory=_autocast)  # under which it was captured: its types are in the graph
 
 
 class Programs:
@@ -64,7 +70,9 @@ class Programs:
         """The program for these inputs, and their tensors."""
         tensors: list[Any] = []
         plain = take_apart(self._arguments.named(args, kwargs), "input", tensors).key()
-        key = (training, plain, tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors))
+        tensors = [settled(tensor) for tensor in tensors]
+        sizes = tuple((tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor)) for tensor in tensors)
+        key = (training, plain, sizes, _autocast())
         known = self._known.get(key)
         if known is None:
             with self._lock:
@@ -74,7 +82,12 @@ class Programs:
     def _find(self, training: bool, plain: Any, tensors: list[Any], args: Any, kwargs: Any) -> Program:
         reasons = []
         for program in self._made[training]:
-            reason = program.capture.misfit(tensors) if program.capture.key == plain else "other plain values or inputs"
+            if program.capture.key != plain:
+                reason: str | None = "other inputs, or other plain values among them"
+            elif program.autocast != _autocast():
+                reason = "another state of torch.autocast"
+            else:
+                reason = program.capture.misfit(tensors)
             if reason is None:
                 return program
             reasons.append(reason)
@@ -98,16 +111,16 @@ class Programs:
         new = sorted(_edges(program) - set(self.topology.edges))
         if new:
             raise ModelError(
-                f"for this microbatch stage {new[0][0]} would have to feed stage {new[0][1]}, which it does not with the "
-                f"example{why}. Pass an example= like it, or cut elsewhere with split_at="
+                f"for this microbatch stage {new[0][0]} would have to feed stage {new[0][1]}, which it does not with "
+                f"the example{why}. Pass an example= like it, or cut elsewhere with split_at="
             )
         for index, stage in enumerate(program.stages):
             here = {id(tensors[name]) for name in self.held[index]}
             for name, _ in stage.state:
                 if id(tensors[name]) not in here:
                     raise ModelError(
-                        f"for this microbatch stage {index} reads {name}, which it does not hold{why}. Pass an example= "
-                        f"like it, or cut elsewhere with split_at="
+                        f"for this microbatch stage {index} reads {name}, which it does not hold{why}. Pass an "
+                        f"example= like it, or cut elsewhere with split_at="
                     )
 
 

@@ -44,7 +44,11 @@ class _Piece:
 
 
 def choose_cuts(
-    values: Values, tensors: dict[str, Tensor], stages: int, balance: str | Sequence[int] | None, split_at: Sequence[str]
+    values: Values,
+    tensors: dict[str, Tensor],
+    stages: int,
+    balance: str | Sequence[int] | None,
+    split_at: Sequence[str],
 ) -> list[Cut]:
     """The cuts before stages 1, 2, ... as the user asked for them."""
     if split_at:

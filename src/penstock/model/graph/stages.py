@@ -104,15 +104,15 @@ class _Walk:
         """Whether its memory is written in another stage than the one that makes it, other than lasting state."""
         for group in self.values.groups[node] - self.values.lasting:
             root = self.values.root(group)
-            writers = self.values.writers.get(group, ())
-            if writers and (root.op == "placeholder" or any(self._stage_of(w) != self._stage_of(root) for w in writers)):
+            writers = {self._stage_of(writer) for writer in self.values.writers.get(group, ())}
+            if writers and (root.op == "placeholder" or writers != {self._stage_of(root)}):
                 return root not in self.values.free
         return False
 
     def _holder(self, root: Node) -> int | None:
         """The last stage before this one that made or wrote it; None: it is an input that nobody wrote yet."""
         writers = [node for group in self.values.groups[root] for node in self.values.writers.get(group, ())]
-        touched = [self._stage_of(node) for node in writers] + ([] if root.op == "placeholder" else [self._stage_of(root)])
+        touched = [self._stage_of(node) for node in [root, *writers] if node.op != "placeholder"]
         return max((stage for stage in touched if stage < self.stage), default=None)
 
     def is_copied(self, node: Node) -> bool:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 
-__all__ = ["Arguments", "Template", "put_together", "take_apart"]
+__all__ = ["Arguments", "Template", "is_channels_last", "put_together", "settled", "take_apart"]
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), enum.Enum, slice, range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -89,6 +89,19 @@ def _blank(value: Any) -> Any:
     blank = copy.copy(value)
     vars(blank).clear()
     return blank
+
+
+def settled(tensor: Any) -> Any:
+    """With strides that follow from its sizes: a slice of something larger as a tensor of its own."""
+    if not isinstance(tensor, Tensor) or tensor.is_contiguous() or is_channels_last(tensor):
+        return tensor
+    return tensor.contiguous()
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    """Images with their channels last in memory; where both orders are the same, no."""
+    images = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return images and not tensor.is_contiguous()
 
 
 def put_together(template: Template, values: Sequence[Any]) -> Any:

@@ -137,7 +137,8 @@ def _written_arguments(node: Node, module: GraphModule) -> list[Node]:
             inputs = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
             places = [place for place, inner in enumerate(inputs) if _is_written(inner, body)]
             # where the body's inputs are not simply the operands, any of them may be meant
-            written += [operands[place] for place in places] if len(inputs) == len(operands) else operands * bool(places)
+            if places:
+                written += [operands[place] for place in places] if len(inputs) == len(operands) else operands
         return written
     return []
 

@@ -34,13 +34,11 @@ from torch import Tensor
 
 from penstock.runtime.transport.layout import HEADER_BYTES, Frame, Layout
 
-__all__ = ["InBlock", "OutBlock", "Ring", "allocate", "map_memory"]
+__all__ = ["InBlock", "OutBlock", "Ring", "allocate", "build_plain", "map_memory"]
 
 PAGE = mmap.PAGESIZE
 IDLE_STEPS = 4  # a block that has not been used for so many steps is given up
 FREE, USED = 0, 1
-
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def allocate(size: int) -> int:
@@ -95,6 +93,7 @@ class Ring:
     def __init__(self, announce: Callable[[int, int], None], retire: Callable[[int], None]) -> None:
         self.nbytes = 0
         self.refused: OSError | None = None  # no more memory is to be had
+        self.told = False  # and the user has been told
         self._announce = announce
         self._retire = retire
         self._number = 0

@@ -86,9 +86,12 @@ class DistributedTransport(Transport):
         self.timeout = timeout
         self.device = None if device is None else torch.device(device)
         backend = group._get_backend(torch.device("cpu"))
+        self._backend_name = str(dist.get_backend(group))
         number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
         self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
-        self._watch = _start_watch(group, backend, self._tag + CONTROL_TAG, number, timeout)
+        self._prefix = f"penstock/{number}"
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._watch = _start_watch(group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout)
         self.news = self._watch.news
         weakref.finalize(self, self._watch.close)
         self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
@@ -115,9 +118,17 @@ class DistributedTransport(Transport):
         if checked not in self._opened:
             if self._next_channel + len(checked) > CHANNELS:
                 self._next_channel = 0  # of so many programs, the first are long past
-            self._opened[checked] = Links(checked, self.rank, self._tag + self._next_channel * SUBTAGS)
+            self._opened[checked] = self._lay(checked, self._tag + self._next_channel * SUBTAGS)
             self._next_channel += len(checked)
         self._links = self._opened[checked]
+
+    def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
+        """The ends of these channels on this rank."""
+        return Links(channels, self.rank, tag)
+
+    def wire(self, source: int, target: int) -> str:
+        """What carries values from one rank to another, in words."""
+        return f"torch.distributed ({self._backend_name})"
 
     def _incoming(self, channel: int) -> Incoming:
         link = self._links.ins.get(channel)
@@ -195,14 +206,13 @@ class DistributedTransport(Transport):
         self._links = Links((), self.rank, 0)
 
 
-def _start_watch(group: dist.ProcessGroup, backend: Any, tag: int, number: int, timeout: float) -> Watch:
+def _start_watch(group: dist.ProcessGroup, backend: Any, tag: int, store: Any, prefix: str, timeout: float) -> Watch:
     def cut(peer: int) -> None:
         """A receive that times out closes all connections of this rank, and so frees its main thread."""
         with suppress(RuntimeError):
             backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
 
-    store = dist.distributed_c10d._get_process_group_store(group)
     members = dist.get_process_group_ranks(group)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = None if agent or 0 not in members else members.index(0)
-    return Watch(store, host, f"penstock/{number}", dist.get_rank(group), len(members), timeout, cut)
+    return Watch(store, host, prefix, dist.get_rank(group), len(members), timeout, cut)

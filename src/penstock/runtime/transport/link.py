@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -136,6 +136,9 @@ class Links:
     def check_idle(self, call: str) -> None:
         """A posted receive cannot be taken back, so nothing may be posted where links are laid anew."""
         for link in self.ins.values():
-            if link.pending:
-                waiting = ", ".join(link.edge.receive_action(microbatch) for microbatch in link.pending)
-                raise UsageError(f"{call} while {waiting} is posted; receive or discard it first")
+            self._check_idle(call, link.edge, link.pending)
+
+    def _check_idle(self, call: str, edge: Channel, microbatches: Collection[int]) -> None:
+        if microbatches:
+            waiting = ", ".join(map(edge.receive_action, microbatches))
+            raise UsageError(f"{call} while {waiting} is posted; receive or discard it first")

@@ -22,18 +22,18 @@ import os
 import socket
 import struct
 from collections import defaultdict, deque
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from contextlib import suppress
 
 from penstock.runtime.transport.blocks import InBlock, Ring, map_memory
 from penstock.runtime.transport.layout import Layout
 
-__all__ = ["DATA", "FAILURE", "FAR", "Bell", "Gone", "Pair"]
+__all__ = ["DATA", "FAILURE", "FAR", "HEAD", "NO_BLOCK", "NUDGE", "SLICE_SECONDS", "Filed", "Gone", "Pair"]
 
 DATA, FAILURE, FAR, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, NUDGE, BYE = range(1, 12)
 
-HEAD = struct.Struct("<IIQQIIII")  # as `Bell`
+HEAD = struct.Struct("<IIQQIIII")  # as `Fields`
 TEXT_BYTES = 32 * 1024  # of a text in one packet
-BUFFER_BYTES = TEXT_BYTES + HEAD.size
 LAYOUTS = 1024
 NO_BLOCK = 0xFFFF_FFFF
 SLICE_SECONDS = 0.02  # how long a read sleeps before whoever waits looks around
@@ -45,49 +45,167 @@ class Gone(Exception):
     """The other end of the socket is closed."""
 
 
-class Bell(NamedTuple):
-    """What one packet says."""
-
-    kind: int
-    number: int  # of the block, or of the text
-    key: int  # the channel and its program; of other packets: a size
-    step: int
-    ordinal: int
-    microbatch: int
-    layout: int
-    checksum: int
+# kind, number (of the block, or of the text), key (the channel and its program; of other packets: a size or a
+# program), step, ordinal, microbatch, number of the layout, checksum of the layout
+Fields = tuple[int, ...]
+Filed = tuple[Fields, Layout | None]
 
 
 class Pair:
-    """One rank's end of the connection to `peer`."""
+    """One rank's end of the connection to `peer`. `wait_for_room` is called while the socket takes no more."""
 
-    def __init__(self, peer: int, connection: socket.socket) -> None:
+    def __init__(self, peer: int, connection: socket.socket, wait_for_room: Callable[[Pair], None]) -> None:
         self.peer = peer
         self.gone = False
         self.left = False  # it said goodbye
-        self.ring = Ring(self._announce, self._retire)
-        self.queues: dict[int, deque[tuple[Bell, Layout | None]]] = defaultdict(deque)  # by channel
+        self.ring = Ring(self._announce, lambda number: self.say(RETIRED, number))
+        self.queues: dict[int, deque[Filed]] = defaultdict(deque)  # by channel
         self.posts: dict[int, memoryview] = {}  # by program: what the peer has posted
         self.blocks: dict[int, InBlock] = {}
         self.failures: dict[int, bytes] = {}
         self._layouts: dict[int, Layout] = {}  # the peer's
         self._parts: dict[tuple[int, int], list[bytes]] = {}  # texts of which more is to come
         self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
-        self._numbers = 0
+        self.recents: list[deque[tuple[int, Layout]]] = []  # numbers that ends of channels keep
+        self._texts = 0
         self._socket = connection
-        self._buffer = bytearray(BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
+        self._wait_for_room = wait_for_room
+        self._buffers = [bytearray(HEAD.size + TEXT_BYTES)]
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
 
     # -- out
 
-    def write(self, *fields: int) -> None:
-        """One packet without a tail. BlockingIOError if the socket is full."""
+    def write(self, packet: bytes) -> None:
+        """One packet; waits where the socket is full."""
+        while True:
+            try:
+                self._socket.send(packet, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self._wait_for_room(self)
+            except OSError as error:
+                self.gone = True
+                raise Gone from error
+
+    def say(self, kind: int, number: int = 0, key: int = 0) -> None:
+        """A packet that is not a message of a channel."""
+        self.write(HEAD.pack(kind, number, key, 0, 0, 0, 0, 0))
+
+    def _attach(self, kind: int, number: int, key: int, descriptor: int) -> None:
+        packet = HEAD.pack(kind, number, key, 0, 0, 0, 0, 0)
+        while True:
+            try:
+                socket.send_fds(self._socket, [packet], [descriptor], socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self._wait_for_room(self)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                self.gone = True
+                raise Gone from error
+
+    def _announce(self, number: int, descriptor: int) -> None:
+        self._attach(BLOCK, number, 0, descriptor)
+
+    def share_posts(self, program: int, descriptor: int) -> None:
+        """Where this rank counts the receives that it posts on that program's channels from the peer."""
+        self._attach(POSTS, 0, program, descriptor)
+
+    def _write_text(self, kind: int, text: bytes) -> int:
+        self._texts += 1
+        for start in range(0, max(1, len(text)), TEXT_BYTES):
+            head = HEAD.pack(kind, self._texts, len(text), 0, 0, 0, 0, 0)
+            self.write(head + text[start : start + TEXT_BYTES])
+        return self._texts
+
+    def introduce(self, layout: Layout) -> tuple[int, Layout]:
+        """The number by which the peer knows this layout, and the object that stands for all equal ones."""
+        known = self._book.get(layout.text)
+        if known is None:
+            if len(self._book) >= LAYOUTS:  # shapes never repeat
+                self._book.clear()
+                for recent in self.recents:
+                    recent.clear()
+                self.say(FORGET)
+            known = self._book[layout.text] = (self._write_text(LAYOUT, layout.text), layout)
+        return known
+
+    def write_failure(self, text: bytes) -> int:
+        """The number by which the peer can look up this text."""
+        return self._write_text(FAILED, text)
+
+    # -- in
+
+    def read(self, wait: bool) -> bool:
+        """Read and file one packet; False if none has come, at once or after a short sleep."""
+        flags = 0 if wait else socket.MSG_DONTWAIT
         try:
-            self._socket.send(HEAD.pack(*fields), socket.MSG_DONTWAIT)
+            count, attached, _, _ = self._socket.recvmsg_into(self._buffers, _FD_SPACE, flags)
         except BlockingIOError:
-            raise
-        except OSError as error:
+            return False
+        except ConnectionResetError:  # it left without reading everything; what it sent before is still to be read
+            return True
+        if count < HEAD.size:
             self.gone = True
-            raise Gone from error
+            raise Gone
+        fields = HEAD.unpack_from(self._buffers[0])
+        kind = fields[0]
+        if kind == DATA:
+            self.queues[fields[2]].append((fields, self._layouts[fields[6]]))
+        elif kind in (FAILURE, FAR):
+            self.queues[fields[2]].append((fields, None))
+        else:
+            self._note(fields, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
+        return True
+
+    def _note(self, fields: Fields, tail: bytes, descriptors: list[int]) -> None:
+        kind, number, key = fields[:3]
+        try:
+            if kind == BLOCK:
+                self.blocks[number] = InBlock(map_memory(descriptors[0]))
+            elif kind == POSTS:
+                self.posts[key] = map_memory(descriptors[0]).cast("Q")
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if kind == RETIRED:
+            self.blocks.pop(number, None)
+        elif kind == FORGET:
+            self._layouts.clear()
+        elif kind in (LAYOUT, FAILED):
+            self._add_text(kind, number, key, tail)
+        elif kind == BYE:
+            self.left = True
+
+    def _add_text(self, kind: int, number: int, size: int, part: bytes) -> None:
+        parts = self._parts.setdefault((kind, number), [])
+        parts.append(part)
+        if sum(map(len, parts)) < size:
+            return
+        text = b"".join(self._parts.pop((kind, number)))
+        if kind == LAYOUT:
+            self._layouts[number] = Layout.load(text).all_packed()
+        else:
+            self.failures[number] = text
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Say goodbye and go."""
+        if self._socket.fileno() >= 0:
+            with suppress(OSError):
+                self._socket.send(HEAD.pack(BYE, 0, 0, 0, 0, 0, 0, 0), socket.MSG_DONTWAIT)
+            self._socket.close()
+        self.ring.clear()
+        self.blocks.clear()
+        self.queues.clear()
+        self.posts.clear()
+
+
+def _descriptors(attached: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in attached:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)

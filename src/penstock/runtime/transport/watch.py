@@ -248,7 +248,7 @@ class Watch:
         return self._stopping or (seconds > STORE_SECONDS and (overdue or self._proposal is not None))
 
     def _after_store(self, gone: float) -> PeerFailure | None:
-        """With the store its host is gone. Not a loss by itself: what is under way at the end of a run may still come."""
+        """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come."""
         waiting, proposal, host = self.waiting, self._proposal, self._store_host
         if host is None or host == self._rank or (proposal is not None and proposal.rank == host):
             return proposal

@@ -35,7 +35,7 @@ RULES = (
 )
 KEPT = 4  # of the best orders, for changes
 MARGIN = 1.005  # an estimate must be this far off before it decides
-SMALL = 500  # computes; a run of changes takes milliseconds
+SMALL = 500  # computes
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
 
@@ -64,6 +64,11 @@ class Hunt:
     def stages_per_rank(self) -> int:
         """How many stages each rank has."""
         return self.problem.placement.stages_per_rank
+
+    @property
+    def small(self) -> bool:
+        """A run of changes takes no time, so that many can begin anew."""
+        return 3 * self.problem.size <= SMALL
 
     @property
     def large(self) -> bool:
@@ -122,7 +127,7 @@ class Hunt:
         return score
 
     def _keep(self, found: Candidate) -> None:
-        if all(found.score != other.score for other in self.best):
+        if found.score < NOTHING and all(found.score != other.score for other in self.best):
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
     def _refill(self, orders: Orders) -> Score:
@@ -150,9 +155,11 @@ class Hunt:
             self.rule, self.rule_score = rule, score
 
     def step(self, deadline: float) -> None:
-        """Rules or a run of changes, whichever has had less time so far."""
+        """Rules or a run of changes, whichever has had less than its share of the time so far."""
         begin = time.thread_time()
-        what = "rules" if self.spent["rules"] <= self.spent["changes"] or not self.best else "changes"
+        share = 0.1 if self.small else 0.5
+        spent = self.spent["rules"] + self.spent["changes"]
+        what = "rules" if self.spent["rules"] <= share * spent or not self.best else "changes"
         if what == "rules":
             like = self.rule if self.generator.random() < 0.7 else None
             self._try(_drawn(self.problem, like, self.generator))
@@ -163,7 +170,7 @@ class Hunt:
     def _change(self, deadline: float) -> None:
         """A run of changes to one of the best orders, with its W filled in or in their places."""
         chosen = self.best[min(int(self.generator.expovariate(1.0)), len(self.best) - 1)]
-        if 3 * self.problem.size < SMALL and self.generator.random() < 0.5:  # time enough to begin anew
+        if self.small and self.generator.random() < 0.5:
             orders = dispatch(self.problem, _drawn(self.problem, None, self.generator))
             chosen = Candidate(NOTHING, orders, self.generator.choice(OVERRUNS))
         if chosen.overrun is not None and self.generator.random() < 0.3:

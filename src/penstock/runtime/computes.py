@@ -1,0 +1,150 @@
+"""The computes of one rank, each by itself: what it needs is taken, the stage runs, what it made is put up.
+
+In which order they run, and when messages leave, is the executor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.model.split import OUTPUT
+from penstock.runtime.losses import Seeds, own_loss, sum_in_order
+from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.stage import LossOf, Stage
+from penstock.runtime.step import StepInput, StepReport
+from penstock.schedule import Op
+
+__all__ = ["Computes"]
+
+
+class Computes:
+    """A rank's stages and its mailbox, and the step that they work on."""
+
+    def __init__(self, stages: Mapping[int, Stage], mailbox: Mailbox) -> None:
+        self.stages = dict(stages)
+        self.mailbox = mailbox
+        self.given: StepInput
+        self.report = StepReport()
+        self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
+        self._split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
+        self._fetched: dict[tuple[Op, int, int], Any] = {}
+        self._outputs: dict[int, Any] = {}
+        self._seeds: Seeds
+        self._waited = 0.0
+        self._watching = False
+
+    def _prepare(self, given: StepInput) -> None:
+        self.given = given
+        self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
+        if given.training:
+            self._seeds = Seeds(given.shares)
+
+    def fetch(self, op: Op, stage: int, microbatch: int) -> Any:
+        """Wait for what a compute needs, and keep it for that compute."""
+        key = (op, stage, microbatch)
+        if key not in self._fetched:
+            self._fetched[key] = self._await(op, stage, microbatch)
+
+    def _await(self, op: Op, stage: int, microbatch: int) -> Any:
+        if self._fetched and (op, stage, microbatch) in self._fetched:
+            return self._fetched.pop((op, stage, microbatch))
+        if op is Op.W:
+            return None
+        take = self.mailbox.take_inputs if op is Op.F else self.mailbox.take_gradients
+        if not self._watching:
+            return take(stage, microbatch)
+        begin = perf_counter()
+        found = take(stage, microbatch)
+        self._waited += perf_counter() - begin
+        return found
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        given, owner = self.given, self.stages[stage]
+        arrived = self._await(Op.F, stage, microbatch)
+        args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
+        loss_of = self._loss_of(microbatch) if owner.is_last else None
+        if not given.training:
+            emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of)
+        else:
+            emitted, loss, extra = owner.forward(
+                microbatch,
+                arrived,
+                args,
+                kwargs,
+                split=(stage, microbatch) in self._split,
+                recompute=microbatch in given.recompute,
+                loss_of=loss_of,
+            )
+        if loss is not None:
+            self.losses[microbatch] = loss.detach().clone()  # mse_loss gives a scalar in a storage of the output's size
+        for name, value in extra:
+            self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
+        if owner.is_last:
+            output = emitted.pop(OUTPUT)
+            if given.keep_outputs:
+                self._outputs[microbatch] = _detached(output)
+        self.mailbox.put_outputs(stage, microbatch, emitted)
+
+    def _loss_of(self, microbatch: int) -> LossOf | None:
+        """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
+        given = self.given
+        if given.loss_fn is None:
+            return own_loss if given.training else _scalar
+        if not (given.training or given.batch.has_target):
+            return None
+        target, extra = given.batch.targets[microbatch], given.batch.loss_kwargs[microbatch]
+        return lambda output: given.loss_fn(output, target, **extra)  # type: ignore[misc]
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        """B, or I where the program has an I of this microbatch."""
+        split = (stage, microbatch) in self._split
+        gradients = self._await(Op.I if split else Op.B, stage, microbatch)
+        owner, seeds, seed = self.stages[stage], self._seeds, None
+        if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
+            seed = seeds.of(microbatch, loss)
+        back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)
+        self.mailbox.put_gradients(stage, microbatch, back)
+
+    def _weight(self, stage: int, microbatch: int) -> None:
+        self.stages[stage].weights(microbatch)
+
+    def outputs(self) -> list[Any]:
+        """The outputs that were kept, in the order of microbatches; forgets them."""
+        found, self._outputs = self._outputs, {}
+        return [found[number] for number in sorted(found)]
+
+    def _sum_losses(self) -> None:
+        """The batch's loss, for the report."""
+        numbers = sorted(self.losses)
+        if not numbers:
+            return
+        losses = torch.stack([self.losses[number] for number in numbers])
+        self.report.loss = sum_in_order(losses, [self.given.shares[number] for number in numbers])
+        self.report.losses_by_number = losses.tolist()
+        self.report.dtype = losses.dtype
+
+    def clear(self) -> None:
+        """Forget everything about the step, so that the next one starts clean."""
+        self.mailbox.clear()
+        self._fetched.clear()
+        self._outputs.clear()
+        self.losses = {}
+        self.report = StepReport()
+        self.__dict__.pop("given", None)
+        for stage in self.stages.values():
+            stage.clear()
+
+
+def _scalar(output: Any) -> Tensor | None:
+    loss = own_loss(output)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+def _detached(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, value)

@@ -1,0 +1,132 @@
+"""What this process owns of the model, under the model's own names.
+
+A pipeline looks like the module that it was made of: parameters, buffers, state, gradients and
+modes, restricted to the stages that live here. On threads that is all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError, UsageError
+from penstock.model.lazy import is_lazy, materialise
+from penstock.model.replay.part import ReplayPart
+from penstock.model.split import Split
+from penstock.runtime.crew import Crew
+from penstock.runtime.tied import TiedParameters
+from penstock.runtime.world import World
+
+__all__ = ["OwnedState"]
+
+
+class OwnedState:
+    """The part of `Pipeline` that is about the model's values."""
+
+    split: Split
+    crew: Crew
+    world: World
+    tied: TiedParameters
+    devices: dict[int, torch.device]
+    _without_values: set[str]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of the stages that this process owns, each parameter once."""
+        seen: set[int] = set()
+        for index, module in self.crew.modules().items():
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    full = self.split.parts[index].names[name]
+                    yield self.split.aliases.get(full, full), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What to give to the optimizer of this process."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of the stages that this process owns."""
+        for index, module in self.crew.modules().items():
+            for name, buffer in module.named_buffers():
+                yield self.split.parts[index].names[name], buffer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers of the stages that this process owns."""
+        return {
+            self.split.parts[index].names.get(name, name): value
+            for index, module in self.crew.modules().items()
+            for name, value in module.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this process's part of a whole model's state; a name that no stage knows is an error."""
+        known = {name for part in self.split.parts for name in part.names.values()}
+        foreign = sorted(set(state) - known)
+        own = {index: self.split.parts[index].names for index in self.crew.modules()}
+        missing = sorted(
+            names[name]
+            for index, names in own.items()
+            for name in self.crew.modules()[index].state_dict()
+            if names.get(name, name) not in state
+        )
+        if foreign or missing:
+            raise ModelError(
+                f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}"
+            )
+        for index, module in self.crew.modules().items():
+            names = self.split.parts[index].names
+            module.load_state_dict({name: state[names.get(name, name)] for name in module.state_dict()})
+        self._without_values = set()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this process's parameters."""
+        for module in self.crew.modules().values():
+            module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm."""
+        counted = filter(self.tied.counts, self.parameters())
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        local = nn.utils.get_total_norm(gradients, norm_type)
+        total = self.world.join_norms(local, norm_type)
+        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total.to(local.device))
+        return total
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the stages into training mode, or out of it."""
+        for module in self.crew.modules().values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put the stages into eval mode."""
+        return self.train(False)
+
+    def _materialise(self, init: Callable[[str, Tensor], Any] | None) -> set[str]:
+        """Put the local stages where they belong; parameters built under `lazy()` get memory here."""
+        made: dict[int, nn.Parameter] = {}
+        missing: set[str] = set()
+        for rank, executor in self.crew.executors.items():
+            device = self.devices.get(rank)
+            for stage in executor.stages.values():
+                if is_lazy(stage.module):
+                    home = device or torch.device("cpu")
+                    missing |= set(materialise(stage.module, stage.part.names, home, init, made))
+                if device is not None:
+                    stage.module.to(device)
+        for executor in self.crew.executors.values():
+            for stage in executor.stages.values():
+                if isinstance(stage.part, ReplayPart):
+                    stage.part.settle()
+        return missing
+
+    def _check_values(self) -> None:
+        if self._without_values:
+            some = ", ".join(sorted(self._without_values)[:3])
+            raise UsageError(
+                f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
+                f"call load_state_dict(...), or pass init=function(name, tensor)"
+            )

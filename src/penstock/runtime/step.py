@@ -1,0 +1,90 @@
+"""What goes into a step and what comes out of it, on one rank; and what all ranks together make of the latter."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.errors import ModelError, PeerFailure
+from penstock.runtime.microbatch import Batch
+from penstock.runtime.recorder import Begun
+from penstock.runtime.transport.base import with_report
+from penstock.schedule import Action, Span
+
+__all__ = ["StepInput", "StepReport", "failure_of", "what_went_wrong"]
+
+
+@dataclass
+class StepInput:
+    """What one step works on, on one rank."""
+
+    batch: Batch
+    shares: list[float]  # of each microbatch in the batch's loss
+    loss_fn: Callable[..., Any] | None = None
+    keep_outputs: bool = False
+    training: bool = True
+    recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
+
+
+@dataclass
+class StepReport:
+    """What one rank has to say at the end of a step; every rank gets every rank's."""
+
+    extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over microbatches
+    loss: float | None = None  # of the batch, from the rank of the last stage
+    losses_by_number: list[float] = field(default_factory=list)
+    dtype: torch.dtype = torch.float32
+    failure: PeerFailure | None = None
+    progress: str = ""
+    rows: int | None = None  # of the batch that this rank was given
+    spans: list[Span] | None = None
+    begun: Begun | None = None  # of a step that is recorded
+    ended: float = 0.0  # when all was computed and sent
+
+
+def failure_of(rank: int, error: BaseException, action: Action | None) -> PeerFailure:
+    """An error of this rank as the others are told of it."""
+    return PeerFailure(
+        rank,
+        _in_words(error),
+        stage=None if action is None else action.stage,
+        action=None if action is None else str(action),
+        microbatch=None if action is None else action.microbatch,
+        original_traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def what_went_wrong(reports: Sequence[StepReport]) -> Exception | None:
+    """The one error that every rank raises after a step, or None: the same everywhere, since all have all reports."""
+    failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
+    sizes = _different_sizes(reports)
+    if not failures:
+        return ModelError(sizes) if sizes else None
+    origins = [failed for rank, failed in failures.items() if failed.rank == rank]
+    cause = (origins or list(failures.values()))[0]
+    doing = [
+        report.progress + (f", failed: {failed.cause}" if failed in origins else "")
+        for report, failed in zip(reports, map(failures.get, range(len(reports))), strict=True)
+    ]
+    doing[-1] += f"\n  {sizes}" if sizes else ""
+    return with_report(cause, doing)
+
+
+def _different_sizes(reports: Sequence[StepReport]) -> str:
+    """Batches that are not of one size are not one batch, even where all shapes happen to fit."""
+    sizes = {rank: report.rows for rank, report in enumerate(reports) if report.rows is not None}
+    if len(set(sizes.values())) < 2:
+        return ""
+    listed = ", ".join(f"rank {rank}: {rows} rows" for rank, rows in sizes.items())
+    return f"the ranks were given batches of different size ({listed}); pass the same batch on every rank"
+
+
+def _in_words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # an error that cannot even be printed must still be told
+        return type(error).__name__

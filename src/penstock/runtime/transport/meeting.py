@@ -1,0 +1,189 @@
+"""How ranks on one host find each other: over the process group's store, then by Unix sockets.
+
+Each rank listens under a name that it drew at random, in the abstract namespace (no file, gone with the
+process), and puts it into the store with a token and with where it is. Ranks are near if they run under
+the same kernel, network namespace and user, on CPU tensors. Of two near ranks the higher one connects,
+shows the token of the lower one, and says in the store where that did not work; so both ends of a link
+always take the same way. Whoever else knocks is another user or has no token, and is turned away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.runtime.transport.blocks import allocate
+from penstock.runtime.transport.store import Asker
+
+__all__ = ["Meeting", "Place", "missing_here"]
+
+HELLO = struct.Struct("<I32s")
+PATIENCE = 0.02
+
+
+class Place(NamedTuple):
+    """Where a rank is, and how to reach it."""
+
+    host: str
+    address: str
+    token: str
+    device: str
+
+    def apart(self, other: Place) -> str | None:
+        """Why two ranks cannot share memory, or None."""
+        if self.host != other.host or not self.host:
+            return "on different hosts"
+        if {self.device, other.device} != {"cpu"}:
+            return "not on the CPU"
+        return None
+
+
+def missing_here() -> str | None:
+    """What this machine lacks for shared memory between ranks, or None."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return f"it needs memfd_create, which {sys.platform} does not have"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it relies on the memory order of x86-64, and this machine is {platform.machine()}"
+    return None
+
+
+def this_host() -> str:
+    """Equal for processes that can pass descriptors to each other: one kernel, network namespace and user.
+
+    Empty where there is no shared memory to be had at all.
+    """
+    if missing_here() is not None:
+        return ""
+    try:
+        os.close(allocate(1))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:
+        return ""
+
+
+class Meeting:
+    """One rank's part. `wait` is called while another rank is late, with its number; it raises to end that."""
+
+    def __init__(
+        self, store: Any, prefix: str, rank: int, ranks: int, device: str, wait: Callable[[int, float], None]
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._wait = wait
+        self._asker: Asker | None = None
+        self._places: dict[int, Place] = {}
+        self._accepted: dict[int, socket.socket] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        address = f"penstock-{secrets.token_hex(16)}"
+        self._listener.bind(b"\0" + address.encode())
+        self._listener.listen(max(ranks, 8))
+        self._listener.settimeout(PATIENCE)
+        self.mine = Place(this_host(), address, secrets.token_hex(16), device)
+        store.set(self._key(f"place/{rank}"), json.dumps(self.mine))
+
+    def place(self, rank: int) -> Place:
+        """Where a rank is; waits until it has said so."""
+        if rank == self._rank:
+            return self.mine
+        if rank not in self._places:
+            self._places[rank] = Place(*json.loads(self._read(f"place/{rank}", rank)))
+        return self._places[rank]
+
+    def join(self, peer: int) -> socket.socket | str:
+        """A connection to a near rank, or why there is none. Both ranks call this, and get the same."""
+        return self._connect(peer) if self._rank > peer else self._accept(peer)
+
+    def _connect(self, peer: int) -> socket.socket | str:
+        place = self.place(peer)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(b"\0" + place.address.encode())
+            if _user(connection) != os.getuid():
+                raise PermissionError("its process belongs to another user")
+            connection.send(HELLO.pack(self._rank, place.token.encode()))
+        except OSError as error:
+            connection.close()
+            reason = f"rank {self._rank} cannot connect to rank {peer}: {error}"
+            self._store.set(self._key(f"apart/{peer}/{self._rank}"), reason)
+            return reason
+        return connection
+
+    def _accept(self, peer: int) -> socket.socket | str:
+        start = time.monotonic()
+        while peer not in self._accepted:
+            if self._take_caller():
+                continue
+            reason = self._peek(f"apart/{self._rank}/{peer}")
+            if reason is not None:
+                return reason.decode()
+            self._wait(peer, start)
+        return self._accepted.pop(peer)
+
+    def _take_caller(self) -> bool:
+        """Let in whoever has the token; False if nobody called."""
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return False
+        connection.settimeout(1.0)
+        with suppress(OSError, struct.error):
+            caller, token = HELLO.unpack(connection.recv(HELLO.size + 1))
+            if _user(connection) == os.getuid() and secrets.compare_digest(token, self.mine.token.encode()):
+                self._accepted[caller] = connection
+                return True
+        connection.close()
+        return True
+
+    def _read(self, name: str, rank: int) -> bytes:
+        start = time.monotonic()
+        while (found := self._peek(name)) is None:
+            self._wait(rank, start)
+            time.sleep(PATIENCE / 10)
+        return found
+
+    def _peek(self, name: str) -> bytes | None:
+        """What the store has under that name; a store that does not answer is somebody's silence, see `watch`."""
+        start = time.monotonic()
+
+        def hopeless(_: float) -> bool:
+            self._wait(self._rank, start)
+            return False
+
+        if self._asker is None:
+            self._asker = Asker(self._store, f"penstock-meeting-{self._rank}")
+        if not self._asker.ask("check", [self._key(name)], patience=PATIENCE, give_up=hopeless):
+            return None
+        found: bytes = self._asker.ask("get", self._key(name), patience=PATIENCE, give_up=hopeless)
+        return found
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def rest(self) -> None:
+        """All that was wanted has been found, for now: keep no thread."""
+        if self._asker is not None:
+            self._asker.close(1.0)
+            self._asker = None
+
+    def close(self) -> None:
+        self.rest()
+        for connection in (self._listener, *self._accepted.values()):
+            connection.close()
+
+
+def _user(connection: socket.socket) -> int:
+    """Whose process is at the other end: the kernel says."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

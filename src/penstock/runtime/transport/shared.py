@@ -1,0 +1,348 @@
+"""Ranks are processes on one host: values travel through shared memory, and a Unix socket rings the bell.
+
+Through gloo's loopback a small message costs more than a hundred microseconds, most of it in threads that
+wake each other, and a large one is copied four times. Here a value is copied once, into a block of shared
+memory (`blocks`), one packet of 40 bytes tells of it (`pair`), and the receiver computes on the block itself.
+The packet says which step, channel, microbatch and layout it is, so every check of the other transports is
+made here too; and since it comes before the receiver needs to know a size, nothing has to be predicted.
+
+This is a `DistributedTransport` for all else: ranks on other hosts and tensors on other devices, link by
+link; the exchange that ends a step; and the question who is to blame (`watch`), where a socket that closes
+without a goodbye is what gloo's closed connection is there. A message for which no memory is to be had takes
+that way too, announced in its turn, so a link that runs out of memory goes on, only slower.
+
+Nothing here outlives the processes: the memory has no name and the sockets are abstract ones (`meeting`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from time import monotonic
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PeerFailure, UsageError
+from penstock.runtime.transport.base import Channel, after_loss, wrong_message
+from penstock.runtime.transport.blocks import USED, build_plain
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.link import Links
+from penstock.runtime.transport.meeting import Meeting, missing_here
+from penstock.runtime.transport.near import NearIn, NearLinks, NearOut
+from penstock.runtime.transport.outbox import Outbox
+from penstock.runtime.transport.pair import DATA, FAILURE, FAR, HEAD, NO_BLOCK, SLICE_SECONDS, Filed, Gone, Pair
+from penstock.runtime.transport.watch import Waiting
+
+__all__ = ["SharedMemoryTransport"]
+
+AHEAD = 8  # messages of a channel that may be sent before their receives are posted
+ANY_NUMBER = 1 << 62
+
+
+class SharedMemoryTransport(DistributedTransport):
+    """One rank's end. With `strict`, a link that cannot use shared memory is an error."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 60.0,
+        *,
+        max_sends: int = AHEAD,
+        coordinator: int = 0,
+        device: torch.device | str | None = None,
+        strict: bool = False,
+    ) -> None:
+        if strict and (missing := missing_here()) is not None:
+            raise UsageError(f"transport='shared' does not work here: {missing}; leave transport= out")
+        super().__init__(group, timeout, max_sends=max_sends, coordinator=coordinator, device=device)
+        self._strict = strict
+        self._ahead = max_sends
+        home = "cpu" if self.device is None else self.device.type
+        self._meeting = Meeting(self._store, f"{self._prefix}/shared", self.rank, self.ranks, home, self._wait_to_meet)
+        self._pairs: dict[int, Pair] = {}
+        self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
+        self._ins: dict[int, NearIn] = {}
+        self._outs: dict[int, NearOut] = {}
+        self._sending: tuple[Channel | None, int] = (None, -1)
+        # Gloo's receive of a message that takes the long way is posted where its bell is read: no send may wait for it.
+        self._detour = Outbox(self._operations, self._book, self.device, ANY_NUMBER)
+        weakref.finalize(self, _hang_up, self._meeting, self._pairs)
+
+    # -- laying links
+
+    def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
+        peers = {end for edge in channels for end in (edge.source_rank, edge.target_rank)}
+        mine = {
+            end
+            for edge in channels
+            if self.rank in (ends := (edge.source_rank, edge.target_rank))
+            for end in ends
+            if end != self.rank
+        }
+        try:
+            for rank in sorted(peers):
+                self._meeting.place(rank)
+            for peer in sorted(mine - self._pairs.keys() - self._apart.keys()):
+                self._join(peer)
+        finally:
+            self._watch.waiting = None
+            self._meeting.rest()
+        return NearLinks(channels, self.rank, tag, self._pairs, self._ahead)
+
+    def _join(self, peer: int) -> None:
+        reason = self._meeting.mine.apart(self._meeting.place(peer))
+        found = self._meeting.join(peer) if reason is None else reason
+        if not isinstance(found, str):
+            self._pairs[peer] = Pair(peer, found, self._wait_for_room)
+            return
+        self._apart[peer] = found
+        if self._strict:
+            text = f"transport='shared', but ranks {self.rank} and {peer} are {found}; leave transport= out"
+            self.abort(PeerFailure(self.rank, text))
+            raise UsageError(text)
+
+    def _wait_to_meet(self, peer: int, since: float) -> None:
+        self._watch.waiting = Waiting(peer, None, -1, since)
+        if self._watch.verdict is not None:
+            raise after_loss(self._watch.verdict)
+
+    def open(self, channels: Any) -> None:
+        super().open(channels)
+        links = self._links
+        if isinstance(links, NearLinks):
+            self._ins, self._outs = links.near_ins, links.near_outs
+
+    def wire(self, source: int, target: int) -> str:
+        """What carries values from one rank to another, in words."""
+        other = target if source == self.rank else source
+        reason = self._meeting.place(source).apart(self._meeting.place(target))
+        if self.rank in (source, target) and reason is None:
+            reason = self._apart.get(other)
+            pair = self._pairs.get(other)
+            if pair is not None and pair.ring.refused is not None and source == self.rank:
+                reason = f"shared memory was refused: {pair.ring.refused.strerror}"
+        self._meeting.rest()
+        return "shared memory" if reason is None else f"{super().wire(source, target)}, {reason}"
+
+    # -- sending
+
+    def send(self, channel: int, microbatch: int, value: Any) -> None:
+        if self._watch.verdict is not None:
+            self._check_whole()
+        link = self._outs.get(channel)
+        if link is None:
+            super().send(channel, microbatch, value)
+            return
+        self._sending = link.edge, microbatch
+        pair, step = link.pair, self._operations.step
+        try:
+            number, layout, leaves = link.match(value)
+            if link.total >= link.allowed and not link.may_send():
+                self._wait(pair, link.edge, microbatch, link.may_send)
+            kind, place = DATA, NO_BLOCK
+            if layout.payload_bytes:
+                block = pair.ring.take(layout.frame_bytes, step) if layout.stays else None
+                if block is None:
+                    self._send_far(channel, link, microbatch, value)
+                    kind = FAR
+                else:
+                    block.pack(layout, leaves)
+                    block.words[0] = USED
+                    place = block.number
+            pair.write(HEAD.pack(kind, place, link.key, step, link.count, microbatch, number, layout.checksum))
+        except Gone:
+            self._lose(Waiting(pair.peer, link.edge, microbatch, monotonic()))
+        link.count += 1
+        link.total += 1
+
+    def _send_far(self, channel: int, link: NearOut, microbatch: int, value: Any) -> None:
+        ring = link.pair.ring
+        if ring.refused is not None and not ring.told:
+            ring.told = True
+            warnings.warn(
+                f"rank {self.rank} gets no more shared memory for its link to rank {link.pair.peer} "
+                f"({ring.refused.strerror}, beyond {ring.nbytes / 2**20:.1f} MiB); what does not fit goes through "
+                "torch.distributed, which is slower. Give the container more memory to avoid this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._detour.send(self._links.outs[channel], microbatch, value)
+
+    def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
+        link = self._outs.get(channel)
+        if link is None:
+            super().send_failure(channel, microbatch, failure)
+        elif self.broken is None:
+            self._sending = link.edge, microbatch
+            try:
+                number = link.pair.write_failure(pickle.dumps(failure))
+                step = self._operations.step
+                link.pair.write(HEAD.pack(FAILURE, number, link.key, step, link.count, microbatch, 0, 0))
+            except Gone:
+                self._lose(Waiting(link.pair.peer, link.edge, microbatch, monotonic()))
+            link.count += 1
+            link.total += 1
+
+    # -- receiving
+
+    def post(self, channel: int, microbatch: int) -> None:
+        link = self._ins.get(channel)
+        if link is None:
+            super().post(channel, microbatch)
+            return
+        if microbatch in link.due or microbatch in link.came:
+            raise UsageError(f"{link.edge.receive_action(microbatch)} is posted already")
+        self._sending = link.edge, microbatch
+        with suppress(Gone):  # whoever waits for it will see
+            link.post(microbatch)
+
+    def receive(self, channel: int, microbatch: int) -> Any:
+        link = self._ins.get(channel)
+        if link is None:
+            return super().receive(channel, microbatch)
+        fields, layout = self._take(channel, link, microbatch)
+        if layout is not None:
+            place = fields[1]
+            return build_plain(layout) if place == NO_BLOCK else link.pair.blocks[place].build(layout)
+        if fields[0] == FAR:
+            return self._inbox.take(self._links.ins[channel], microbatch)
+        raise _failure(link.pair, fields[1])
+
+    def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
+        if self.broken is not None:
+            return self.broken
+        link = self._ins.get(channel)
+        if link is None:
+            return super().discard(channel, microbatch)
+        fields, layout = self._take(channel, link, microbatch)
+        if layout is None:
+            if fields[0] == FAILURE:
+                return _failure(link.pair, fields[1])
+            return self._inbox.drop(self._links.ins[channel], microbatch)
+        if fields[1] != NO_BLOCK:
+            link.pair.blocks[fields[1]].drop()
+        return None
+
+    def _take(self, channel: int, link: NearIn, microbatch: int) -> Filed:
+        """The bell of the message that the receive of this microbatch was posted for."""
+        came = link.came
+        if came and microbatch in came:
+            return came.pop(microbatch)
+        due, queue = link.due, link.queue
+        if microbatch not in due:
+            self.post(channel, microbatch)
+        while True:
+            if not queue:
+                self._wait(link.pair, link.edge, microbatch, queue.__len__)
+            filed = queue.popleft()
+            fields, layout = filed
+            expected = due[0]
+            if (
+                fields[5] != expected
+                or fields[4] != link.count
+                or fields[3] != self._operations.step
+                or (layout is not None and layout.checksum != fields[7])
+            ):
+                self._refuse(link, expected, filed)
+            if fields[0] == FAR:
+                self._inbox.post(self._links.ins[channel], expected)
+            due.popleft()
+            link.count += 1
+            if expected == microbatch:
+                return filed
+            came[expected] = filed
+
+    def _refuse(self, link: NearIn, expected: int, filed: Filed) -> NoReturn:
+        fields, layout = filed
+        due = f"microbatch {expected}, number {link.count} of step {self._operations.step}"
+        text = f"microbatch {fields[5]}, number {fields[4]} of step {fields[3]}"
+        if layout is not None and layout.checksum != fields[7]:
+            text += f" in another layout (checksum {fields[7]:#x}, not {layout.checksum:#x})"
+        error = wrong_message(link.edge, due, text)
+        self.abort(PeerFailure(self.rank, f"MessageError: {error}", stage=link.edge.target_stage))
+        raise error
+
+    # -- waiting
+
+    def _wait(self, pair: Pair, edge: Channel | None, microbatch: int, done: Callable[[], object]) -> None:
+        """Read the bells of `pair` until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
+        watch = self._watch
+        watch.waiting = waiting = Waiting(pair.peer, edge, microbatch, monotonic())
+        try:
+            while not done():
+                if watch.verdict is not None:
+                    raise after_loss(watch.verdict)
+                if not pair.read(True):
+                    self._look_around()
+        except Gone:
+            self._lose(waiting)
+        finally:
+            watch.waiting = None
+
+    def _wait_for_room(self, pair: Pair) -> None:
+        """The socket is full, its reader is behind: read meanwhile what others, perhaps waiting alike, have sent."""
+        edge, microbatch = self._sending
+
+        def room() -> bool:
+            self._look_around()
+            return bool(select.select([], [pair], [], SLICE_SECONDS)[1])
+
+        watch = self._watch
+        watch.waiting = Waiting(pair.peer, edge, microbatch, monotonic())
+        try:
+            while not room():
+                if watch.verdict is not None:
+                    raise after_loss(watch.verdict)
+        finally:
+            watch.waiting = None
+
+    def _look_around(self) -> None:
+        """Read what anybody has sent, so that nobody waits for this rank to read; see who has died."""
+        for pair in self._pairs.values():
+            if pair.gone:
+                continue
+            try:
+                while pair.read(False):
+                    pass
+            except Gone:
+                if not pair.left:
+                    lost = PeerFailure(pair.peer, f"died or left (its connection closed), seen by rank {self.rank}")
+                    raise copy(self._watch.settle(lost)) from None
+
+    def _lose(self, waiting: Waiting) -> NoReturn:
+        self._watch.waiting = None
+        raise copy(self._watch.settle(waiting.blame(self.rank, "died or left (its connection closed)"))) from None
+
+    # -- the step, and the end
+
+    def exchange(self, value: Any) -> list[Any]:
+        values = super().exchange(value)
+        for pair in self._pairs.values():
+            with suppress(Gone):
+                pair.ring.end_step(self._operations.step)
+        return values
+
+    def close(self) -> None:
+        super().close()
+        self._ins, self._outs = {}, {}
+        _hang_up(self._meeting, self._pairs)
+
+
+def _failure(pair: Pair, number: int) -> PeerFailure:
+    failure = pickle.loads(pair.failures.pop(number))
+    assert isinstance(failure, PeerFailure)
+    return failure
+
+
+def _hang_up(meeting: Meeting, pairs: dict[int, Pair]) -> None:
+    meeting.close()
+    for pair in pairs.values():
+        pair.close()
+    pairs.clear()

@@ -83,7 +83,7 @@ def test_on_threads_there_is_one_span_for_each_compute_in_the_order_of_the_sched
 
 
 def on_a_process() -> tuple[list[Timeline], bool, str]:
-    """All that is asked of a process, in one: two records, whether the labels are right, and a record on one rank only."""
+    """All that is asked of a process: two records, whether its labels are right, and a record on one rank only."""
     timelines = [recorded(family, 2) for family in ("1f1b", "dualpipe-v")]
     with pipeline() as pipe:
         right = labels(pipe) == wanted(pipe, list(pipe.crew.executors))

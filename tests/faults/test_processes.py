@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from faults.fleet import KILL, STOP, Ending, die, launch
 from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
 from torch import nn
 
 import penstock
-from penstock.errors import ModelError, PeerFailure, UsageError
+from penstock.errors import PeerFailure, UsageError
 
 SOON = 5.0  # seconds in which every rank must know
 M = 4
@@ -383,6 +381,3 @@ def test_traps_do_what_they_say() -> None:
     model(x).sum().backward()
     with pytest.raises(Boom):
         model(x).sum().backward()
-    assert issubclass(ModelError, ValueError)
-    assert torch.is_tensor(x)
-    assert os.getpid()

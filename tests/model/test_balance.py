@@ -139,7 +139,7 @@ def test_a_hundred_uneven_pieces_are_still_proved_where_ranks_have_two_stages(pl
     weights = [1 + (n * 7919) % 97 / 97 for n in range(100)]
     found = partition(weights, 8, placement=placement)
     assert found.exact
-    assert found.largest < sum(weights) / 4 * 1.005
+    assert found.largest < sum(weights) / 4 * 1.01
 
 
 def test_more_rounds_come_close_to_an_even_share():

@@ -37,6 +37,7 @@ class Computes:
         self._outputs: dict[int, Any] = {}
         self._seeds: Seeds
         self._waited = 0.0
+        self._resumed = 0.0  # when the last wait ended
         self._watching = False
 
     def _prepare(self, given: StepInput) -> None:
@@ -61,7 +62,8 @@ class Computes:
             return take(stage, microbatch)
         begin = perf_counter()
         found = take(stage, microbatch)
-        self._waited += perf_counter() - begin
+        self._resumed = perf_counter()
+        self._waited += self._resumed - begin
         return found
 
     def _forward(self, stage: int, microbatch: int) -> None:

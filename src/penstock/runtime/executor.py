@@ -198,7 +198,10 @@ class Executor(Computes):
         with torch.profiler.record_function(f"penstock {action}"):
             function(first, second)
         if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
-            self.report.spans.append(Span(self.rank, action, begin + self._waited, perf_counter(), self._waited))
+            start = begin + self._waited  # a handler may wait anywhere; the default code waits first
+            if action.op not in self.handlers:
+                start = max(begin, self._resumed)
+            self.report.spans.append(Span(self.rank, action, start, perf_counter(), self._waited))
 
     # -- one by one
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
@@ -271,8 +271,19 @@ def _skips_seen(rows: Sequence[Row], stages: int) -> list[tuple[int, int]]:
 
 
 def actions_of(rows: Iterable[Iterable[str | None]]) -> list[list[Action | None]]:
-    """Parse cells; blank means idle. Rows and columns in errors count from 1, as in an editor."""
-    return [
-        [parse(cell.strip(), number, column) if cell and cell.strip() else None for column, cell in enumerate(row, 1)]
-        for number, row in enumerate(rows, 1)
-    ]
+    """Parse cells; blank means idle. Every bad cell is named at once, by row and column as in an editor."""
+    faults: list[Fault] = []
+
+    def read(cell: str | None, row: int, column: int) -> Action | None:
+        if not cell or not cell.strip():
+            return None
+        try:
+            return parse(cell.strip(), row, column)
+        except NotationError as error:
+            faults.extend(error.faults)
+            return None
+
+    found = [[read(cell, number, column) for column, cell in enumerate(row, 1)] for number, row in enumerate(rows, 1)]
+    if faults:
+        raise NotationError(faults)
+    return found

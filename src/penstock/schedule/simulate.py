@@ -8,6 +8,7 @@ overlaps them. Where a rank must wait is not stated here: the walk asks the one 
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -81,7 +82,7 @@ def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:
     if shape:
         raise ScheduleError(shape)
     costs.check_edges(schedule.topology)
-    if jitter < 0:
+    if not 0 <= jitter < math.inf:
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter}")
 
 

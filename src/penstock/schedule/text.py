@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import Fault, NotationError, PenstockError, ScheduleError, UsageError
+from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Row, Schedule, actions_of
@@ -177,11 +177,13 @@ def from_json(text: str, facts: dict[str, Any]) -> Schedule:
     """Read what `to_json` wrote."""
     try:
         document = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise NotationError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("penstock_schedule") != FORMAT:
         raise NotationError(f'a schedule in JSON has "penstock_schedule": {FORMAT} at its top')
-    missing = [key for key in _KEYS if not isinstance(document.get(key), _KEYS[key])]
+    missing = [key for key in _KEYS if type(document.get(key)) is not _KEYS[key]]
+    if not missing and not {"transfers", "reductions", "shards"}.issuperset(map(str, document["passes"])):
+        missing = ["passes"]
     if missing:
         raise NotationError([Fault(f"the JSON is not a whole schedule: {key!r} is missing or odd") for key in missing])
     try:
@@ -194,11 +196,13 @@ def from_json(text: str, facts: dict[str, Any]) -> Schedule:
             "passes": frozenset(document["passes"]),
         }
         rows: list[list[Action | None]] = actions_of(document["rows"])
-    except PenstockError:
+        return Schedule(rows, **{**known, **facts})
+    except ScheduleError:
         raise
+    except UsageError as error:
+        raise NotationError(f"the JSON is not a whole schedule: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise NotationError(f"the JSON is not a whole schedule: {type(error).__name__} {error}") from error
-    return Schedule(rows, **{**known, **facts})
 
 
 _KEYS = {

@@ -152,7 +152,7 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-_KEYS = {
+_KEYS: dict[str, type | tuple[type, ...]] = {
     "unit": str,
     "clock_error": (int, float),
     "peak_activations": list,

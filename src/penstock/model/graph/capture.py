@@ -145,7 +145,7 @@ def _capture(
 
     def call(inner: nn.Module, given: Sequence[Any]) -> list[Any]:
         found: list[Any] = []
-        with effects.undone():
+        with effects.undone(), effects.buffers_written():
             outputs.append(take_apart(arguments.call(inner, form, put_together(named, given)), "output", found))
         return found
 

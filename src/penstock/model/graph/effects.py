@@ -97,6 +97,32 @@ class Effects:
                     self.before += [value for value in _values(contents) if isinstance(value, Tensor)]
                     _refill(box, contents)
 
+    @contextmanager
+    def buffers_written(self) -> Iterator[None]:
+        """Around one forward: a buffer that it replaced is written in place instead, an operation of the graph.
+
+        torch.export does so for the outermost module alone and forgets the others.
+        """
+        tables = [
+            (name, table, dict(table))
+            for name, module in self._modules.items()
+            for table in (module._buffers, module._parameters)
+        ]
+        yield
+        for name, table, before in tables:
+            for leaf in set(table) | set(before):
+                old, new = before.get(leaf), table.get(leaf)
+                if new is old:
+                    continue
+                if old is None or new is None or isinstance(old, nn.Parameter) or old.shape != new.shape:
+                    full = f"{name}.{leaf}" if name else leaf
+                    raise ModelError(
+                        f"the model's forward replaces {full} by something that is not a buffer of the same shape; "
+                        f"a captured graph cannot do that. Keep its shape, or pass a list of stage modules"
+                    )
+                old.copy_(new.detach())
+                table[leaf] = old
+
     def _put_back(self, name: str, now: dict[str, Any], then: dict[str, Any]) -> None:
         for attribute in set(now) | set(then):
             old = then.get(attribute, _MISSING)

@@ -160,7 +160,7 @@ def _pieces(values: Values, tensors: dict[str, Tensor]) -> list[_Piece]:
 def _crossing(values: Values) -> list[float]:
     """For a cut before each operation: how many bytes cross it."""
     end = len(values.nodes)
-    results = set(values.capture.results) if all(map(_hashable, values.capture.results)) else set()
+    results = {result for result in values.capture.results if isinstance(result, Node)}
     steps = [0.0] * (end + 2)
     spans: dict[Node, tuple[int, int]] = {}
     for node in values.nodes:
@@ -181,10 +181,6 @@ def _crossing(values: Values) -> list[float]:
         total += step
         bytes_at.append(total)
     return bytes_at
-
-
-def _hashable(value: object) -> bool:
-    return value.__hash__ is not None
 
 
 def _inseparable(values: Values) -> set[int]:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.replay.record import Call, Leaf, shapes_of, tensors_in
+from penstock.model.replay.tree import hollow_copy
 
 __all__ = ["Shapes", "shapes_only", "stand_in"]
 
@@ -67,18 +68,18 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
-    """A module's forward on zeros in the place of its parameters; buffers keep their values."""
-    state: dict[str, Tensor] = {
-        name: torch.zeros_like(value, device=device) for name, value in module.named_parameters(remove_duplicate=False)
-    }
-    state.update({name: value.to(device, copy=True) for name, value in module.named_buffers(remove_duplicate=False)})
-    own = module.__dict__.pop("forward", None)  # while an example is recorded, ours stands there
-    try:
-        with torch.no_grad():
-            return torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    finally:
-        if own is not None:
-            module.__dict__["forward"] = own
+    """A module's forward on zeros in the place of its parameters; buffers keep their values.
+
+    On a copy: stages on other threads may be running the module itself.
+    """
+
+    def fill(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(torch.zeros_like(tensor, device=device), requires_grad=tensor.requires_grad)
+        return tensor.detach().to(device, copy=True)
+
+    with torch.no_grad():
+        return hollow_copy(module, fill)(*args, **kwargs)
 
 
 def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:

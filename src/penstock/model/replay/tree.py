@@ -1,45 +1,136 @@
-"""A stage's own copy of the module tree, down to the units, with their calls intercepted.
+"""Copies of a model's module tree: a stage's own, with its units' calls intercepted, and hollow ones for shapes.
 
-Containers are copied one by one, shallowly: they hold no parameter, and the user's own model
-must not change. A unit is copied shallowly too, so that the glue finds the class, attributes
-and parameters that it expects, with a forward of ours in the place of its own.
+Modules are copied one by one, shallowly, and never patched: the user's model must not change, and other stages may run
+it on other threads at the same time. A unit's copy is of a class of its own, derived from the unit's, that asks
+`answer` whenever it is called. The call as a whole is intercepted, not only `forward`: hooks, checkpointing and
+compilation belong to the unit and happen where the unit is. Plain lists, dicts and sets that a container has as
+attributes are copied too, so that what one stage's glue puts there is not seen by another's.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["stage_tree"]
+__all__ = ["Answer", "hollow_copy", "stage_tree"]
 
-Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+# (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
+Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
+_OWN = frozenset(nn.Module().__dict__)
 
 
 def stage_tree(model: nn.Module, watched: set[str], answer: Answer) -> nn.Module:
-    """The copy; `answer(name, forward, args, kwargs)` is asked at every call of a watched module."""
-    return _copy("", model, watched, answer, {})
+    """The copy; `answer` is asked at every call of a watched module."""
+    made: dict[int, Any] = {}
+    root = _copy("", model, watched, answer, made)
+    for twin in list(made.values()):
+        if not getattr(type(twin), "is_asked", False):
+            _redirect(twin, made)
+    return root
 
 
-def _copy(name: str, module: nn.Module, watched: set[str], answer: Answer, made: dict[int, nn.Module]) -> nn.Module:
-    known = made.get(id(module))
+def hollow_copy(module: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy with other tensors in the place of parameters and buffers; the original may be in use meanwhile."""
+    made: dict[int, Any] = {}
+    for holder in module.modules():
+        twin = made[id(holder)] = _twin(holder, type(holder))
+        for table in ("_parameters", "_buffers"):
+            filled = {}
+            for name, tensor in holder.__dict__[table].items():
+                filled[name] = tensor if tensor is None else made.setdefault(id(tensor), fill(tensor))
+            twin.__dict__[table] = filled
+    for holder in module.modules():
+        twin = made[id(holder)]
+        twin.__dict__["_modules"] = {name: made.get(id(child)) for name, child in holder._modules.items()}
+        _redirect(twin, made)
+    root: nn.Module = made[id(module)]
+    return root
+
+
+def _twin(module: nn.Module, kind: type) -> Any:
+    twin = object.__new__(kind)
+    twin.__dict__.update(module.__dict__)  # parameters and buffers stay one with the original's
+    return twin
+
+
+def _copy(name: str, module: nn.Module, watched: set[str], answer: Answer, made: dict[int, Any]) -> nn.Module:
+    known: nn.Module | None = made.get(id(module))
     if known is not None:
         return known
-    twin = copy.copy(module)
-    made[id(module)] = twin
-    twin.__dict__["_modules"] = dict(module._modules)  # parameters and buffers are one with the original's
     if name in watched:
-        forward = module.forward
-
-        def asked(*args: Any, **kwargs: Any) -> Any:
-            return answer(name, forward, args, kwargs)
-
-        twin.__dict__["forward"] = asked
+        made[id(module)] = twin = _asked(name, module, answer)
         return twin
+    if isinstance(module, torch.jit.ScriptModule):
+        return module  # glue, and nothing in it can be watched
+    twin = made[id(module)] = _twin(module, type(module))
+    twin.__dict__["_modules"] = children = dict(module._modules)
     for child_name, child in module._modules.items():
         if child is not None:
-            full = f"{name}.{child_name}" if name else child_name
-            twin._modules[child_name] = _copy(full, child, watched, answer, made)
+            children[child_name] = _copy(f"{name}.{child_name}" if name else child_name, child, watched, answer, made)
     return twin
+
+
+def _asked(name: str, module: nn.Module, answer: Answer) -> nn.Module:
+    """A twin whose calls, and calls of whose `forward`, go to `answer`."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return _Scripted(name, module, answer)
+    kind = type(module)
+    call, forward = kind.__call__, kind.forward
+
+    def asked_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(name, functools.partial(call, self), args, kwargs, True)
+
+    @functools.wraps(forward)
+    def asked_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(name, functools.partial(forward, self), args, kwargs, False)
+
+    members = {"__call__": asked_call, "forward": asked_forward, "is_asked": True}
+    members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    twin: nn.Module = _twin(module, type(kind)(kind.__name__, (kind,), members))
+    return twin
+
+
+class _Scripted(nn.Module):
+    """In the place of a compiled module, whose class cannot be derived from."""
+
+    is_asked = True
+
+    def __init__(self, name: str, module: nn.Module, answer: Answer) -> None:
+        super().__init__()
+        self.__dict__.update(_name=name, _module=module, _answer=answer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answer(self._name, self._module, args, kwargs, True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
+def _redirect(twin: Any, made: dict[int, Any]) -> None:
+    """Attributes that refer to modules of the tree refer to their copies, also inside of lists and dicts."""
+    if isinstance(twin, nn.Module):
+        for name, value in list(twin.__dict__.items()):
+            if name not in _OWN:
+                twin.__dict__[name] = _mapped(value, made, 4)
+
+
+def _mapped(value: Any, made: dict[int, Any], depth: int) -> Any:
+    known = made.get(id(value)) if isinstance(value, (nn.Module, Tensor)) else None
+    if known is not None or not depth:
+        return value if known is None else known
+    if type(value) in (list, set, tuple, deque):
+        return type(value)(_each(value, made, depth))
+    if type(value) in (dict, OrderedDict):
+        return type(value)(zip(value, _each(value.values(), made, depth), strict=True))
+    if type(value) is defaultdict:
+        return defaultdict(value.default_factory, zip(value, _each(value.values(), made, depth), strict=True))
+    return value
+
+
+def _each(values: Iterable[Any], made: dict[int, Any], depth: int) -> list[Any]:
+    return [_mapped(value, made, depth - 1) for value in values]

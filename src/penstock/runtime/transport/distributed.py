@@ -41,6 +41,7 @@ import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import Channel, Transport, check_channels
+from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.inbox import Inbox
 from penstock.runtime.transport.layout import Book
 from penstock.runtime.transport.link import SUBTAGS, Incoming, Links, Outgoing
@@ -91,7 +92,9 @@ class DistributedTransport(Transport):
         self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
         self._prefix = f"penstock/{number}"
         self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._watch = _start_watch(group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout)
+        self._watch = _start_watch(
+            group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout, self._make_bell()
+        )
         self.news = self._watch.news
         weakref.finalize(self, self._watch.close)
         self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
@@ -125,6 +128,10 @@ class DistributedTransport(Transport):
     def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
         """The ends of these channels on this rank."""
         return Links(channels, self.rank, tag)
+
+    def _make_bell(self) -> Bell | None:
+        """What wakes the watches of other ranks, where something can."""
+        return None
 
     def wire(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
@@ -206,7 +213,9 @@ class DistributedTransport(Transport):
         self._links = Links((), self.rank, 0)
 
 
-def _start_watch(group: dist.ProcessGroup, backend: Any, tag: int, store: Any, prefix: str, timeout: float) -> Watch:
+def _start_watch(
+    group: dist.ProcessGroup, backend: Any, tag: int, store: Any, prefix: str, timeout: float, bell: Bell | None
+) -> Watch:
     def cut(peer: int) -> None:
         """A receive that times out closes all connections of this rank, and so frees its main thread."""
         with suppress(RuntimeError):
@@ -215,4 +224,4 @@ def _start_watch(group: dist.ProcessGroup, backend: Any, tag: int, store: Any, p
     members = dist.get_process_group_ranks(group)
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = None if agent or 0 not in members else members.index(0)
-    return Watch(store, host, prefix, dist.get_rank(group), len(members), timeout, cut)
+    return Watch(store, host, prefix, dist.get_rank(group), len(members), timeout, cut, bell)

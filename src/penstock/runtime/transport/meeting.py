@@ -76,7 +76,14 @@ class Meeting:
     """One rank's part. `wait` is called while another rank is late, with its number; it raises to end that."""
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, ranks: int, device: str, wait: Callable[[int, float], None]
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        address: str,
+        device: str,
+        wait: Callable[[int, float], None],
     ) -> None:
         self._store = store
         self._prefix = prefix
@@ -86,7 +93,6 @@ class Meeting:
         self._places: dict[int, Place] = {}
         self._accepted: dict[int, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        address = f"penstock-{secrets.token_hex(16)}"
         self._listener.bind(b"\0" + address.encode())
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(PATIENCE)
@@ -100,6 +106,10 @@ class Meeting:
         if rank not in self._places:
             self._places[rank] = Place(*json.loads(self._read(f"place/{rank}", rank)))
         return self._places[rank]
+
+    def neighbours(self) -> list[str]:
+        """The addresses of the other ranks on this host, as far as they are known."""
+        return [place.address for place in self._places.values() if place.host == self.mine.host]
 
     def join(self, peer: int) -> socket.socket | str:
         """A connection to a near rank, or why there is none. Both ranks call this, and get the same."""
@@ -138,11 +148,12 @@ class Meeting:
         except TimeoutError:
             return False
         connection.settimeout(1.0)
-        with suppress(OSError, struct.error):
-            caller, token = HELLO.unpack(connection.recv(HELLO.size + 1))
-            if _user(connection) == os.getuid() and secrets.compare_digest(token, self.mine.token.encode()):
-                self._accepted[caller] = connection
-                return True
+        if _user(connection) == os.getuid():
+            with suppress(OSError, struct.error):
+                caller, token = HELLO.unpack(connection.recv(HELLO.size + 1))
+                if secrets.compare_digest(token, self.mine.token.encode()):
+                    self._accepted[caller] = connection
+                    return True
         connection.close()
         return True
 

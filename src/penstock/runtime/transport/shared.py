@@ -17,12 +17,11 @@ Nothing here outlives the processes: the memory has no name and the sockets are 
 from __future__ import annotations
 
 import pickle
-import select
+import secrets
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from copy import copy
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -31,13 +30,15 @@ import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Channel, after_loss, wrong_message
+from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.blocks import USED, build_plain
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.link import Links
 from penstock.runtime.transport.meeting import Meeting, missing_here
 from penstock.runtime.transport.near import NearIn, NearLinks, NearOut
 from penstock.runtime.transport.outbox import Outbox
-from penstock.runtime.transport.pair import DATA, FAILURE, FAR, HEAD, NO_BLOCK, SLICE_SECONDS, Filed, Gone, Pair
+from penstock.runtime.transport.pair import DATA, FAILURE, FAR, HEAD, NO_BLOCK, Filed, Gone, Pair
+from penstock.runtime.transport.pairs import Pairs
 from penstock.runtime.transport.watch import Waiting
 
 __all__ = ["SharedMemoryTransport"]
@@ -65,15 +66,22 @@ class SharedMemoryTransport(DistributedTransport):
         self._strict = strict
         self._ahead = max_sends
         home = "cpu" if self.device is None else self.device.type
-        self._meeting = Meeting(self._store, f"{self._prefix}/shared", self.rank, self.ranks, home, self._wait_to_meet)
-        self._pairs: dict[int, Pair] = {}
+        self._meeting = Meeting(
+            self._store, f"{self._prefix}/shared", self.rank, self.ranks, self._address, home, self._wait_to_meet
+        )
+        self._bell.others = self._meeting.neighbours
+        self._pairs = Pairs(self.rank, self._watch)
         self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
         self._ins: dict[int, NearIn] = {}
         self._outs: dict[int, NearOut] = {}
-        self._sending: tuple[Channel | None, int] = (None, -1)
         # Gloo's receive of a message that takes the long way is posted where its bell is read: no send may wait for it.
         self._detour = Outbox(self._operations, self._book, self.device, ANY_NUMBER)
-        weakref.finalize(self, _hang_up, self._meeting, self._pairs)
+        weakref.finalize(self, _hang_up, self._meeting, self._pairs, self._bell)
+
+    def _make_bell(self) -> Bell:
+        self._address = f"penstock-{secrets.token_hex(16)}"
+        self._bell = Bell(self._address)
+        return self._bell
 
     # -- laying links
 
@@ -100,7 +108,7 @@ class SharedMemoryTransport(DistributedTransport):
         reason = self._meeting.mine.apart(self._meeting.place(peer))
         found = self._meeting.join(peer) if reason is None else reason
         if not isinstance(found, str):
-            self._pairs[peer] = Pair(peer, found, self._wait_for_room)
+            self._pairs[peer] = Pair(peer, found, self._pairs.wait_for_room)
             return
         self._apart[peer] = found
         if self._strict:
@@ -113,7 +121,7 @@ class SharedMemoryTransport(DistributedTransport):
         if self._watch.verdict is not None:
             raise after_loss(self._watch.verdict)
 
-    def open(self, channels: Any) -> None:
+    def open(self, channels: Sequence[Channel]) -> None:
         super().open(channels)
         links = self._links
         if isinstance(links, NearLinks):
@@ -140,12 +148,12 @@ class SharedMemoryTransport(DistributedTransport):
         if link is None:
             super().send(channel, microbatch, value)
             return
-        self._sending = link.edge, microbatch
+        self._pairs.busy_with = link.edge, microbatch
         pair, step = link.pair, self._operations.step
         try:
             number, layout, leaves = link.match(value)
             if link.total >= link.allowed and not link.may_send():
-                self._wait(pair, link.edge, microbatch, link.may_send)
+                self._pairs.wait(pair, link.edge, microbatch, link.may_send)
             kind, place = DATA, NO_BLOCK
             if layout.payload_bytes:
                 block = pair.ring.take(layout.frame_bytes, step) if layout.stays else None
@@ -158,7 +166,7 @@ class SharedMemoryTransport(DistributedTransport):
                     place = block.number
             pair.write(HEAD.pack(kind, place, link.key, step, link.count, microbatch, number, layout.checksum))
         except Gone:
-            self._lose(Waiting(pair.peer, link.edge, microbatch, monotonic()))
+            self._pairs.lose(Waiting(pair.peer, link.edge, microbatch, monotonic()))
         link.count += 1
         link.total += 1
 
@@ -180,13 +188,13 @@ class SharedMemoryTransport(DistributedTransport):
         if link is None:
             super().send_failure(channel, microbatch, failure)
         elif self.broken is None:
-            self._sending = link.edge, microbatch
+            self._pairs.busy_with = link.edge, microbatch
             try:
                 number = link.pair.write_failure(pickle.dumps(failure))
                 step = self._operations.step
                 link.pair.write(HEAD.pack(FAILURE, number, link.key, step, link.count, microbatch, 0, 0))
             except Gone:
-                self._lose(Waiting(link.pair.peer, link.edge, microbatch, monotonic()))
+                self._pairs.lose(Waiting(link.pair.peer, link.edge, microbatch, monotonic()))
             link.count += 1
             link.total += 1
 
@@ -199,7 +207,7 @@ class SharedMemoryTransport(DistributedTransport):
             return
         if microbatch in link.due or microbatch in link.came:
             raise UsageError(f"{link.edge.receive_action(microbatch)} is posted already")
-        self._sending = link.edge, microbatch
+        self._pairs.busy_with = link.edge, microbatch
         with suppress(Gone):  # whoever waits for it will see
             link.post(microbatch)
 
@@ -240,7 +248,7 @@ class SharedMemoryTransport(DistributedTransport):
             self.post(channel, microbatch)
         while True:
             if not queue:
-                self._wait(link.pair, link.edge, microbatch, queue.__len__)
+                self._pairs.wait(link.pair, link.edge, microbatch, queue.__len__)
             filed = queue.popleft()
             fields, layout = filed
             expected = due[0]
@@ -269,57 +277,6 @@ class SharedMemoryTransport(DistributedTransport):
         self.abort(PeerFailure(self.rank, f"MessageError: {error}", stage=link.edge.target_stage))
         raise error
 
-    # -- waiting
-
-    def _wait(self, pair: Pair, edge: Channel | None, microbatch: int, done: Callable[[], object]) -> None:
-        """Read the bells of `pair` until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
-        watch = self._watch
-        watch.waiting = waiting = Waiting(pair.peer, edge, microbatch, monotonic())
-        try:
-            while not done():
-                if watch.verdict is not None:
-                    raise after_loss(watch.verdict)
-                if not pair.read(True):
-                    self._look_around()
-        except Gone:
-            self._lose(waiting)
-        finally:
-            watch.waiting = None
-
-    def _wait_for_room(self, pair: Pair) -> None:
-        """The socket is full, its reader is behind: read meanwhile what others, perhaps waiting alike, have sent."""
-        edge, microbatch = self._sending
-
-        def room() -> bool:
-            self._look_around()
-            return bool(select.select([], [pair], [], SLICE_SECONDS)[1])
-
-        watch = self._watch
-        watch.waiting = Waiting(pair.peer, edge, microbatch, monotonic())
-        try:
-            while not room():
-                if watch.verdict is not None:
-                    raise after_loss(watch.verdict)
-        finally:
-            watch.waiting = None
-
-    def _look_around(self) -> None:
-        """Read what anybody has sent, so that nobody waits for this rank to read; see who has died."""
-        for pair in self._pairs.values():
-            if pair.gone:
-                continue
-            try:
-                while pair.read(False):
-                    pass
-            except Gone:
-                if not pair.left:
-                    lost = PeerFailure(pair.peer, f"died or left (its connection closed), seen by rank {self.rank}")
-                    raise copy(self._watch.settle(lost)) from None
-
-    def _lose(self, waiting: Waiting) -> NoReturn:
-        self._watch.waiting = None
-        raise copy(self._watch.settle(waiting.blame(self.rank, "died or left (its connection closed)"))) from None
-
     # -- the step, and the end
 
     def exchange(self, value: Any) -> list[Any]:
@@ -332,7 +289,7 @@ class SharedMemoryTransport(DistributedTransport):
     def close(self) -> None:
         super().close()
         self._ins, self._outs = {}, {}
-        _hang_up(self._meeting, self._pairs)
+        _hang_up(self._meeting, self._pairs, self._bell)
 
 
 def _failure(pair: Pair, number: int) -> PeerFailure:
@@ -341,8 +298,7 @@ def _failure(pair: Pair, number: int) -> PeerFailure:
     return failure
 
 
-def _hang_up(meeting: Meeting, pairs: dict[int, Pair]) -> None:
+def _hang_up(meeting: Meeting, pairs: Pairs, bell: Bell) -> None:
+    bell.close()
     meeting.close()
-    for pair in pairs.values():
-        pair.close()
-    pairs.clear()
+    pairs.close()

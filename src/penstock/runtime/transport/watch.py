@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel, lost_source, lost_target, with_report
+from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.store import Asker, NoAnswer
 
 __all__ = ["Waiting", "Watch"]
@@ -75,6 +76,7 @@ class Watch:
         ranks: int,
         timeout: float,
         cut: Callable[[int], None],
+        bell: Bell | None = None,
     ) -> None:
         self.waiting: Waiting | None = None
         self.verdict: PeerFailure | None = None
@@ -92,7 +94,8 @@ class Watch:
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
         self._proposal: PeerFailure | None = None
-        self._wake = threading.Event()
+        self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
+        self._wake: threading.Event | Bell = bell or threading.Event()
         self._settled = threading.Event()
         self._stopping = ranks == 1  # nobody to watch
         self._thread = threading.Thread(target=self._run, name=f"penstock-watch-{rank}", daemon=True)
@@ -188,6 +191,7 @@ class Watch:
         overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
         if overdue or proposal is not None:
             self._ask("compare_set", self._key("alarm"), "", _dump((self._rank, waiting, proposal)))
+            self._call()
         if self._ask("check", [self._key("alarm")]):
             return self._arbitrate(*_load(self._ask("get", self._key("alarm"))))
         return None
@@ -197,11 +201,16 @@ class Watch:
         key = self._key(f"news/{step}")
         if announced is not None:
             self._ask("compare_set", key, "", _dump(announced))
+            self._call()
         if announced is not None or self._ask("check", [key]):
             failure: PeerFailure = _load(self._ask("get", key))
             with self._news_lock:
                 if step == self._step:
                     self.news.append(failure)
+
+    def _call(self) -> None:
+        if self._bell is not None:
+            self._bell.call()
 
     def _pronounce(self, failure: PeerFailure) -> PeerFailure:
         self._ask("compare_set", self._key("verdict"), "", _dump(failure))
@@ -224,7 +233,7 @@ class Watch:
             for rank in range(self._ranks):
                 if rank not in states and self._ask("check", [self._key(f"state/{rank}")]):
                     states[rank], doing[rank] = _load(self._ask("get", self._key(f"state/{rank}")))
-            time.sleep(self._beat / 10)
+            time.sleep(self._beat / 50)
         if proposal is None:
             assert accusation is not None
             proposal = judge(accuser, {**states, accuser: accusation}, self._timeout)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +107,13 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-def weigh(rank: int, model: nn.Sequential, x: Tensor) -> list[Weight]:
-    """Measured on the first rank while the others wait, known to all."""
+class Loss(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return loss_of(output, target)
+
+
+def weigh(rank: int, model: nn.Sequential, x: Tensor, y: Tensor) -> tuple[list[Weight], float]:
+    """The layers, and the milliseconds of the loss; measured on the first rank while the others wait, known to all."""
 
     def agree(values: list[float]) -> list[float]:
         told = [values]
@@ -115,24 +121,30 @@ def weigh(rank: int, model: nn.Sequential, x: Tensor) -> list[Weight]:
         return told[0]
 
     layers = list(model._modules.items())
-    return profile_layers(layers, (x,), rounds=5, measured=rank == 0, agree=agree)
+    weights = profile_layers(layers, (x,), rounds=5, measured=rank == 0, agree=agree)
+    output = model(x).detach().requires_grad_()
+    loss = profile_layers([("loss", Loss())], (output, y), rounds=5, measured=rank == 0, agree=agree)
+    return weights, loss[0].milliseconds
 
 
-def cuts_by(weights: list[Weight], stages: int, placement: Placement) -> dict[str, list[int]]:
+def cuts_by(weights: list[Weight], loss: float, stages: int, placement: Placement) -> dict[str, list[int]]:
     """The number of layers of each stage, in three ways."""
     count = len(weights)
     size, larger = divmod(count, stages)
     crossing = crossing_of(weights)
     found = {"equal": [size + 1] * larger + [size] * (stages - larger)}
-    for way, slack in (("parameters", 0.0), ("time", SLACK)):
-        cuts = best_cuts(piece_weights(way, weights), stages, crossing=crossing, placement=placement, slack=slack)
+    for way, slack, last in (("parameters", 0.0, 0.0), ("time", SLACK, loss)):
+        base = [0.0] * (stages - 1) + [last]
+        measured = piece_weights(way, weights)
+        cuts = best_cuts(measured, stages, crossing=crossing, placement=placement, base=base, slack=slack)
         found[way] = counts_of(cuts, count)
     return found
 
 
-def load(counts: list[int], weights: list[Weight], placement: Placement) -> float:
+def load(counts: list[int], weights: list[Weight], loss: float, placement: Placement) -> float:
     """The most loaded rank's measured time, against an even share."""
     loads, first = [0.0] * placement.ranks, 0
+    loads[placement.rank_of(placement.stages - 1)] += loss
     for rank, count in zip(placement, counts, strict=True):
         loads[rank] += sum(weight.milliseconds for weight in weights[first : first + count])
         first += count
@@ -148,23 +160,30 @@ def measure(rank: int, settings: Namespace) -> None:
     for name, make in (("gpt", gpt), ("unet", unet)):
         torch.manual_seed(0)
         model, x, y = make(settings.quick)
-        weights = weigh(rank, model, x[: len(x) // 8])
+        weights, loss = weigh(rank, model, x[: len(x) // 8], y[: len(y) // 8])
         for family in settings.schedules:
             stages = 4 if family in SEVERAL else 2
             placement = build(family, 2, 8, stages // 2).placement
-            ways = cuts_by(weights, stages, placement)
+            ways = cuts_by(weights, loss, stages, placement)
             pipes = {
                 way: penstock.Pipeline(
                     copy.deepcopy(model), balance=counts, microbatches=8, schedule=family, loss_fn=loss_of, timeout=60
                 )
                 for way, counts in ways.items()
             }
-            steps: dict[str, Step] = {way: lambda pipe=pipe: pipe.step(x, target=y) for way, pipe in pipes.items()}
+            steps: dict[str, Step] = {way: partial(pipe.step, x, target=y) for way, pipe in pipes.items()}
             times = interleave(steps, settings.rounds)
             for way, counts in ways.items():
                 ratios = [f"{times.ratio('time', way):.2f}", f"{times.busy_ratio('time', way):.2f}"]
                 shown = " ".join(map(str, counts))
-                cells = [name, family, way, shown, f"{load(counts, weights, placement):.2f}", times.median(way) * 1e3]
+                cells = [
+                    name,
+                    family,
+                    way,
+                    shown,
+                    f"{load(counts, weights, loss, placement):.2f}",
+                    times.median(way) * 1e3,
+                ]
                 table.row([*cells, *ratios])
             for pipe in pipes.values():
                 pipe.close()

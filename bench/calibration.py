@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedule import Costs, Timeline, build, simulate
-from penstock.view.account import account
+from penstock.schedule.calibrate import outside
 
 ROWS, RECORDED = 64, 8
 SIZES = (4, 8, 16)
@@ -124,8 +124,7 @@ class Contest:
 def predicted(run: Timeline, family: str, microbatches: int) -> float:
     """Makespan under the run's costs, and what the run spent outside of its own."""
     schedule = build(family, run.ranks, microbatches, run.schedule.placement.stages_per_rank)
-    outside = account(run).whole - run.makespan
-    return simulate(schedule, Costs.from_timeline(run)).makespan + outside
+    return simulate(schedule, Costs.from_timeline(run)).makespan + outside(run)
 
 
 def measure(rank: int, kind: str, settings: Namespace) -> None:

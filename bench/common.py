@@ -38,6 +38,7 @@ THEIRS = {
     "zb-v": theirs.ScheduleZBVZeroBubble,
     "dualpipe-v": theirs.schedules.ScheduleDualPipeV,
 }
+WAYS = {"ours": None, "ours, gloo": "distributed"}  # Pipeline(transport=...): by default shared memory on one host
 SEVERAL = ("looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe-v")  # stages a rank
 V = ("zb-v", "dualpipe-v")
 

@@ -6,7 +6,8 @@ Stages of one Linear(8, 8), 64 microbatches of 4 rows. Two gloo processes run, i
 
     bare    what a careful engineer writes by hand: isend, irecv posted one ahead, the schedule's order, no checks
     torch   torch.distributed.pipelining's class of the same schedule
-    ours    penstock.Pipeline
+    ours    penstock.Pipeline as it comes, which between processes of one host is through shared memory;
+            and, in rows of their own, held to gloo as the others are
 
 and one of them alone runs a plain loop of forward, loss and backward beside a pipeline of one rank (nothing is sent).
 Times are a step's, divided by the computes of one rank; `busy` is the ratio of processor time (see `common.Times`).
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
+from common import SEVERAL, WAYS, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
 from torch import Tensor, nn
 
 import penstock
@@ -101,7 +102,7 @@ def computes(pipe: penstock.Pipeline) -> int:
     return sum(len(action.parts()) for action in pipe.schedule.rows[0] if action is not None)
 
 
-def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], penstock.Pipeline]:
+def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], list[penstock.Pipeline]]:
     """One step of each that can run this schedule on two ranks."""
     torch.manual_seed(0)
     stages = 4 if family in SEVERAL else 2
@@ -110,43 +111,48 @@ def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], pe
     def make() -> list[nn.Module]:
         return [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
 
-    mine = make()
-    pipe = penstock.Pipeline(mine, microbatches=count, schedule=family, loss_fn=F.mse_loss, timeout=30)
+    pipes = [
+        penstock.Pipeline(make(), microbatches=count, schedule=family, loss_fn=F.mse_loss, transport=way)
+        for way in WAYS.values()
+    ]
     steps: dict[str, Step] = {
-        "ours": lambda: pipe.step(x, target=y),
-        "torch": torch_pipeline(family, rank, make(), count, F.mse_loss, x, y),
+        who: lambda pipe=pipe: pipe.step(x, target=y) for who, pipe in zip(WAYS, pipes, strict=True)
     }
+    steps["torch"] = torch_pipeline(family, rank, make(), count, F.mse_loss, x, y)
     if family in ("gpipe", "1f1b"):
         bare = BareLoop(rank, make()[rank], x, y)
         warm_up = count if family == "gpipe" else 2 - rank
         steps["bare"] = lambda: bare.run(warm_up)
-    return steps, pipe
+    return steps, pipes
 
 
 def measure_ranks(rank: int, settings: Namespace) -> None:
     count = 8 if settings.quick else 64
     title = f"Linear(8, 8), 2 gloo ranks, {count} microbatches: us a compute, and ratios"
-    columns = [("schedule", 17), ("bare", 7), ("torch", 7), ("ours", 7)]
-    columns += [("ours/bare", 21), ("busy", 4), ("ours/torch", 21), ("busy", 4)]
+    columns = [("schedule", 17), ("who", 10), ("bare", 7), ("torch", 7), ("it", 7)]
+    columns += [("it/bare", 21), ("busy", 4), ("it/torch", 21), ("busy", 4)]
     table = Table(rank, title, columns)
     for family in settings.schedules:
-        steps, pipe = contestants(family, rank, count)
+        steps, pipes = contestants(family, rank, count)
         times = interleave(steps, settings.rounds)
-        pipe.close()
-        table.row(row(family, times, computes(pipe)))
+        for pipe in pipes:
+            pipe.close()
+        for who in WAYS:
+            table.row(row(family, who, times, computes(pipes[0])))
 
 
-def row(family: str, times: Times, actions: int) -> list[object]:
+def row(family: str, who: str, times: Times, actions: int) -> list[object]:
     bare = "bare" in times.seconds
     return [
         family,
+        who,
         times.median("bare") / actions * 1e6 if bare else "-",
         times.median("torch") / actions * 1e6,
-        times.median("ours") / actions * 1e6,
-        Goal(times.ratio("ours", "bare"), 1.15) if bare else "-",
-        f"{times.busy_ratio('ours', 'bare'):.2f}" if bare else "-",
-        Goal(times.ratio("ours", "torch"), 1.0 if bare else 0.5),
-        f"{times.busy_ratio('ours', 'torch'):.2f}",
+        times.median(who) / actions * 1e6,
+        Goal(times.ratio(who, "bare"), 1.15) if bare else "-",
+        f"{times.busy_ratio(who, 'bare'):.2f}" if bare else "-",
+        Goal(times.ratio(who, "torch"), 1.0 if bare else 0.5),
+        f"{times.busy_ratio(who, 'torch'):.2f}",
     ]
 
 

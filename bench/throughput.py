@@ -10,7 +10,8 @@ model     8 transformer blocks (width 384, 128 tokens, batch 16, in 8 and in 16 
                           never speak: what this machine gives when both of its cores are busy
 
 messages  stages of little compute and messages of 1 and 2 MiB: against torch, and against the schedule's own compute
-          (a rank's computes without messages / (1 - idle share)) + raw gloo moving the same messages, both ways at once
+          (a rank's computes without messages / (1 - idle share)) + raw gloo moving the same messages both ways;
+          ours as it comes (shared memory on one host), and held to gloo
 threads   ranks as threads of one process against ranks as processes
 
 The idle share is the simulator's, for forward, input and weight gradients of equal cost. `busy` is the ratio of
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, Block, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
+from common import SEVERAL, WAYS, Block, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
 from torch import Tensor, nn
 
 import penstock
@@ -142,34 +143,39 @@ def computes_only(stages: list[nn.Module], x: Tensor, count: int) -> None:
             torch.autograd.backward(stage(arrived), x_part)
 
 
+def scales(stages: int, width: int) -> list[nn.Module]:
+    return [Scale(width) for _ in range(stages)]
+
+
 def measure_messages(rank: int, settings: Namespace) -> None:
     count, width = (4, 256) if settings.quick else (16, 4096)
-    columns = [("schedule", 17), ("MiB", 5), ("ours/torch", 21), ("busy", 4), ("of compute + messages", 21)]
+    columns = [("schedule", 17), ("MiB", 5), ("who", 10), ("it/torch", 21), ("busy", 4), ("of compute + messages", 21)]
     table = Table(rank, f"large messages, little compute, {count} microbatches", columns)
     for rows in (64,) if settings.quick else (64, 128):
         for family in settings.schedules:
             torch.manual_seed(0)
             stages = 4 if family in SEVERAL else 2
             x, y = torch.randn(2, rows * count, width).unbind()
-            own, other = ([Scale(width) for _ in range(stages)] for _ in range(2))
-            pipe = penstock.Pipeline(own, microbatches=count, schedule=family, loss_fn=mean_loss)
-            row = [action.op for action in pipe.program.rows[rank] if action is not None]
+            sent = {"microbatches": count, "schedule": family, "loss_fn": mean_loss}
+            pipes = {who: penstock.Pipeline(scales(stages, width), **sent, transport=way) for who, way in WAYS.items()}
+            row = [action.op for action in pipes["ours"].program.rows[rank] if action is not None]
             sends = sum(op in (Op.SEND_F, Op.SEND_B) for op in row)
             receives = sum(op in (Op.RECV_F, Op.RECV_B) for op in row)
-            mine = [Scale(width) for _ in range(stages // 2)]
+            mine = scales(stages // 2, width)
             steps: dict[str, Step] = {
-                "ours": lambda pipe=pipe, x=x, y=y: pipe.step(x, target=y),
-                "torch": torch_pipeline(family, rank, other, count, mean_loss, x, y),
+                **{who: lambda pipe=pipe, x=x, y=y: pipe.step(x, target=y) for who, pipe in pipes.items()},
+                "torch": torch_pipeline(family, rank, scales(stages, width), count, mean_loss, x, y),
                 "compute": lambda mine=mine, x=x: computes_only(mine, x, count),
                 "messages": lambda n=(sends, receives), shape=(rows, width): raw_messages(*n, shape, 1 - rank),
             }
             times = interleave(steps, settings.rounds)
-            share = 1 - idle_share(pipe)
-            pipe.close()
-            allowed = ratio(times, "ours", lambda row, share=share: row["compute"] / share + row["messages"])
-            size = f"{rows * width * 4 / 2**20:.2g}"
-            busy = f"{times.busy_ratio('ours', 'torch'):.2f}"
-            table.row([family, size, Goal(times.ratio("ours", "torch"), 1.0), busy, Goal(allowed, 1.15)])
+            share = 1 - idle_share(pipes["ours"])
+            for who, pipe in pipes.items():
+                pipe.close()
+                allowed = ratio(times, who, lambda row, share=share: row["compute"] / share + row["messages"])
+                busy = f"{times.busy_ratio(who, 'torch'):.2f}"
+                size = f"{rows * width * 4 / 2**20:.2g}"
+                table.row([family, size, who, Goal(times.ratio(who, "torch"), 1.0), busy, Goal(allowed, 1.15)])
 
 
 # -- threads

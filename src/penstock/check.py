@@ -71,10 +71,6 @@ class _Place(NamedTuple):
     def stage(self) -> int:
         return abs(self.order)
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return (*self[:4], KINDS.index(self.kind), self.name)
-
     def __str__(self) -> str:
         number = "" if self.number == AFTER else f", microbatch {self.number}"
         return f"step {self.step}, stage {self.stage}{number}, {self.name}"
@@ -258,7 +254,7 @@ def _compare(
 ) -> Parity:
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
     in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.split.stages)]
-    for place in sorted({*expected, *found}, key=lambda place: place.key):
+    for place in sorted({*expected, *found}, key=lambda each: (*each[:4], KINDS.index(each.kind), each.name)):
         want, have = expected.get(place), found.get(place)
         if want is None or have is None:
             sides = ("pipeline", "plain model") if want is None else ("plain model", "pipeline")

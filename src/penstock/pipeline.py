@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
@@ -26,7 +27,7 @@ from penstock.runtime.recorder import Recorder
 from penstock.runtime.state import OwnedState
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
-from penstock.schedule import Op, Schedule, Timeline, lower, verify
+from penstock.schedule import Op, Schedule, Timeline, Topology, lower, verify
 from penstock.schedule.builders import forward_program
 from penstock.schedule.timeline import peaks
 
@@ -57,7 +58,9 @@ class Pipeline(OwnedState):
         schedule: str | Schedule = "1f1b",
         loss_fn: Callable[..., Any] | None = None,
         example: tuple[Any, ...] | dict[str, Any] | None = None,
-        balance: str | Sequence[int] | None = None,
+        balance: str | Sequence[int] | Mapping[str, float] | None = None,
+        speeds: Sequence[float] | None = None,
+        optimizer: str = "adamw",
         split: str = "auto",
         split_at: Sequence[str] = (),
         skips: Iterable[tuple[int, int]] = (),
@@ -88,10 +91,15 @@ class Pipeline(OwnedState):
         self.inputs = inputs
         self.world = world = World.find(group, mesh, transport, timeout)
         with world.building():
+
+            def schedule_for(count: int) -> Schedule:
+                return choose_schedule(schedule, Topology.chain(count), microbatches, ranks, world)
+
+            balancing = Balancing(balance, speeds, optimizer, schedule_for, world.first_says, world.is_first)
             self.split = cut_model(
-                model, stages, balance=balance, skips=skips, example=example, split_at=split_at, split=split
+                model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
             )
-            self.schedule = choose_schedule(schedule, self.split, microbatches, ranks, world)
+            self.schedule = choose_schedule(schedule, self.split.topology, microbatches, ranks, world)
             self.program = lower(self.schedule) if not self.schedule.passes else self.schedule
             verify(self.program)
             self.microbatches = self.schedule.microbatches

@@ -147,9 +147,9 @@ def pipelined(case: Case, **options: Any) -> Outcome:
         return outcome(pipe.named_parameters(), pipe.named_buffers(), losses)
 
 
-def all_pipelined(cases: Sequence[Case]) -> list[Outcome]:
+def all_pipelined(cases: Sequence[Case], transport: str) -> list[Outcome]:
     """For processes: one start, many cases."""
-    return [pipelined(case) for case in cases]
+    return [pipelined(case, transport=transport) for case in cases]
 
 
 def outcome(parameters: Any, buffers: Any, losses: list[Tensor]) -> Outcome:

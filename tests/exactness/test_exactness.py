@@ -16,6 +16,7 @@ from penstock.runtime.transport import ThreadTransport
 from penstock.runtime.world import World
 
 EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
+PROCESSES = ["shared", "distributed"]  # transports
 WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
 
 
@@ -39,9 +40,9 @@ def check(case: Case) -> None:
     assert differences(case, [pipelined(case)]) == []
 
 
-def check_on_processes(cases: list[Case]) -> None:
+def check_on_processes(cases: list[Case], transport: str) -> None:
     (ranks,) = {case.ranks for case in cases}
-    by_rank = on_processes(ranks, all_pipelined, cases)
+    by_rank = on_processes(ranks, all_pipelined, cases, transport)
     faults = {
         str(case): found
         for number, case in enumerate(cases)
@@ -83,8 +84,10 @@ def test_threads_with_recompute(family: str, model: str, recompute: str) -> None
     check(Case(family, model, recompute=recompute))
 
 
-def test_two_processes() -> None:
-    check_on_processes([Case(family, model) for family in TRAINING for model in ("transformer", "several", "skip")])
+@pytest.mark.parametrize("transport", PROCESSES)
+def test_two_processes(transport: str) -> None:
+    models = ("transformer", "several", "skip")
+    check_on_processes([Case(family, model) for family in TRAINING for model in models], transport)
 
 
 def on_four() -> list[Case]:
@@ -98,15 +101,17 @@ def on_four() -> list[Case]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", PROCESSES)
 @pytest.mark.parametrize("model", MODELS)
-def test_two_processes_every_model(model: str) -> None:
+def test_two_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*EVERY, *odd_sizes()] if case.model == model and case.ranks == 2]
-    check_on_processes(cases)
+    check_on_processes(cases, transport)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", PROCESSES)
 @pytest.mark.parametrize("model", MODELS)
-def test_four_processes_every_model(model: str) -> None:
+def test_four_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*on_four(), *odd_sizes()] if case.model == model and case.ranks == 4]
-    check_on_processes(cases)
+    check_on_processes(cases, transport)

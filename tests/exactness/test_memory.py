@@ -31,13 +31,19 @@ def stage() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def measured(family: str, ranks: int, recompute: str = "never") -> dict[str, Any]:
+def measured(family: str, ranks: int, recompute: str = "never", transport: str | None = None) -> dict[str, Any]:
     """The peaks of this process's ranks in the second step, what the schedule allows, and what is left after it."""
     torch.manual_seed(0)
     stages = [stage() for _ in range(2 * ranks)]
     x, y = (torch.randn(MICROBATCHES * ROWS, WIDTH) for _ in range(2))
     pipe = penstock.Pipeline(
-        stages, microbatches=MICROBATCHES, schedule=family, ranks=ranks, loss_fn=F.mse_loss, recompute=recompute
+        stages,
+        microbatches=MICROBATCHES,
+        schedule=family,
+        ranks=ranks,
+        loss_fn=F.mse_loss,
+        recompute=recompute,
+        transport=transport,
     )
     with pipe:
         pipe.step(x, target=y)
@@ -73,15 +79,16 @@ def test_a_rank_on_a_thread_holds_what_the_schedule_says(family: str) -> None:
     assert max(found["left"].values()) <= MICROBATCHES * 8 + 64  # the losses
 
 
-def process(families: list[str]) -> list[dict[str, Any]]:
+def process(families: list[str], transport: str) -> list[dict[str, Any]]:
     dist.barrier()
-    return [measured(family, dist.get_world_size()) for family in families]
+    return [measured(family, dist.get_world_size(), transport=transport) for family in families]
 
 
 @pytest.mark.slow
-def test_a_rank_on_a_process_holds_what_the_schedule_says() -> None:
+@pytest.mark.parametrize("transport", ["shared", "distributed"])
+def test_a_rank_on_a_process_holds_what_the_schedule_says(transport: str) -> None:
     families = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-min"]
-    told = on_processes(2, process, families)
+    told = on_processes(2, process, families, transport)
     worst = {family: max(max(ratios(rank[number]).values()) for rank in told) for number, family in enumerate(families)}
     assert {family: ratio for family, ratio in worst.items() if ratio > 1.05} == {}
     for number, family in enumerate(families):

@@ -19,6 +19,7 @@ from penstock.errors import PeerFailure, UsageError
 SOON = 5.0  # seconds in which every rank must know
 M = 4
 RANKS = 4
+TRANSPORTS = ["shared", "distributed"]
 Say = Callable[[Any], None]
 
 
@@ -52,7 +53,9 @@ def fail(pipe: penstock.Pipeline, size: int = 12) -> tuple[float, BaseException 
 # -- an error on one rank
 
 
-def raise_here_and_there(say: Say, family: str, stages: int, places: list[tuple[int, str, int]]) -> None:
+def raise_here_and_there(
+    say: Say, family: str, stages: int, places: list[tuple[int, str, int]], transport: str = "shared"
+) -> None:
     calls: list[int] = []
     wanted: list[int] = []
 
@@ -66,7 +69,7 @@ def raise_here_and_there(say: Say, family: str, stages: int, places: list[tuple[
         faults.append(time.monotonic())
         boom()
 
-    with pipeline(family, stages, loss_fn=loss_fn) as pipe:
+    with pipeline(family, stages, loss_fn=loss_fn, transport=transport) as pipe:
         say(exact(pipe))
         for stage, where, microbatch in places:
             faults: list[float] = []
@@ -106,9 +109,10 @@ def check_raised(endings: list[Ending], family: str, stages: int, places: list[t
             assert told - rows[rank][0] < SOON
 
 
-def test_an_error_on_any_rank_reaches_all_and_the_next_step_is_exact() -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_on_any_rank_reaches_all_and_the_next_step_is_exact(transport: str) -> None:
     places = [(stage, where, 1) for stage in (0, 1, 3) for where in ("forward", "backward")] + [(3, "loss", 2)]
-    check_raised(launch(RANKS, raise_here_and_there, "1f1b", 4, places), "1f1b", 4, places)
+    check_raised(launch(RANKS, raise_here_and_there, "1f1b", 4, places, transport), "1f1b", 4, places)
 
 
 @pytest.mark.slow
@@ -171,9 +175,9 @@ def test_ctrl_c_on_one_rank_is_its_own_and_a_failure_to_the_others() -> None:
 # -- a rank that dies, stops or leaves
 
 
-def lose(say: Say, victim: int, where: str, how: int, timeout: float, family: str = "1f1b") -> None:
+def lose(say: Say, victim: int, where: str, how: int, timeout: float, transport: str) -> None:
     rank = dist.get_rank()
-    pipe = pipeline(family, timeout=timeout)
+    pipe = pipeline(timeout=timeout, transport=transport)
     say(exact(pipe))
     if rank == victim:
         if where == "between":
@@ -211,8 +215,9 @@ def check_lost(endings: list[Ending], victim: int, within: float) -> float:
     return slowest
 
 
-def test_a_killed_rank_is_named_by_all_others_at_once() -> None:
-    endings = launch(RANKS, lose, 2, "forward", KILL, 30.0)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
+    endings = launch(RANKS, lose, 2, "forward", KILL, 30.0, transport)
     check_lost(endings, 2, SOON)
     assert endings[2].code == -KILL
 
@@ -220,15 +225,17 @@ def test_a_killed_rank_is_named_by_all_others_at_once() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tcp", [False, True], ids=["file-store", "store-on-rank-0"])
 @pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (1, "backward"), (3, "backward"), (1, "between")])
-def test_wherever_a_rank_is_killed(victim: int, where: str, tcp: bool) -> None:
-    check_lost(launch(RANKS, lose, victim, where, KILL, 30.0, tcp=tcp), victim, SOON)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_wherever_a_rank_is_killed(victim: int, where: str, tcp: bool, transport: str) -> None:
+    check_lost(launch(RANKS, lose, victim, where, KILL, 30.0, transport, tcp=tcp), victim, SOON)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tcp", [False, True], ids=["file-store", "store-on-rank-0"])
 @pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (2, "backward"), (3, "between")])
-def test_a_stopped_rank_is_named_at_the_timeout(victim: int, where: str, tcp: bool) -> None:
-    endings = launch(RANKS, lose, victim, where, STOP, 2.0, tcp=tcp)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_stopped_rank_is_named_at_the_timeout(victim: int, where: str, tcp: bool, transport: str) -> None:
+    endings = launch(RANKS, lose, victim, where, STOP, 2.0, transport, tcp=tcp)
     assert endings[victim].code is None
     assert check_lost(endings, victim, 2.0 + SOON) > 1.5
 

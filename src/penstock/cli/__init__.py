@@ -15,6 +15,7 @@ import typer.core
 import penstock
 from penstock.cli.compare import compare
 from penstock.cli.output import complain
+from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.verify import verify
@@ -30,6 +31,7 @@ EXAMPLES = """Examples:\n
   penstock verify program.csv
   penstock simulate zb-v -r 4 -m 16 --weight 0.8 --hop 0.1
   penstock compare -r 8 -m 32
+  penstock search -r 8 -m 32 --weight 0.7 --hop 0.05 --memory 8 --save best.csv
   penstock view 1f1b zb-v -r 4 -m 8 --html page.html
   penstock whatif --from run.json --ranks 8 --schedule zb-v
 """
@@ -64,7 +66,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (show, verify, simulate, compare, view, whatif):
+for command in (show, verify, simulate, compare, search, view, whatif):
     app.command(short_help=(command.__doc__ or "").partition(":")[0].partition(".")[0] + ".")(command)
 
 

@@ -17,8 +17,7 @@ from penstock.cli.runs import load_run
 from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_proved
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
-from penstock.schedule.calibrate import costs_of, fitted
-from penstock.view.account import account
+from penstock.schedule.calibrate import costs_of, fitted, outside
 from penstock.view.figures import time_text
 
 __all__ = ["whatif"]
@@ -79,18 +78,18 @@ def whatif(
     with working(f"reading {source}"):
         run = load_run(source)
     costs = costs_of(run)
-    outside = max(0.0, account(run).whole - run.makespan)
+    beside = outside(run)
     itself = simulate(run.schedule, costs).makespan
     if hop is not None:
         costs = replace(costs, hop=amount("--hop", hop))
     with working("simulating"):
         found = [
-            _predict(name, run, costs, outside, (ranks, microbatches, stages_per_rank))
+            _predict(name, run, costs, beside, (ranks, microbatches, stages_per_rank))
             for name in schedules or [run.schedule.name]
         ]
     error = itself / run.makespan - 1 if run.makespan else 0.0
     if as_json:
-        write_json(_document(run, costs, itself, error, outside, found))
+        write_json(_document(run, costs, itself, error, beside, found))
         return
     columns = terminal_width()
     unit = run.unit
@@ -105,11 +104,11 @@ def whatif(
     write("")
     write(_table(found, unit))
     write("")
-    write(fold("; ".join(_notes(run, found, outside)), columns))
+    write(fold("; ".join(_notes(run, found, beside)), columns))
 
 
 def _predict(
-    name: str, run: Timeline, costs: Costs, outside: float, sizes: tuple[int | None, int | None, int | None]
+    name: str, run: Timeline, costs: Costs, beside: float, sizes: tuple[int | None, int | None, int | None]
 ) -> Prediction:
     if not name:
         raise UsageError("the run's schedule has no name to build others by; give --schedule")
@@ -125,7 +124,7 @@ def _predict(
         schedule,
         name if is_file(name) else schedule.name,
         timeline.makespan,
-        timeline.makespan + outside,
+        timeline.makespan + beside,
         timeline.bubble,
         max(timeline.peak_activations),
     )
@@ -150,8 +149,8 @@ def _table(found: list[Prediction], unit: str) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _notes(run: Timeline, found: list[Prediction], outside: float) -> list[str]:
-    notes = [f"a step is the makespan and {time_text(outside, run.unit)} that the run spent outside of it"]
+def _notes(run: Timeline, found: list[Prediction], beside: float) -> list[str]:
+    notes = [f"a step is the makespan and {time_text(beside, run.unit)} that the run spent outside of it"]
     recut = sorted({entry.schedule.stages for entry in found} - {run.schedule.stages})
     if recut:
         notes.append(
@@ -167,11 +166,11 @@ def _notes(run: Timeline, found: list[Prediction], outside: float) -> list[str]:
 
 
 def _document(
-    run: Timeline, costs: Costs, itself: float, error: float, outside: float, found: list[Prediction]
+    run: Timeline, costs: Costs, itself: float, error: float, beside: float, found: list[Prediction]
 ) -> dict[str, Any]:
     return {
         "unit": run.unit,
-        "run": {"makespan": run.makespan, "predicted": itself, "error": error, "outside": outside},
+        "run": {"makespan": run.makespan, "predicted": itself, "error": error, "outside": beside},
         "costs": asdict(costs),
         "predictions": [
             {

@@ -16,6 +16,9 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.balance import counts_of
+from penstock.model.balancing import Balancing
+from penstock.model.profile import crossing_of, profile_layers
 from penstock.model.split import Split, split_model
 
 __all__ = ["WAYS", "cut_model"]
@@ -28,7 +31,7 @@ def cut_model(
     model: nn.Module | Sequence[nn.Module],
     stages: int | None,
     *,
-    balance: str | Sequence[int] | None = None,
+    balance: Balancing | str | Sequence[int] | Mapping[str, float] | None = None,
     skips: Iterable[tuple[int, int]] = (),
     example: Example | None = None,
     split_at: Sequence[str] = (),
@@ -37,29 +40,58 @@ def cut_model(
     """Cut a model into stages."""
     if split not in WAYS:
         raise UsageError(f"split={split!r}: choose one of {', '.join(map(repr, WAYS))}")
+    balance = balance if isinstance(balance, Balancing) else Balancing(balance)
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
-    if split == "position" or (split == "auto" and listed and not split_at and not isinstance(balance, str)):
-        if isinstance(balance, str) or split_at:
-            raise UsageError("split='position' takes balance=[counts]; names and measured balance need split='replay'")
-        return split_model(model, stages, balance, skips)
+    if split == "position" or (split == "auto" and listed and not split_at):
+        if split_at:
+            raise UsageError("split='position' takes balance=[counts]; names need split='replay'")
+        return _by_position(model, stages, balance, skips, example)
     if not isinstance(model, nn.Module):
         raise UsageError("a list of stage modules is cut already; leave split=, split_at= and balance= out")
     if list(skips):
         raise UsageError("skips= is for lists of stage modules; in other models skips are found")
-    if stages is None and not split_at:
+    if stages is None and not split_at and balance.counts is None:
         raise ModelError("say into how many stages the model goes: stages=2, or split_at=[names]")
     if example is None:
         raise ModelError(
-            f"cutting a {type(model).__name__} needs to see one input: pass example=(x,), or a dict of keyword arguments"
+            f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword arguments"
         )
     return _by_example(model, stages, example, balance, split_at, split)
+
+
+def _by_position(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int | None,
+    balance: Balancing,
+    skips: Iterable[tuple[int, int]],
+    example: Example | None,
+) -> Split:
+    """Equal counts unless something else was asked for; lists are cut already."""
+    weighed = balance.how is not None and balance.counts is None
+    if not (isinstance(model, nn.Sequential) and stages is not None and (weighed or balance.speeds is not None)):
+        if weighed:
+            raise UsageError("balance= by weight cuts an nn.Sequential or, with example=, any module, into stages=")
+        return split_model(model, stages, balance.counts, skips)
+    layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    if balance.runs and (example is None or isinstance(example, Mapping)):
+        raise UsageError(f"balance={balance.how!r} measures the layers with an input: pass example=(x,)")
+    weights = profile_layers(
+        layers,
+        tuple(example) if balance.runs and example is not None else None,
+        optimizer=balance.optimizer,
+        measured=balance.measures,
+        agree=balance.agree if balance.runs else None,
+    )
+    cuts = balance.cuts(stages, weights, None, crossing_of(weights))
+    found = split_model(model, stages, counts_of(cuts, len(layers)), skips)
+    return replace(found, weights=tuple(weights), cuts=tuple(cuts))
 
 
 def _by_example(
     model: nn.Module,
     stages: int | None,
     example: Example,
-    balance: str | Sequence[int] | None,
+    balance: Balancing,
     split_at: Sequence[str],
     split: str,
 ) -> Split:
@@ -84,7 +116,11 @@ def _replay(*arguments: Any) -> Split:
     return split_by_replay(*arguments)
 
 
-def _graph(*arguments: Any) -> Split:
+def _graph(
+    model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
+) -> Split:
     from penstock.model.graph.cut import split_by_graph
 
-    return split_by_graph(*arguments)
+    if balance.runs or isinstance(balance.how, Mapping):
+        raise ModelError("a graph has no units to measure or name; leave balance= out, or give counts")
+    return split_by_graph(model, stages, example, balance.counts, split_at)

@@ -5,7 +5,8 @@ wrapper cuts its arguments off from what came before, as copies that want a grad
 originals did, and runs the piece on them several times: once warm and counting what autograd keeps,
 by storage, then with the clock. So arguments are real, and nothing has to be kept for later. The
 whole is repeated in rounds, so that a disturbance hits a few of a piece's times and not all of
-them, and medians are taken.
+them, and medians are taken. On a machine that is busy with other work even medians lie, and the more
+the longer a piece takes; so the clock stands still while this thread waits for a processor.
 
 The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to
 no `.grad` and runs no optimizer's hooks; buffers, attributes that were set, and the random
@@ -14,6 +15,7 @@ generators are put back.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,10 +61,10 @@ def measure(
 ) -> list[Measured]:
     """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order."""
     found = [Measured() for _ in order]
-    with _undone(model):
+    with _undone(model), _clock() as now:
         for number in range(rounds):
             ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
-            clock = _Round(order, modules, found, repeats, ledger)
+            clock = _Round(order, modules, found, repeats, ledger, now)
             with patched(dict(modules), list(dict.fromkeys(order)), clock.wrap), torch.enable_grad():
                 run()
             clock.finish()
@@ -113,12 +115,14 @@ class _Round:
         found: list[Measured],
         repeats: int,
         ledger: _Ledger | None,
+        now: Callable[[], float],
     ) -> None:
         self.order = order
         self.modules = modules
         self.found = found
         self.repeats = repeats
         self.ledger = ledger  # in the round that counts bytes
+        self.now = now
         self.number = 0
         self.inside = False
 
@@ -180,14 +184,14 @@ class _Round:
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if watching else nullcontext()
-        begin = _now()
+        begin = self.now()
         with hooks:
             output = forward(*args, **kwargs)
         made = [tensor for tensor in _distinct(tensors_in(output)) if tensor.requires_grad]
         if made:
             seeds = [torch.ones_like(tensor) for tensor in made]
             torch.autograd.grad(made, [*leaves, *trained], seeds, allow_unused=True)
-        return output, saved, _now() - begin
+        return output, saved, self.now() - begin
 
 
 def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
@@ -215,10 +219,29 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _now() -> float:
-    if torch.cuda.is_available():  # not run here: no GPU
-        torch.cuda.synchronize()
-    return perf_counter()
+@contextmanager
+def _clock() -> Iterator[Callable[[], float]]:
+    """Seconds on the wall, without those in which this thread was ready to run and had no processor.
+
+    Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
+    """
+    try:
+        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        int(os.pread(told, 100, 0).split()[1])
+    except (OSError, ValueError, IndexError):
+        told = -1
+
+    def now() -> float:
+        if torch.cuda.is_available():  # not run here: no GPU
+            torch.cuda.synchronize()
+        waited = int(os.pread(told, 100, 0).split()[1]) * 1e-9 if told >= 0 else 0.0
+        return perf_counter() - waited
+
+    try:
+        yield now
+    finally:
+        if told >= 0:
+            os.close(told)
 
 
 def _random_state() -> tuple[Tensor, list[Tensor]]:

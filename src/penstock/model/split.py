@@ -107,6 +107,8 @@ class Split:
     topology: Topology
     how: str  # one sentence for the user: in which way it was cut
     aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
+    weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
+    cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
 
     @property
     def stages(self) -> int:

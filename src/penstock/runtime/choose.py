@@ -5,36 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import UsageError
-from penstock.model.split import Split
 from penstock.runtime.world import World
-from penstock.schedule import Schedule, family
+from penstock.schedule import Schedule, Topology, family
 from penstock.schedule.builders import build
 
 __all__ = ["choose_schedule"]
 
 
 def choose_schedule(
-    schedule: str | Schedule, split: Split, microbatches: int | None, ranks: int | None, world: World
+    schedule: str | Schedule, topology: Topology, microbatches: int | None, ranks: int | None, world: World
 ) -> Schedule:
-    """The schedule that was given, loaded or named, for this model and world."""
+    """The schedule that was given, loaded or named, for a model with this topology and this world."""
     if isinstance(schedule, str) and schedule.lower().endswith((".csv", ".json")):
         schedule = Schedule.load(Path(schedule))
     if isinstance(schedule, Schedule):
-        if schedule.stages != split.stages:
-            raise UsageError(f"the schedule is for {schedule.stages} stages, the model has {split.stages}")
+        if schedule.stages != topology.stages:
+            raise UsageError(f"the schedule is for {schedule.stages} stages, the model has {topology.stages}")
         if microbatches is not None and microbatches != schedule.microbatches:
             raise UsageError(
                 f"microbatches={microbatches}, but the schedule is for {schedule.microbatches}; leave it out"
             )
         if ranks is not None and ranks != schedule.ranks:
             raise UsageError(f"ranks={ranks}, but the schedule is for {schedule.ranks} ranks; leave ranks= out")
-        if schedule.topology != split.topology:
+        if schedule.topology != topology:
             if schedule.passes:
                 raise UsageError(
                     f"the schedule has its transfers already, for the skips {list(schedule.topology.skips)}, but the "
-                    f"model's skips are {list(split.topology.skips)}; pass the schedule without transfers"
+                    f"model's skips are {list(topology.skips)}; pass the schedule without transfers"
                 )
-            schedule = schedule.replace(topology=split.topology)
+            schedule = schedule.replace(topology=topology)
         world.check_ranks(schedule.ranks, ranks)
         return schedule
     if microbatches is None:
@@ -44,15 +43,15 @@ def choose_schedule(
     entry = family(schedule)
     wanted = ranks or world.size
     if wanted is None:
-        per_rank = entry.stages_per_rank if split.stages % entry.stages_per_rank == 0 else 1
-        wanted = split.stages // per_rank
+        per_rank = entry.stages_per_rank if topology.stages % entry.stages_per_rank == 0 else 1
+        wanted = topology.stages // per_rank
     world.check_ranks(wanted, ranks)
-    per_rank, left = divmod(split.stages, wanted)
+    per_rank, left = divmod(topology.stages, wanted)
     if left or not per_rank:
         nearest = wanted * (per_rank + 1)
         raise UsageError(
-            f"{split.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
-            f"or pass ranks={max(n for n in range(1, split.stages + 1) if split.stages % n == 0 and n <= wanted)}"
+            f"{topology.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
+            f"or pass ranks={max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= wanted)}"
         )
-    built = build(entry.name, wanted, microbatches, per_rank, skips=split.topology.skips)
-    return built if built.topology == split.topology else built.replace(topology=split.topology)
+    built = build(entry.name, wanted, microbatches, per_rank, skips=topology.skips)
+    return built if built.topology == topology else built.replace(topology=topology)

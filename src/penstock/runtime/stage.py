@@ -261,9 +261,10 @@ class _KeepBuffers:
         self._module = module
 
     def __enter__(self) -> None:
+        tables = {id(holder._buffers): holder for holder in self._module.modules()}  # copies of modules share one
         self._originals = [
             (holder, name, buffer)
-            for holder in self._module.modules()
+            for holder in tables.values()
             for name, buffer in holder._buffers.items()
             if buffer is not None
         ]

@@ -84,6 +84,19 @@ class World:
             return cls(None, None, timeout)
         return cls(group, dist.get_world_size(group), timeout, transport)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all, where all must use the same numbers."""
+        return self.size is None or dist.get_rank(self.group) == 0
+
+    def first_says(self, numbers: list[float]) -> list[float]:
+        """The first rank's numbers, on every rank; before there is a transport."""
+        if self.size is None:
+            return numbers
+        box = [numbers]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]
+
     def check_ranks(self, wanted: int, asked: int | None) -> None:
         """The schedule's ranks must be the processes there are."""
         if self.size is not None and wanted != self.size:
@@ -251,9 +264,7 @@ def _needed(
     parts = [pipe.split.parts[stage] for stage in pipe.schedule.placement.stages_of(rank)]
     given = args if any(part.whole_batch for part in parts) else ()
     named = {
-        name: value
-        for name, value in kwargs.items()
-        if any(part.takes is None or name in part.takes for part in parts)
+        name: value for name, value in kwargs.items() if any(part.takes is None or name in part.takes for part in parts)
     }
     if parts[-1].index == pipe.split.stages - 1:
         return given, named, target, dict(loss_kwargs)

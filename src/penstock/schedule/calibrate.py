@@ -22,7 +22,7 @@ from penstock.schedule.costs import Costs
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timeline import Span, Timeline
 
-__all__ = ["costs_of", "fitted", "hops", "occupied"]
+__all__ = ["costs_of", "fitted", "hops", "occupied", "outside"]
 
 Edge = tuple[int, int]  # two stages
 
@@ -87,6 +87,21 @@ def costs_of(timeline: Timeline) -> Costs:
     return Costs(
         forward=[times[Op.F, stage] for stage in stages], input=halves[Op.I], weight=halves[Op.W], hop=_hop(timeline)
     )
+
+
+def outside(timeline: Timeline) -> float:
+    """What a recorded step took beside its makespan: the batch and the optimizer before it, the reports after it.
+
+    Not what a rank waited in its first action: where the ranks did not come to the step together, that is no work.
+    """
+    if not timeline.walls or not timeline.spans:
+        return 0.0
+    firsts = [
+        row[0].start - row[0].wait - wall.start for row, wall in zip(timeline.by_rank, timeline.walls, strict=True)
+    ]
+    end = timeline.start + timeline.makespan
+    after = [wall.done - end for wall in timeline.walls]
+    return max(0.0, max(firsts)) + max(0.0, statistics.median(after))
 
 
 def fitted(costs: Costs, schedule: Schedule, stages: int) -> Costs:

@@ -27,6 +27,9 @@ __all__ = ["Finding", "findings"]
 WORTH = 0.03  # of the step: less is noise
 SLOWER = 1.08  # than the others, to be called slow
 SLOW_LINK = 2.0
+ENOUGH = (
+    3  # messages that were waited for, before a link is judged: by its fastest one, as a slow link is slow for each
+)
 MOST_SPANS = 50_000  # of a run whose schedule is tried against others
 
 
@@ -64,7 +67,7 @@ def findings(books: Account) -> tuple[Finding, ...]:
 
 
 def _usual(times: Sequence[float]) -> float:
-    """A message's time without what held up a few: a slow link is slow for each."""
+    """A message's time without what held up a few."""
     return sorted(times)[len(times) // 4]
 
 
@@ -76,6 +79,7 @@ class _Trial:
         self.schedule: Schedule = books.timeline.schedule.compute()
         self.costs = costs
         self.waited = hops(books.timeline)
+        self.enough = min(ENOUGH, self.schedule.microbatches)
         self.edges = {edge: self._edge(edge) for edge in self.schedule.topology.edges}
         self.now = self._price(self.costs, self.edges)
 
@@ -84,7 +88,7 @@ class _Trial:
         rank_of = self.schedule.placement.rank_of
         if rank_of(edge[0]) == rank_of(edge[1]):
             return 0.0
-        ways = [self.waited[way] for way in (edge, edge[::-1]) if way in self.waited]
+        ways = [times for way in (edge, edge[::-1]) if len(times := self.waited.get(way, ())) >= self.enough]
         return max(map(_usual, ways), default=self.costs.hop)
 
     def _price(self, costs: Costs, edges: dict[tuple[int, int], float]) -> float:
@@ -123,7 +127,7 @@ class _Trial:
         by_way: dict[tuple[int, int], list[float]] = defaultdict(list)
         for (source, target), times in self.waited.items():
             by_way[rank_of(source), rank_of(target)] += times
-        middles = {way: _usual(times) for way, times in by_way.items()}
+        middles = {way: min(times) for way, times in by_way.items() if len(times) >= self.enough}
         if not middles:
             return
         slow = max(middles, key=lambda way: middles[way])

@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.balancing import Balancing
 from penstock.model.lazy import is_lazy
+from penstock.model.profile import Weight, profile_calls
 from penstock.model.replay.part import ReplayPart
-from penstock.model.replay.plan import Plan, min_max_cuts, plan_stages
+from penstock.model.replay.plan import Plan, plan_stages
 from penstock.model.replay.record import PARAMETER, Leaf, Recording, record
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.replay.units import find_units
@@ -24,18 +26,30 @@ def split_by_replay(
     model: nn.Module,
     stages: int | None,
     example: tuple[Any, ...] | Mapping[str, Any],
-    balance: str | Sequence[int] | None = None,
+    balance: Balancing,
     split_at: Sequence[str] = (),
 ) -> Split:
     """Cut a model without tracing it; see `record`, `plan` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     defaults = _defaults(model, kwargs)
     wanted = stages if stages is not None else len(split_at) + 1
+    if stages is None and not split_at and balance.counts is not None:
+        wanted = len(balance.counts)
     units = find_units(model, wanted, tuple(split_at))
     modules = dict(model.named_modules())
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
     recording = record(model, units, args, {**defaults, **kwargs}, instead)
-    cuts = _cuts(model, modules, recording, wanted, balance, split_at)
+    weights = profile_calls(
+        model,
+        recording,
+        args,
+        {**defaults, **kwargs},
+        optimizer=balance.optimizer,
+        running=balance.runs,
+        measured=balance.measures,
+        agree=balance.agree if balance.runs else None,
+    )
+    cuts = _cuts(modules, recording, weights, wanted, balance, split_at)
     plan = plan_stages(recording, cuts)
     shapes = Shapes(modules)
     owned = _owners(units, plan)
@@ -45,7 +59,37 @@ def split_by_replay(
     )
     counts = ", ".join(str(len(plan.units_of(index))) for index in range(plan.stages))
     how = f"replay of the model's own forward, units a stage: {counts}"
-    return Split(parts, plan.topology, how, _aliases(model))
+    return Split(parts, plan.topology, how, _aliases(model), tuple(weights), tuple(cuts))
+
+
+def _recorded(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    wanted: int,
+    split_at: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[str], Recording]:
+    """The units and their calls; where too few of them are called, larger ones are opened and it is run again."""
+    instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
+    units = find_units(model, wanted, tuple(split_at))
+    while True:
+        recording = record(model, units, args, kwargs, instead)
+        if split_at or len(_starts(modules, recording)) >= wanted:
+            return units, recording
+        try:
+            units = find_units(model, len(units) + 1, tuple(split_at))
+        except ModelError:
+            return units, recording
+
+
+def _starts(modules: dict[str, nn.Module], recording: Recording) -> list[int]:
+    """The calls before which a cut makes sense, and the first one: those of units with parameters."""
+    return [
+        number
+        for number, call in enumerate(recording.calls)
+        if not call.glue and next(modules[call.unit].parameters(), None) is not None
+    ]
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -61,37 +105,27 @@ def _defaults(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cuts(
-    model: nn.Module,
     modules: dict[str, nn.Module],
     recording: Recording,
+    weights: Sequence[Weight],
     stages: int,
-    balance: str | Sequence[int] | None,
+    balance: Balancing,
     split_at: Sequence[str],
 ) -> list[int]:
-    calls = recording.calls
-    if split_at:
-        return _cuts_at(model, recording, stages, split_at)
-    seen: set[int] = set()
-    weights = [0.0] * len(calls)
-    for number, call in enumerate(calls):
-        if not call.glue:
-            fresh = [parameter for parameter in modules[call.unit].parameters() if id(parameter) not in seen]
-            seen.update(map(id, fresh))
-            weights[number] = float(sum(parameter.numel() for parameter in fresh))
-            if balance == "time":
-                weights[number] = call.seconds
     starts = [
         number
-        for number, call in enumerate(calls)
+        for number, call in enumerate(recording.calls)
         if not call.glue and next(modules[call.unit].parameters(), None) is not None
     ]
-    if balance is not None and not isinstance(balance, str):
-        return _cuts_by_count(starts, stages, balance)
-    return min_max_cuts(weights, stages, starts, _crossing(recording))
+    if split_at:
+        return _cuts_at(recording, stages, split_at, starts)
+    if balance.counts is not None:
+        return _cuts_by_count(starts, stages, balance.counts)
+    return balance.cuts(stages, weights, starts[1:], _crossing(recording))
 
 
 def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> list[int]:
-    if sum(balance) != len(starts) or len(balance) != stages:
+    if sum(balance) != len(starts) or len(balance) != stages or min(balance) < 1:
         raise ModelError(
             f"balance={list(balance)} has {len(balance)} entries and sums to {sum(balance)}, but the model is to have "
             f"{stages} stages and makes {len(starts)} unit calls; every call needs a stage"
@@ -103,7 +137,7 @@ def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> li
     return cuts
 
 
-def _cuts_at(model: nn.Module, recording: Recording, stages: int, split_at: Sequence[str]) -> list[int]:
+def _cuts_at(recording: Recording, stages: int, split_at: Sequence[str], starts: list[int]) -> list[int]:
     import difflib
 
     calls = recording.calls
@@ -120,6 +154,10 @@ def _cuts_at(model: nn.Module, recording: Recording, stages: int, split_at: Sequ
         cuts.append(found[0])
     if cuts != sorted(set(cuts)):
         raise ModelError(f"split_at={list(split_at)} is not in the order in which the model calls its units")
+    for first, end, name in zip([0, *cuts], [*cuts, len(calls)], ["", *split_at], strict=True):
+        if not any(first <= start < end for start in starts):
+            where = f"from {name!r} on" if name else f"before {split_at[0]!r}"
+            raise ModelError(f"split_at={list(split_at)}: the stage {where} would have no unit with parameters")
     return cuts
 
 

@@ -14,9 +14,10 @@ an error, never a guess.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, WHOLE, no_stream
+from penstock.model.replay.marks import Absent
 from penstock.model.replay.plan import GLUE, Plan
 from penstock.model.replay.record import Leaf, Mark
 from penstock.model.replay.shapes import Shapes, stand_in
@@ -66,12 +68,15 @@ class StageUnits(nn.Module):
 class _Run:
     """One microbatch on its way through the model's forward."""
 
-    __slots__ = ("arrived", "emitted", "number")
+    __slots__ = ("absent", "arrived", "checkpoint", "emitted", "inside", "number")
 
-    def __init__(self, arrived: dict[Mark, Tensor]) -> None:
+    def __init__(self, arrived: dict[Mark, Tensor], absent: Absent | None) -> None:
         self.arrived = arrived
+        self.absent = absent  # follows stand-ins, where the plan may not hold for this microbatch
         self.emitted: dict[Mark, Any] = {}
         self.number = 0
+        self.inside = False  # a unit of this stage runs
+        self.checkpoint: Callable[..., Any] | None = None  # around the unit call that comes
 
 
 class ReplayPart:
@@ -100,6 +105,12 @@ class ReplayPart:
         self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
         watched = {call.unit for call in plan.recording.calls}
         self._root = stage_tree(model, watched, self._answer)
+        for module in self._root.modules():
+            original = module.__dict__.get("_gradient_checkpointing_func")
+            if original is not None and not getattr(module, "is_asked", False):
+                module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
+        self._may_go_stale = plan.recording.reads_values or plan.recording.draws_in_glue
+        self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
         inside = {id(module) for unit in units.values() for module in unit.modules()}
@@ -139,14 +150,18 @@ class ReplayPart:
             for source, marks in self._in.items()
             for mark, tensor in zip(marks, arrived[source], strict=True)
         }
-        run = self._local.run = _Run(received)
+        run = self._local.run = _Run(received, Absent(self._stale) if self._may_go_stale else None)
+        kwargs = {**self._defaults, **kwargs}
+        if self._plan.recording.writes_inputs:
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         result: dict[int, Any] = {}
         try:
-            output = self._root(*args, **{**self._defaults, **kwargs})
-            if not self._is_last:
+            with run.absent or nullcontext():
+                output = self._root(*args, **kwargs)
+            if not self._is_last or run.number != len(self._plan.recording.calls):
                 raise self._diverged("the forward ended", run.number)
-            if run.number != len(self._plan.recording.calls):
-                raise self._diverged("the forward ended", run.number)
+            if run.absent is not None and run.absent.touches(output):
+                raise self._stale("the output needs a value that it did not need with the example")
             result[OUTPUT] = output
         except _Abandoned:
             pass
@@ -156,26 +171,47 @@ class ReplayPart:
             result[target] = [run.emitted[mark] for mark in marks]
         return result
 
-    def _answer(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run: _Run = self._local.run
+    def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], by_call: bool) -> Any:
+        run: _Run | None = getattr(self._local, "run", None)
+        if run is None:
+            if not by_call:  # a unit that checkpoints itself runs again in the backward
+                return own(*args, **kwargs)
+            raise ModelError(
+                f"the model's code checkpoints the call of {name}, and so code of other stages with it; let the unit "
+                f"checkpoint itself, in its own forward, or leave that to Pipeline(recompute='always')"
+            )
+        if run.inside:
+            return own(*args, **kwargs)
         number, calls = run.number, self._plan.recording.calls
         run.number += 1
         if number >= len(calls) or calls[number].unit != name:
             raise self._diverged(f"{name} was called", number)
         stage = self._plan.stage_of[number]
         if stage == GLUE:
-            return forward(*args, **kwargs)
+            run.inside = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                run.inside = False
         if stage == self.index:
-            return self._own(run, number, forward, args, kwargs)
+            return self._own(run, number, own, args, kwargs)
         return self._ghost(run, number, args, kwargs)
 
-    def _own(self, run: _Run, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _own(self, run: _Run, number: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
-        with self.around(number):
-            output = forward(*args, **kwargs)
+        if run.absent is not None and run.absent.touches((args, kwargs)):
+            raise self._stale(f"{call.unit} needs a value that it did not need with the example")
+        if run.checkpoint is not None:
+            own = functools.partial(run.checkpoint, own)
+        run.inside = True
+        try:
+            with self.around(number), nullcontext() if run.absent is None else run.absent.paused():
+                output = own(*args, **kwargs)
+        finally:
+            run.inside = False
         leaves, spec = pytree.tree_flatten(output)
-        if len(leaves) != len(call.leaves):
-            raise self._diverged(f"{call.unit} returned {len(leaves)} values instead of {len(call.leaves)}", number)
+        if not self._is_last:
+            self._check_leaves(number, leaves, spec, args, kwargs)
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
                 run.emitted[number, place] = leaf
@@ -185,6 +221,20 @@ class ReplayPart:
             return output
         # the glue writes into it: what was emitted must stay as it is
         return pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def _check_leaves(self, number: int, leaves: list[Any], spec: Any, args: Any, kwargs: Any) -> None:
+        """Stages after this one go by what they expect the call to return; it must be what it did return."""
+        call = self._plan.recording.calls[number]
+        known, expected = self._shapes.of(number, call, args, kwargs)
+        if spec != expected:
+            raise self._diverged(f"{call.unit} returned values in another structure", number)
+        for place, (leaf, other) in enumerate(zip(leaves, known, strict=True)):
+            if isinstance(leaf, Tensor) != isinstance(other, Leaf):
+                raise self._diverged(f"{call.unit} returned {leaf!r} as value {place}", number)
+            if isinstance(leaf, Tensor) and tuple(leaf.shape) != other.shape:
+                raise self._diverged(f"{call.unit} returned a tensor of shape {tuple(leaf.shape)}", number)
+            if not isinstance(leaf, Tensor) and _differ(leaf, other):
+                raise self._diverged(f"{call.unit} returned {leaf!r} instead of {other!r}", number)
 
     def _ghost(self, run: _Run, number: int, args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
@@ -197,8 +247,29 @@ class ReplayPart:
                 value = run.arrived[number, place]
                 leaves.append(value.clone() if call.changed_in_place else value)
             else:
-                leaves.append(stand_in(leaf, call.changed_in_place))
+                leaves.append(stand_in(leaf, call.changed_in_place, self.filling))
+                if run.absent is not None:
+                    run.absent.add(leaves[-1:])
         return pytree.tree_unflatten(leaves, spec)
+
+    def _checkpointed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's code checkpoints a unit's call: here the checkpoint goes into the call, around the unit only."""
+
+        def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run: _Run = self._local.run
+            before, run.checkpoint = run.checkpoint, original
+            try:
+                return function(*args, **kwargs)
+            finally:
+                run.checkpoint = before
+
+        return checkpointed
+
+    def _stale(self, what: str) -> ModelError:
+        return ModelError(
+            f"the model took another path than with the example: {what}. Its data flow depends on values or random "
+            f"numbers; make the part that decides one unit, or pass a list of stage modules"
+        )
 
     def _diverged(self, what: str, number: int) -> ModelError:
         calls = self._plan.recording.calls
@@ -207,6 +278,15 @@ class ReplayPart:
             f"the model took another path than with the example: as call {number}, {what}, where {due}. Its control "
             f"flow depends on the data; make the part that decides one unit, or pass a list of stage modules"
         )
+
+
+def _differ(value: Any, other: Any) -> bool:
+    """Whether two plain values differ; objects without an equality of their own count as equal in type."""
+    if type(value) is not type(other):
+        return True
+    if isinstance(value, (int, float, str, bytes, torch.dtype, torch.device)):
+        return bool(value != other)
+    return False
 
 
 def _stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:

@@ -1,18 +1,19 @@
 """One run of the model on an example, to see which unit call needs what.
 
-Every tensor that a unit call returns is marked with (call, leaf). The marks travel through the
-glue's operations, seen below autograd where nothing escapes (a dispatch mode sees scripted
-functions and composite operations as well), and are read at every unit call's arguments and at
-the final output. Marks hang on storages: a write through a view reaches all that share it, so
-in-place glue can only add marks, never lose one.
+Marks (see `marks`) are read at every unit call's arguments and at the final output. What the glue gets of a unit's
+output are copies, so that a unit's return value can be told from everything else that it made.
 
-It fails closed. A tensor that was made inside a unit and reaches the glue by another way than
-the unit's return value (a loss stashed on a module, a cache that was appended to) has no
-mark to follow: that is a leak, and refused, as is a unit that changes its arguments in place.
+It fails closed. A tensor that was made inside a unit and reaches the glue by another way than the unit's return value
+(a loss stashed on a module, a cache that was appended to, an output that a hook collected) has no mark to follow: that is
+a leak, and refused. So are units that change what is not theirs, and glue that changes buffers or draws random numbers
+from elsewhere than torch, which every stage would do once more.
 """
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
+from penstock.model.replay.marks import Follower, Reads, tensors_in
+from penstock.model.replay.tree import stage_tree
 
-__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "patched", "record", "shapes_of", "tensors_in"]
+__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "fresh", "patched", "record", "shapes_of", "tensors_in"]
 
 Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, its number) for one that the glue reads
 PARAMETER = -1
@@ -49,15 +51,17 @@ class Call:
     needs: frozenset[Mark]
     leaves: list[Any]  # Leaf for tensors, the value itself for the rest
     spec: Any
-    given: Any = None  # the shapes of its arguments, for which `leaves` hold
+    given: Any = None  # what decided the shapes: those of its arguments, plain values, the mode
     seconds: float = 0.0
     glue: bool = False  # a parameter-free module that no unit's value reaches: every stage runs it
     changed_in_place: bool = False  # the glue writes into what it returned
 
 
-def shapes_of(value: Any) -> tuple[Any, ...]:
-    """What decides the shapes of a call's results: those of its arguments."""
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))
+def shapes_of(value: Any, training: bool = True) -> tuple[Any, ...]:
+    """What decides the shapes of a call's results: those of its arguments, plain values, the module's mode."""
+    plain = tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, (int, float, str)) or leaf is None)
+    tensors = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))
+    return (tensors, plain, training)
 
 
 @dataclass
@@ -69,118 +73,141 @@ class Recording:
     parameters: list[str] = field(default_factory=list)  # what (PARAMETER, number) stands for
     draws_in_glue: bool = False
     reads_values: bool = False  # the glue turned a tensor into a Python value
+    writes_inputs: bool = False  # the glue changes the model's inputs in place
 
 
-def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
-    """Every tensor in a pytree, and in the attributes of objects that are no pytrees."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
-            found += tensors_in(dict(vars(leaf)), depth - 1)
-    return found
+class _Marks(Follower):
+    """Follows marks through every operation outside of units, and watches what units do."""
 
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-class _Marks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows marks through every operation outside of units."""
-
-    def __init__(self, recording: Recording, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, recording: Recording, model: nn.Module, inputs: list[Tensor]) -> None:
+        super().__init__()
         self.recording = recording
         self.marks: dict[int, frozenset[Mark]] = {}
         self.control: frozenset[Mark] = frozenset()  # what decided the path so far
         self.inside: str | None = None
+        self.quiet = False
+        self.in_free = False  # a module without parameters runs
         self.made_inside: dict[int, str] = {}
-        self._alive: list[Any] = []  # storages stay, so that no address is used twice
+        self.inputs = {self.storages.key(tensor) for tensor in inputs}
+        self.buffers = {self.storages.key(buffer): name for name, buffer in model.named_buffers()}
+        self._read: set[Mark] = set()  # by the unit that runs, beside its arguments
+        self._may_write: set[int] = set()
         for name, parameter in model.named_parameters():
-            self.marks[self.keep(parameter)] = frozenset({(PARAMETER, len(recording.parameters))})
+            self.marks[self.storages.key(parameter)] = frozenset({(PARAMETER, len(recording.parameters))})
             recording.parameters.append(name)
-
-    def keep(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        return int(storage._cdata)
 
     def of(self, value: Any) -> frozenset[Mark]:
         """All marks on the tensors of a value; a leak is refused here."""
         found: set[Mark] = set(self.control)
         for tensor in tensors_in(value):
-            key = _key(tensor)
+            key = self.storages.key(tensor)
             if key in self.made_inside:
                 unit = self.made_inside[key]
                 raise ModelError(
                     f"{unit} gives a tensor away other than by returning it (a cache, a list that it appends to, a "
-                    f"loss or output kept on a module); return it, or switch that off (use_cache=False, "
-                    f"output_hidden_states=False), or cut the model so that {unit} and its reader are one unit"
+                    f"loss or output kept on a module or collected by a hook); return it, or switch that off "
+                    f"(use_cache=False, output_hidden_states=False), or let {unit} and its reader be one module"
                 )
             found |= self.marks.get(key, frozenset())
         return frozenset(found)
 
-    def note(self, unit: str, needs: frozenset[Mark], given: list[Tensor], output: Any, seconds: float) -> None:
-        """A unit has returned: from here on its output carries its own marks.
+    def read(self, tensors: list[Tensor]) -> None:
+        """The glue has turned these into Python values."""
+        if self.inside is None:
+            self.recording.reads_values = True
+            self.control |= self.of(tensors)
+
+    def seen(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+        if self.quiet:
+            return
+        if self.inside is not None:
+            self._in_unit(self.inside, taken, made, written)
+            return
+        marks = self.of(taken)
+        if self.reads_values(func):
+            self.read(taken)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.recording.draws_in_glue = True
+        for tensor in [*made, *written]:
+            key = self.storages.key(tensor)
+            self.marks[key] = self.marks.get(key, frozenset()) | marks
+        for tensor in written:
+            self._changed(self.storages.key(tensor))
+
+    def _changed(self, key: int) -> None:
+        """The glue writes to it; every stage will, for itself."""
+        if key in self.buffers:
+            raise ModelError(
+                f"the code between the units changes the buffer {self.buffers[key]} in place, which every stage would do "
+                f"once more; let the module that owns it change it in its own forward"
+            )
+        if key in self.inputs:
+            self.recording.writes_inputs = True
+        for call, _ in self.marks.get(key, frozenset()):
+            if call != PARAMETER:
+                self.recording.calls[call].changed_in_place = True
+
+    def _in_unit(self, unit: str, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+        for tensor in taken:
+            key = self.storages.key(tensor)
+            if self.made_inside.get(key, unit) != unit:
+                self.of(tensor)  # another unit's: a leak
+            self._read |= self.marks.get(key, frozenset())
+        for tensor in written:
+            key = self.storages.key(tensor)
+            if key not in self.made_inside and key not in self._may_write:
+                raise ModelError(
+                    f"{unit} changes a tensor of shape {tuple(tensor.shape)} in place that it was given or found; the "
+                    f"change would not reach other stages. Let it return the new tensor instead"
+                )
+        known = set(map(self.storages.key, taken))
+        for tensor in made:
+            key = self.storages.key(tensor)
+            if key not in known and key not in self.marks:
+                self.made_inside.setdefault(key, unit)
+
+    def enter(self, unit: str, module: nn.Module) -> None:
+        self.inside = unit
+        own = [*module.buffers(), *module.parameters()]
+        self._read, self._may_write = set(), {self.storages.key(tensor) for tensor in own}
+
+    def leave(self, module: nn.Module) -> frozenset[Mark]:
+        """What the unit has read of others' beside its arguments."""
+        own = {self.storages.key(parameter) for parameter in module.parameters()}
+        mine = {mark for key in own for mark in self.marks.get(key, ())}
+        self.inside = None
+        return frozenset(self._read - mine)
+
+    def note(self, call: Call, given: list[Tensor], output: Any) -> Any:
+        """A unit has returned. Its output, as copies: from here on these carry its marks.
 
         What it only passed on (the same storage as an argument) keeps its old ones as well.
         """
-        leaves, spec = pytree.tree_flatten(output)
-        call = len(self.recording.calls)
-        passed_on = {_key(tensor) for tensor in given}
-        own: dict[int, frozenset[Mark]] = {}
+        leaves, call.spec = pytree.tree_flatten(output)
+        number = len(self.recording.calls)
+        passed_on = set(map(self.storages.key, given))
+        copies: dict[int, Tensor] = {}
+        self.quiet = True
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                key = self.keep(leaf)
-                self.made_inside.pop(key, None)
+                key = self.storages.key(leaf)
                 before = self.marks.get(key, frozenset()) if key in passed_on else frozenset()
-                own[key] = own.get(key, before) | {(call, place)}
-        self.marks.update(own)
-        known = [
+                copy = leaves[place] = copies.setdefault(id(leaf), fresh(leaf))
+                twin = self.storages.key(copy)
+                self.marks[twin] = self.marks.get(twin, frozenset()) | before | {(number, place)}
+        self.quiet = False
+        call.leaves = [
             Leaf(tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         ]
-        self.recording.calls.append(Call(unit, needs, known, spec, shapes_of(given), seconds))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.inside is not None:
-            taken = {_key(tensor) for tensor in tensors_in((args, kwargs), 0)}
-            for tensor in tensors_in(result, 0):
-                key = self.keep(tensor)
-                if key not in taken and key not in self.marks:
-                    self.made_inside.setdefault(key, self.inside)
-            return result
-        self._glue(func, args, kwargs, result)
-        return result
-
-    def _glue(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        marks = self.of((args, kwargs))
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            self.recording.reads_values = True
-            self.control |= marks
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.recording.draws_in_glue = True
-        written = [] if not func._schema.is_mutable else _written(func, args, kwargs)
-        for tensor in [*tensors_in(result, 0), *written]:
-            key = self.keep(tensor)
-            before = self.marks.get(key, frozenset())
-            self.marks[key] = before | marks
-        for tensor in written:
-            for call, _ in self.marks.get(_key(tensor), frozenset()):
-                if call != PARAMETER:
-                    self.recording.calls[call].changed_in_place = True
+        self.recording.calls.append(call)
+        return pytree.tree_unflatten(leaves, call.spec)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value, 0)
-    return found
+def fresh(tensor: Tensor) -> Tensor:
+    """The same values in a storage of its own; one element stays one element."""
+    if tensor.numel() > 1 and not any(tensor.stride()):
+        return tensor.as_strided((), ()).clone().expand(tensor.shape)
+    return tensor.detach().clone()
 
 
 def record(
@@ -197,19 +224,26 @@ def record(
     """
     recording = Recording()
     modules = dict(model.named_modules())
-    marks = _Marks(recording, model)
     free = set(_free_leaves(model, units))
+    with _undone(model), torch.no_grad():
+        args, kwargs = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
+        marks = _Marks(recording, model, tensors_in((args, kwargs)))
+        elsewhere = _Elsewhere()
 
-    def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        if name in free:
-            return _watch_free(name, forward, marks)
-        return _watch(name, forward if instead is None else instead(name), marks)
+        def answer(name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
+            if marks.inside is not None or marks.in_free:
+                return own(*args, **kwargs)
+            elsewhere.check()
+            if name in free:
+                return _watch_free(name, modules[name], own, marks, args, kwargs)
+            output = _watch(name, modules[name], own if instead is None else instead(name), marks, args, kwargs)
+            elsewhere.rest()
+            return output
 
-    with _undone(model), patched(modules, [*units, *free], wrap), torch.no_grad():
-        for tensor in [*tensors_in((args, kwargs)), *model.buffers()]:
-            marks.keep(tensor)
-        with marks:
-            output = model(*args, **kwargs)
+        tree = stage_tree(model, {*units, *free}, answer)
+        with Reads(marks.read), marks:
+            output = tree(*args, **kwargs)
+        elsewhere.check()
         recording.output = marks.of(output)
     return recording
 
@@ -230,66 +264,81 @@ def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:
     ]
 
 
-def _watch(name: str, forward: Callable[..., Any], marks: _Marks) -> Callable[..., Any]:
-    """A unit's forward, noted as a call."""
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if marks.inside is not None:
-            return forward(*args, **kwargs)
-        needs = marks.of((args, kwargs))
-        given = tensors_in((args, kwargs))
-        versions = [tensor._version for tensor in given]
-        marks.inside = name
-        begin = perf_counter()
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            marks.inside = None
-        seconds = perf_counter() - begin
-        for tensor, version in zip(given, versions, strict=True):
-            if tensor._version != version:
-                raise ModelError(
-                    f"{name} changes a tensor of shape {tuple(tensor.shape)} that it is given in place; the change "
-                    f"would not reach other stages. Let it return the new tensor instead"
-                )
-        marks.note(name, needs, given, output, seconds)
-        return output
-
-    return watched
+def _watch(
+    name: str, module: nn.Module, own: Callable[..., Any], marks: _Marks, args: Any, kwargs: Any
+) -> Any:
+    """A unit's run, noted as a call."""
+    needs = marks.of((args, kwargs))
+    given = tensors_in((args, kwargs))
+    call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))
+    marks.enter(name, module)
+    begin = perf_counter()
+    try:
+        output = own(*args, **kwargs)
+    finally:
+        call.needs |= marks.leave(module)
+    call.seconds = perf_counter() - begin
+    return marks.note(call, given, output)
 
 
-def _watch_free(name: str, forward: Callable[..., Any], marks: _Marks) -> Callable[..., Any]:
-    """A parameter-free module: a call if its output depends on units' values, else glue.
+def _watch_free(
+    name: str, module: nn.Module, own: Callable[..., Any], marks: _Marks, args: Any, kwargs: Any
+) -> Any:
+    """A parameter-free module: a call if its output depends on units' values or it has a state of its own, else glue.
 
     Rotary tables, which read no more than the type of what they are given, are so computed by
     every stage for itself, while an activation or a dropout runs where its input is. One that
     works in place is glue like any other in-place operation.
     """
+    needs = marks.of((args, kwargs))
+    given = tensors_in((args, kwargs))
+    versions = [tensor._version for tensor in given]
+    buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+    before, known = marks.recording.draws_in_glue, dict(marks.buffers)
+    for buffer, _ in buffers:
+        marks.buffers.pop(marks.storages.key(buffer), None)
+    marks.in_free = True
+    output = own(*args, **kwargs)
+    marks.buffers, marks.in_free = known, False
+    unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))
+    has_state = any(buffer._version != version for buffer, version in buffers)
+    if unchanged and (has_state or marks.of(output) - marks.control):
+        marks.recording.draws_in_glue = before
+        return marks.note(Call(name, needs, [], None, shapes_of((args, kwargs), module.training)), given, output)
+    if has_state:
+        raise ModelError(f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it")
+    marks.recording.calls.append(Call(name, frozenset(), [], None, glue=True))
+    return output
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if marks.inside is not None:
-            return forward(*args, **kwargs)
-        needs = marks.of((args, kwargs))
-        given = tensors_in((args, kwargs))
-        versions = [tensor._version for tensor in given]
-        before = marks.recording.draws_in_glue
-        output = forward(*args, **kwargs)
-        unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))
-        if unchanged and marks.of(output) - marks.control:
-            marks.recording.draws_in_glue = before
-            marks.note(name, needs, given, output, 0.0)
-        else:
-            marks.recording.calls.append(Call(name, frozenset(), [], None, glue=True))
-        return output
 
-    return watched
+class _Elsewhere:
+    """Random numbers from Python's and numpy's generators: these cannot be the same on every stage."""
+
+    def __init__(self) -> None:
+        self._numpy = sys.modules.get("numpy")
+        self.rest()
+
+    def _state(self) -> Any:
+        return random.getstate(), None if self._numpy is None else repr(self._numpy.random.get_state())
+
+    def rest(self) -> None:
+        """A unit may have drawn; it runs in one place only."""
+        self._known = self._state()
+
+    def check(self) -> None:
+        """The glue may not have drawn."""
+        if self._state() != self._known:
+            raise ModelError(
+                "the model's code between its units draws random numbers from Python's random or numpy, which every "
+                "stage would draw anew; draw with torch, or switch that off (layerdrop=0, mask_time_prob=0)"
+            )
 
 
 @contextmanager
 def patched(
     modules: dict[str, nn.Module], names: list[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Units' forwards wrapped while the example runs; the user's model is as before afterwards."""
+    """Pieces' forwards wrapped while an example runs; the user's model is as before afterwards."""
     before = {name: modules[name].__dict__.get("forward") for name in names}
     try:
         for name in names:
@@ -305,14 +354,27 @@ def patched(
 
 @contextmanager
 def _undone(model: nn.Module) -> Iterator[None]:
-    """Buffers and the random generators as they were."""
-    buffers = [(holder, name, value) for holder in model.modules() for name, value in holder._buffers.items()]
-    state = torch.get_rng_state()
-    for holder, name, value in buffers:
-        holder._buffers[name] = None if value is None else value.detach().clone()
+    """Buffers, attributes and the random generators as they were."""
+    holders = list(model.modules())
+    attributes = [dict(holder.__dict__) for holder in holders]
+    tables = [
+        (table, dict(table))
+        for holder in holders
+        for table in holder.__dict__.values()
+        if type(table) in (dict, OrderedDict)
+    ]
+    state, others = torch.get_rng_state(), random.getstate()
+    for holder in holders:
+        for name, value in holder._buffers.items():
+            holder._buffers[name] = None if value is None else value.detach().clone()
     try:
         yield
     finally:
-        for holder, name, value in buffers:
-            holder._buffers[name] = value
+        for holder, kept in zip(holders, attributes, strict=True):
+            holder.__dict__.clear()
+            holder.__dict__.update(kept)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
         torch.set_rng_state(state)
+        random.setstate(others)

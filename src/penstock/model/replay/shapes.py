@@ -25,29 +25,29 @@ class Shapes:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
-        self._known: dict[tuple[int, Any, bool], tuple[list[Any], Any]] = {}
+        self._known: dict[tuple[int, Any], tuple[list[Any], Any]] = {}
 
     def of(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """(leaves, structure) of the output of call `number` for these arguments."""
-        given = shapes_of((args, kwargs))
+        module = self._modules[call.unit]
+        given = shapes_of((args, kwargs), module.training)
         if given == call.given:
             return call.leaves, call.spec
-        module = self._modules[call.unit]
-        key = (number, given, module.training)
+        key = (number, given)
         if key not in self._known:
-            self._known[key] = self._run(module, call, args, kwargs)
+            self._known[key] = self._run(module, call, given, args, kwargs)
         return self._known[key]
 
-    def _run(self, module: nn.Module, call: Call, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _run(self, module: nn.Module, call: Call, given: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         try:
             output = run_on_meta(module, args, kwargs)
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-            guessed = _with_changed_sizes(call, shapes_of((args, kwargs)))
-            if guessed is not None:
+            guessed = _with_changed_sizes(call, given[0])
+            if guessed is not None and given[1:] == call.given[1:]:
                 return guessed, call.spec
             raise ModelError(
-                f"{call.unit} was recorded for arguments of shapes {call.given} and cannot be run on meta tensors for "
-                f"{shapes_of((args, kwargs))} ({type(error).__name__}: {error}); pass an example= of the shape that "
+                f"{call.unit} was recorded for arguments of shapes {call.given[0]} and cannot be run on meta tensors for "
+                f"{given[0]} ({type(error).__name__}: {error}); pass an example= of the shape that "
                 f"a microbatch has"
             ) from error
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
@@ -107,10 +107,10 @@ def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
     No doubt means: each size of the recorded arguments turned into one and the same size in all
     places where it stood.
     """
-    if [len(shape) for shape, _ in given] != [len(shape) for shape, _ in call.given]:
+    if [len(shape) for shape, _ in given] != [len(shape) for shape, _ in call.given[0]]:
         return None
     became: dict[int, int] = {}
-    for (before, _), (now, _) in zip(call.given, given, strict=True):
+    for (before, _), (now, _) in zip(call.given[0], given, strict=True):
         for old, new in zip(before, now, strict=True):
             if became.setdefault(old, new) != new:
                 return None
@@ -122,8 +122,9 @@ def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
     ]
 
 
-def stand_in(leaf: Leaf, writable: bool) -> Tensor:
+def stand_in(leaf: Leaf, writable: bool, filling: float = 0.0) -> Tensor:
     """A tensor of that shape and type which costs nothing, unless the glue writes into it."""
+    value = filling if leaf.dtype.is_floating_point else 0
     if writable:
-        return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+        return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
+    return torch.full((), value, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)

@@ -12,6 +12,7 @@ beside the trunk), that parameter belongs to the glue: each stage that reads it 
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from penstock.errors import ModelError
@@ -43,7 +44,7 @@ def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) ->
 def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -> None:
     if not _owns_parameters(module):
         return
-    if in_list:
+    if in_list or isinstance(module, torch.jit.ScriptModule):
         found.append(name)
         return
     if isinstance(module, LISTS) and _count(module) >= 2:
@@ -73,7 +74,7 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
 
 def _openable(module: nn.Module) -> bool:
     """Its parameters all lie in children, so that its own forward can be glue."""
-    return _count(module) >= 1 and not own_parameters(module)
+    return _count(module) >= 1 and not own_parameters(module) and not isinstance(module, torch.jit.ScriptModule)
 
 
 def own_parameters(module: nn.Module) -> list[str]:

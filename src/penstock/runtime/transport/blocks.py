@@ -178,7 +178,7 @@ class InBlock:
         self._lease = weakref.ref(lease, give_back)
         lone = layout.lone
         if lone is None or not lone.nbytes:
-            return layout.build(torch.frombuffer(lease, dtype=torch.uint8), (), None)
+            return layout.build(torch.frombuffer(lease, dtype=torch.uint8, count=layout.frame_bytes), (), None)
         numbers = lone.nbytes // lone.dtype.itemsize
         tensor = torch.frombuffer(lease, dtype=lone.dtype, count=numbers, offset=HEADER_BYTES).resize_(lone.shape)
         if lone.requires_grad:

@@ -76,6 +76,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+AUTO = "auto"  # searched, not built
+
+
 def _plain(name: str) -> str:
     """How names are compared: no case, no hyphens; torch's class names are taken too."""
     return name.lower().replace("-", "").replace("_", "").replace(" ", "").removeprefix("schedule")
@@ -87,6 +90,11 @@ _BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entr
 def family(name: str) -> Family:
     """The family of that name, in any case or under one of its usual aliases."""
     found = _BY_NAME.get(_plain(name))
+    if found is None and _plain(name) == AUTO:
+        raise UsageError(
+            "auto is no family: it is searched under costs and a memory cap; call "
+            "penstock.schedule.search(ranks, microbatches, costs, memory), or penstock search"
+        )
     if found is None:
         near = difflib.get_close_matches(_plain(name), _BY_NAME, n=1, cutoff=0.5)
         hint = f"; did you mean {_BY_NAME[near[0]].name}?" if near else ""
@@ -104,8 +112,11 @@ def build(
 ) -> Schedule:
     """The aligned schedule of a family, for any number of ranks, microbatches and stages a rank.
 
-    `skips` are edges (from stage, to stage) that the model has beside the chain.
+    `skips` are edges (from stage, to stage) that the model has beside the chain. "auto" is what a short search
+    finds for equal costs within 1F1B's memory; `search` takes the costs and the cap that there are.
     """
+    if _plain(name) == AUTO:
+        return _searched(ranks, microbatches, stages_per_rank, tuple(skips))
     entry = family(name)
     if stages_per_rank is None:
         stages_per_rank = entry.stages_per_rank
@@ -135,6 +146,17 @@ def build(
             passes=(),
         )
     )
+
+
+def _searched(
+    ranks: int, microbatches: int, stages_per_rank: int | None, skips: tuple[tuple[int, int], ...]
+) -> Schedule:
+    from penstock.schedule.search import search  # which looks at every family here
+
+    if skips:
+        raise UsageError(f"auto searches chains of stages, and this model has skips {list(skips)}; name a family")
+    sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
+    return search(ranks, microbatches, memory=ranks, stages_per_rank=sizes, seconds=0)
 
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:

@@ -25,9 +25,7 @@ REACH = 12  # how far an action moves at most
 MEMORIES = (1, 1, 20, 100)  # how many changes ago counts; 1 never goes uphill
 
 
-def improve(
-    problem: Problem, candidate: Candidate, tries: int, deadline: float, generator: random.Random
-) -> Candidate:
+def improve(problem: Problem, candidate: Candidate, tries: int, deadline: float, generator: random.Random) -> Candidate:
     """The best order seen in `tries` changes, made one after the other."""
     gaps: list[tuple[int, int]] = []
     score = price(problem, candidate.orders, candidate.overrun, gaps)
@@ -39,7 +37,8 @@ def improve(
     for turn in range(tries):
         if time.thread_time() > deadline:
             break
-        rank, changed, other = 0, orders[0], overrun
+        rank, other = 0, overrun
+        changed: list[int] | None = orders[0]
         if overrun is not None and generator.random() < 0.02:
             other = generator.random() * 0.8
         else:

@@ -72,6 +72,14 @@ class Found:
         """Nothing can be better."""
         return self.value <= self.lower_bound * (1 + ROUNDING)
 
+    @property
+    def chosen(self) -> Tried:
+        """The entry of `tried` that the schedule is of."""
+        placement = self.schedule.placement
+        size = placement.stages_per_rank
+        named = {entry.placement: entry for entry in self.tried if entry.stages_per_rank == size}
+        return next(entry for kind, entry in named.items() if PLACEMENTS[kind](placement.ranks, size) == placement)
+
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule priced with its costs."""

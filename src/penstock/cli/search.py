@@ -1,0 +1,185 @@
+"""`penstock search`: the best schedule for given costs and memory, and how near to the best possible it is.
+
+Costs and memory are those of a whole rank, so that they mean the same whatever number of stages
+a rank gets: with v stages each takes 1 / v.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from penstock.cli.costs import amount
+from penstock.cli.output import fold, guarded, number, percent, terminal_width, write, write_json
+from penstock.cli.show import drawing
+from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described
+from penstock.errors import UsageError
+from penstock.schedule import Costs, Found, search_report
+
+__all__ = ["search"]
+
+Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
+HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to rank.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="NUMBER", help="The most that a rank may hold, in units of --activation (default: no cap)."),
+]
+Activation = Annotated[str, typer.Option(metavar="NUMBER", help="Memory of one microbatch on a whole rank, F to I.")]
+Held = Annotated[
+    str | None, typer.Option(metavar="NUMBER", help="What of it stays between I and W (default: all of it).")
+]
+Sizes = Annotated[
+    str, typer.Option("--stages-per-rank", "-v", metavar="N[,...]", help="Numbers of stages on a rank to try.")
+]
+Placements = Annotated[str, typer.Option(metavar="NAME[,...]", help="Placements to try: loop, v.")]
+Seconds = Annotated[str, typer.Option(metavar="TIME", help="How long to search.")]
+Objective = Annotated[str, typer.Option(metavar="makespan|span", help="span: the longest time of one rank.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Where the random numbers start.")]
+Save = Annotated[str | None, typer.Option(metavar="FILE", help="Write the schedule to a .csv or .json file.")]
+Draw = Annotated[bool, typer.Option("--draw", help="Draw the schedule.")]
+
+
+@guarded
+def search(
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    forward: Time = "1",
+    input: Time = "1",
+    weight: Time = "1",
+    hop: HopTime = "0",
+    memory: Memory = None,
+    activation: Activation = "1",
+    held: Held = None,
+    stages_per_rank: Sizes = "1,2,3,4",
+    placements: Placements = "loop,v",
+    seconds: Seconds = "5",
+    objective: Objective = "makespan",
+    seed: Seed = 0,
+    save: Save = None,
+    draw: Draw = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best schedule under costs and a memory cap.
+
+    Times are of a whole rank, in any unit, the same for all; so is memory. It is never worse than any family that
+    fits, and stops before its time when nothing can be better.
+    """
+    ranks = RANKS if ranks is None else ranks
+    microbatches = 2 * ranks if microbatches is None else microbatches
+    sizes = _whole_numbers("--stages-per-rank", stages_per_rank)
+    check_size(ranks, microbatches, max(sizes))
+    costs = Costs(
+        forward=amount("--forward", forward),
+        input=amount("--input", input),
+        weight=amount("--weight", weight),
+        hop=amount("--hop", hop),
+        activation=amount("--activation", activation),
+        held=None if held is None else amount("--held", held),
+    )
+    limit = amount("--seconds", seconds)
+    with _Bar(limit) as bar:
+        found = search_report(
+            ranks,
+            microbatches,
+            costs,
+            None if memory is None else amount("--memory", memory),
+            sizes,
+            tuple(name.strip() for name in placements.split(",")),
+            seconds=limit,
+            objective=objective,  # type: ignore[arg-type]  # refused there
+            seed=seed,
+            progress=bar,
+        )
+    if save is not None:
+        found.schedule.save(save)
+    if as_json:
+        write_json(_document(found))
+        return
+    columns = terminal_width()
+    write(fold(f"{described(found.schedule, 'auto')}; placement {_placement(found)}", columns))
+    if draw:
+        write(drawing(found.schedule, columns))
+    write("\n".join(_sentences(found)))
+    if save is not None:
+        write(f"saved to {save}")
+
+
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"{option}: {text!r} is not a list of whole numbers; give one such as 1,2,4") from None
+
+
+class _Bar:
+    """A progress bar on stderr, with the best so far; only a terminal sees it."""
+
+    def __init__(self, seconds: float) -> None:
+        columns = (TextColumn("searching"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        console = Console(stderr=True)
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.progress.add_task("", total=seconds or None)
+
+    def __enter__(self) -> _Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self, seconds: float, value: float, bound: float) -> None:
+        best = "" if value == math.inf else f"best {number(value)}, bound {number(bound)}"
+        self.progress.update(self.task, completed=seconds, description=best)
+
+
+def _placement(found: Found) -> str:
+    chosen = found.chosen
+    return f"{chosen.placement}, {chosen.stages_per_rank} a rank"
+
+
+def _sentences(found: Found) -> list[str]:
+    timeline = found.timeline
+    proof = "nothing is shorter" if found.proved else f"at most {percent(found.gap)} above the shortest"
+    lines = [
+        f"{found.objective:<12}{number(found.value)}",
+        f"lower bound {number(found.lower_bound)}: {proof}",
+        f"idle share  {percent(timeline.bubble)}",
+        f"peak memory {number(max(timeline.peak_memory))}",
+        "",
+        "stages a rank  placement      best     bound    orders",
+    ]
+    for tried in found.tried:
+        best = number(tried.value) if tried.orders and tried.value < math.inf else "-"
+        figures = f"{best:>10}{number(tried.lower_bound):>10}{tried.orders:>10}"
+        lines.append(f"{tried.stages_per_rank:>13}  {tried.placement:<9}{figures}")
+    if any(not tried.orders for tried in found.tried):
+        lines.append("- not tried: its bound is above what was found")
+    return lines
+
+
+def _document(found: Found) -> dict[str, Any]:
+    timeline = found.timeline
+    tried = [asdict(entry) for entry in found.tried]
+    for entry in tried:
+        entry["value"] = None if entry["value"] == math.inf else entry["value"]
+    return {
+        "name": found.schedule.name,
+        "ranks": found.schedule.ranks,
+        "stages": found.schedule.stages,
+        "microbatches": found.schedule.microbatches,
+        "placement": list(found.schedule.placement),
+        "objective": found.objective,
+        "value": found.value,
+        "makespan": timeline.makespan,
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "idle_share": timeline.bubble,
+        "peak_memory": list(timeline.peak_memory),
+        "seconds": found.seconds,
+        "tried": tried,
+    }

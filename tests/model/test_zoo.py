@@ -1,0 +1,90 @@
+"""Real models, tiny and with random weights, cut at 2 and 4 stages: losses and gradients of one process.
+
+The issue's list runs by default; the long list is marked slow. Bitwise where no parameter is on several stages and
+the first gradient of a sum is the same; else a few roundings, because sums are taken in another order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from model.zoo import CAUSAL, DIFFUSERS, IMAGES, MASKED, SEQUENCES, SOUNDS, TWO_TOWERS, S, compared, make
+
+LISTED = ("Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Bert", "T5", "ViT", "Mixtral", "UNet2DModel")
+EVERY = (*CAUSAL, *MASKED, *SEQUENCES, *IMAGES, *SOUNDS, *TWO_TOWERS, *DIFFUSERS)
+BITWISE = {"Llama", "Qwen2", "Qwen3", "Mistral", "ViT", "Mixtral"}  # nothing tied, every sum in one order
+ROUNDINGS = 2e-5
+CUTS = [(2, "1f1b"), (2, "zb-h1"), (4, "1f1b"), (4, "zb-v")]
+
+
+@pytest.fixture(autouse=True)
+def _their_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def check(family: str, stages: int, schedule: str, **options: Any) -> None:
+    model, batch = make(family)
+    far = compared(model, [batch(S), batch(S + 3)], stages=stages, schedule=schedule, **options)
+    assert far == 0.0 if family in BITWISE else far < ROUNDINGS
+
+
+@pytest.mark.parametrize(("stages", "schedule"), CUTS)
+@pytest.mark.parametrize("family", LISTED)
+def test_the_listed_families_train_as_in_one_process(family: str, stages: int, schedule: str) -> None:
+    check(family, stages, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "schedule"), CUTS[1::2])
+@pytest.mark.parametrize("family", sorted(set(EVERY) - set(LISTED)))
+def test_many_more_families_train_as_in_one_process(family: str, stages: int, schedule: str) -> None:
+    check(family, stages, schedule)
+
+
+@pytest.mark.parametrize("family", ["Llama", "T5", "UNet2DModel"])
+def test_a_real_model_is_recomputed_as_in_one_process(family: str) -> None:
+    check(family, 2, "1f1b", recompute="always")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Bert"])
+def test_a_hugging_face_model_with_gradient_checkpointing_trains_as_without(family: str) -> None:
+    model, batch = make(family)
+    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    assert compared(model, [batch(S), batch(S + 3)], stages=2, schedule="1f1b") < ROUNDINGS
+
+
+def test_a_tied_head_is_exact_to_rounding_in_double() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, batch = make("GPT2")
+        assert compared(model, [batch(S), batch(S)], stages=4, schedule="zb-v") < 1e-12
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_router_losses_collected_by_hooks_are_refused_and_named() -> None:
+    from penstock.errors import ModelError
+
+    model, batch = make("Mixtral")
+    model.config.output_router_logits = True  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match=r"model\.layers\.0 gives a tensor away"):
+        compared(model, [batch(S)], stages=2)
+
+
+def test_layer_drop_raises_and_never_trains_by_the_old_plan() -> None:
+    from penstock.errors import PeerFailure
+
+    model, batch = make("Wav2Vec2")
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config.layerdrop = 0.5
+    with pytest.raises(PeerFailure, match="the model took another path than with the example"):
+        compared(model, [batch(S) for _ in range(6)], stages=2)

@@ -8,7 +8,9 @@ Two gloo processes train each of two nn.Sequential models, cut in three ways, in
     unet    few channels on large images at both ends, many on small ones in the middle: time and parameters disagree
 
 `load` is the most loaded rank's share of the measured time, against an even one: what the cut should make of a step
-where nothing waits. Ratios are medians within rounds; below 1, balance by time is faster (see `common.Times`).
+where nothing waits. Ratios are medians within rounds; below 1, balance by time is faster (see `common.Times`). Where
+other work keeps the cores busy, both ranks wait for a core and the cut hardly shows in the time of a step; `busy`, the
+slowest rank's processor time, still has it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.balance import Proposal
 from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
 from penstock.runtime.choose import choose_schedule
@@ -23,11 +24,12 @@ from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput, StepReport
 from penstock.runtime.losses import REDUCTIONS, loss_shares
 from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.state import OwnedState
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
-from penstock.schedule import Op, Schedule, Timeline, Topology, lower, verify
+from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
 from penstock.schedule.builders import forward_program
 from penstock.schedule.timeline import peaks
 
@@ -99,23 +101,26 @@ class Pipeline(OwnedState):
             self.split = cut_model(
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
             )
-            self.schedule = choose_schedule(schedule, self.split.topology, microbatches, ranks, world)
-            self.program = lower(self.schedule) if not self.schedule.passes else self.schedule
-            verify(self.program)
-            self.microbatches = self.schedule.microbatches
-            placement = self.schedule.placement
-            transports = world.transports(placement.ranks, devices)
+            self._prove(choose_schedule(schedule, self.split.topology, microbatches, ranks, world))
+            transports = world.transports(self.schedule.ranks, devices)
             self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
             self.clock = Clock(torch.initial_seed() if seed is None else seed)
-            self.crew = Crew(self.split, placement, transports, self.clock, self.devices)
+            self.crew = Crew(self.split, self.schedule.placement, transports, self.clock, self.devices)
             self._without_values = self._materialise(init)
             world.agree(self)
-        self.tied = TiedParameters(self.split, placement, world.transport)
+        self.tied = TiedParameters(self.split, self.schedule.placement, world.transport)
         self.tied.make_equal()
-        self._inference: dict[int, Schedule] = {}
         self._checked_keywords: set[frozenset[str]] = set()
         self._recorder: Recorder | None = None
         self._undone: list[nn.Parameter] = []  # by the last step, which failed
+
+    def _prove(self, schedule: Schedule) -> None:
+        """Take a schedule: lowered, and proved to end, before anything runs."""
+        self.schedule = schedule
+        self.program = lower(schedule) if not schedule.passes else schedule
+        verify(self.program)
+        self.microbatches = schedule.microbatches
+        self._inference: dict[int, Schedule] = {}
 
     # -- training
 
@@ -277,6 +282,30 @@ class Pipeline(OwnedState):
                     f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
                 )
         self._checked_keywords.add(names)
+
+    # -- a better cut
+
+    def rebalance(self, timeline: Timeline) -> Proposal:
+        """A better cut from a measured step (`pipe.record()`), with what it would gain; changes nothing."""
+        return propose_cut(self, timeline)
+
+    def apply(self, proposal: Proposal, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Cut as proposed and go on. On every rank; parameters and the optimizer's state move along.
+
+        Gradients do not: call it between `optimizer.step()` and the next `step()`.
+        """
+        if self.split.recut is None or not proposal.changes:
+            return
+        if any(parameter.grad is not None for parameter in self.parameters()):
+            raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
+        before, after = self.split, self.split.recut(proposal.cuts)
+        schedule = self.schedule.compute().replace(topology=after.topology)
+        move_state(before, after, schedule.placement, self.world.transport, optimizer)
+        self.split = after
+        self._prove(align(schedule))
+        self.crew = self.crew.successor(after, schedule.placement)
+        self._materialise(None)
+        self.tied = TiedParameters(after, schedule.placement, self.world.transport)
 
     # -- looking at it
 

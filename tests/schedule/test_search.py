@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule.exact_optimum import optimum
 
 from penstock.errors import UsageError
 from penstock.schedule import (
@@ -28,9 +27,6 @@ from penstock.schedule import (
     stage_costs,
     verify,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from exact_optimum import optimum
 
 ROUNDING = 1 + 1e-9
 TRAINING = [name for name in FAMILIES if name != "forward-only"]
@@ -177,7 +173,8 @@ def test_the_bound_without_a_cap_is_work_and_fill() -> None:
 def test_the_bound_under_a_cap_is_reached_with_one_stage_a_rank(row: Sequence[float]) -> None:
     """The first row's makespan of 1310.405 was proved by a solver; the bound proves both without one."""
     ranks, microbatches, forward, backward, weight, hop = row
-    assert isinstance(ranks, int) and isinstance(microbatches, int)
+    assert isinstance(ranks, int)
+    assert isinstance(microbatches, int)
     bound = lower_bound(Placement.loop(ranks), microbatches, costs_of(row), ranks)
     work = microbatches * (forward + backward + weight)
     assert bound == pytest.approx(work + (ranks - 1) * (forward + backward - weight + 4 * hop))

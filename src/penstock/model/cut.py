@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance import counts_of
 from penstock.model.balancing import Balancing
-from penstock.model.profile import crossing_of, profile_layers
+from penstock.model.profile import Weight, crossing_of, profile_layers
 from penstock.model.split import Split, split_model
 
 __all__ = ["WAYS", "cut_model"]
@@ -68,7 +69,7 @@ def _by_position(
 ) -> Split:
     """Equal counts unless something else was asked for; lists are cut already."""
     weighed = balance.how is not None and balance.counts is None
-    if not (isinstance(model, nn.Sequential) and stages is not None and (weighed or balance.speeds is not None)):
+    if not isinstance(model, nn.Sequential) or (stages is None and weighed):
         if weighed:
             raise UsageError("balance= by weight cuts an nn.Sequential or, with example=, any module, into stages=")
         return split_model(model, stages, balance.counts, skips)
@@ -82,9 +83,26 @@ def _by_position(
         measured=balance.measures,
         agree=balance.agree if balance.runs else None,
     )
-    cuts = balance.cuts(stages, weights, None, crossing_of(weights))
-    found = split_model(model, stages, counts_of(cuts, len(layers)), skips)
-    return replace(found, weights=tuple(weights), cuts=tuple(cuts))
+    counts = balance.counts
+    if stages is not None and (weighed or (counts is None and balance.speeds is not None)):
+        counts = counts_of(balance.cuts(stages, weights, None, crossing_of(weights)), len(layers))
+    return _cut_layers(model, stages, counts, tuple(skips), tuple(weights))
+
+
+def _cut_layers(
+    model: nn.Sequential,
+    stages: int | None,
+    counts: Sequence[int] | None,
+    skips: tuple[tuple[int, int], ...],
+    weights: tuple[Weight, ...],
+) -> Split:
+    found = split_model(model, stages, counts, skips)
+    ends = list(accumulate(len(part.module._modules) for part in found.parts))
+
+    def recut(cuts: Sequence[int]) -> Split:
+        return _cut_layers(model, None, counts_of(cuts, len(weights)), skips, weights)
+
+    return replace(found, weights=weights, cuts=tuple(ends[:-1]), recut=recut)
 
 
 def _by_example(

@@ -23,6 +23,7 @@ from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Part", "Routed", "Split", "split_model"]
 
+
 @dataclass(frozen=True)
 class Routed:
     """What a stage returns when some of it skips: `Routed(x, {3: skip})`.
@@ -109,6 +110,8 @@ class Split:
     aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
     weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
+    allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
+    recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
 
     @property
     def stages(self) -> int:

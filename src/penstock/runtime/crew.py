@@ -64,6 +64,7 @@ class Crew:
         devices: Mapping[int, torch.device | None],
     ) -> None:
         self.clock = clock
+        self._devices = devices
         self.transports = list(transports)
         self._threads = len(transports) > 1
         self._inside = False
@@ -84,6 +85,12 @@ class Crew:
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         self._workers: _Workers | None = None
+
+    def successor(self, split: Split, placement: Placement) -> Crew:
+        """A crew for another cut, on the same transports; this one must not be used any more."""
+        if self._workers is not None:
+            self._workers.stop()
+        return Crew(split, placement, self.transports, self.clock, self._devices)
 
     def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
         clock, stage = self.clock, part.stream

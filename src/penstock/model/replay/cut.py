@@ -50,6 +50,19 @@ def split_by_replay(
         agree=balance.agree if balance.runs else None,
     )
     cuts = _cuts(modules, recording, weights, wanted, balance, split_at)
+    return _assemble(model, units, recording, weights, cuts, defaults)
+
+
+def _assemble(
+    model: nn.Module,
+    units: list[str],
+    recording: Recording,
+    weights: Sequence[Weight],
+    cuts: Sequence[int],
+    defaults: Mapping[str, Any],
+) -> Split:
+    """The stages for these cuts; `recut` of the result makes those for others."""
+    modules = dict(model.named_modules())
     plan = plan_stages(recording, cuts)
     shapes = Shapes(modules)
     owned = _owners(units, plan)
@@ -58,38 +71,16 @@ def split_by_replay(
         ReplayPart(index, model, plan, shapes, owned[index], loose[index], defaults) for index in range(plan.stages)
     )
     counts = ", ".join(str(len(plan.units_of(index))) for index in range(plan.stages))
-    how = f"replay of the model's own forward, units a stage: {counts}"
-    return Split(parts, plan.topology, how, _aliases(model), tuple(weights), tuple(cuts))
-
-
-def _recorded(
-    model: nn.Module,
-    modules: dict[str, nn.Module],
-    wanted: int,
-    split_at: Sequence[str],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[list[str], Recording]:
-    """The units and their calls; where too few of them are called, larger ones are opened and it is run again."""
-    instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
-    units = find_units(model, wanted, tuple(split_at))
-    while True:
-        recording = record(model, units, args, kwargs, instead)
-        if split_at or len(_starts(modules, recording)) >= wanted:
-            return units, recording
-        try:
-            units = find_units(model, len(units) + 1, tuple(split_at))
-        except ModelError:
-            return units, recording
-
-
-def _starts(modules: dict[str, nn.Module], recording: Recording) -> list[int]:
-    """The calls before which a cut makes sense, and the first one: those of units with parameters."""
-    return [
-        number
-        for number, call in enumerate(recording.calls)
-        if not call.glue and next(modules[call.unit].parameters(), None) is not None
-    ]
+    return Split(
+        parts,
+        plan.topology,
+        f"replay of the model's own forward, units a stage: {counts}",
+        _aliases(model),
+        weights=tuple(weights),
+        cuts=tuple(cuts),
+        allowed=tuple(_starts(modules, recording)[1:]),
+        recut=lambda others: _assemble(model, units, recording, weights, others, defaults),
+    )
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -112,16 +103,21 @@ def _cuts(
     balance: Balancing,
     split_at: Sequence[str],
 ) -> list[int]:
-    starts = [
-        number
-        for number, call in enumerate(recording.calls)
-        if not call.glue and next(modules[call.unit].parameters(), None) is not None
-    ]
+    starts = _starts(modules, recording)
     if split_at:
         return _cuts_at(recording, stages, split_at, starts)
     if balance.counts is not None:
         return _cuts_by_count(starts, stages, balance.counts)
     return balance.cuts(stages, weights, starts[1:], _crossing(recording))
+
+
+def _starts(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
+    """The calls with which a stage may begin: those of units that own parameters."""
+    return [
+        number
+        for number, call in enumerate(recording.calls)
+        if not call.glue and next(modules[call.unit].parameters(), None) is not None
+    ]
 
 
 def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> list[int]:

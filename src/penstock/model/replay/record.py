@@ -264,9 +264,7 @@ def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:
     ]
 
 
-def _watch(
-    name: str, module: nn.Module, own: Callable[..., Any], marks: _Marks, args: Any, kwargs: Any
-) -> Any:
+def _watch(name: str, module: nn.Module, own: Callable[..., Any], marks: _Marks, args: Any, kwargs: Any) -> Any:
     """A unit's run, noted as a call."""
     needs = marks.of((args, kwargs))
     given = tensors_in((args, kwargs))
@@ -281,9 +279,7 @@ def _watch(
     return marks.note(call, given, output)
 
 
-def _watch_free(
-    name: str, module: nn.Module, own: Callable[..., Any], marks: _Marks, args: Any, kwargs: Any
-) -> Any:
+def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: _Marks, args: Any, kwargs: Any) -> Any:
     """A parameter-free module: a call if its output depends on units' values or it has a state of its own, else glue.
 
     Rotary tables, which read no more than the type of what they are given, are so computed by

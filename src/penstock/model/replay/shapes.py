@@ -52,9 +52,7 @@ class Shapes:
             ) from error
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
         leaves, spec = pytree.tree_flatten(output)
-        known = [
-            Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
+        known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return known, spec
 
 

@@ -70,6 +70,9 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
     children = [_join(name, child_name) for child_name, _ in names[name].named_children()]
     place = found.index(name)
     found[place : place + 1] = [child for child in children if _owns_parameters(names[child])]
+    for child in children:
+        if child in found and isinstance(names[child], (nn.ModuleList, nn.ModuleDict)):  # nobody calls these
+            _open(found, names, child)
 
 
 def _openable(module: nn.Module) -> bool:

@@ -1,0 +1,116 @@
+"""A better cut while training goes on.
+
+From a measured step each piece gets the weight that its stage really had, a better cut follows,
+and applying it moves what changes hands: on threads nothing, because all stages live in one
+process; on processes the values of parameters and buffers and the optimizer's state of them, from
+the rank that has them to the rank that will. The next step is what it would have been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.model.balance import Proposal, propose
+from penstock.model.split import Split
+from penstock.runtime.transport import Channel, Transport
+from penstock.schedule import Placement, Timeline
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["move_state", "propose_cut"]
+
+
+def propose_cut(pipe: Pipeline, timeline: Timeline) -> Proposal:
+    """What a measured step says about the cut; the same on every rank."""
+    split = pipe.split
+    if split.recut is None:
+        raise UsageError(f"{split.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
+    if not timeline.spans:
+        raise UsageError("the timeline is empty; run a step inside `with pipe.record() as timeline:` first")
+    weights = [float(weight.milliseconds or weight.parameters) for weight in split.weights]
+    return propose(weights, split.cuts, timeline, allowed=split.allowed or None)
+
+
+def move_state(
+    before: Split,
+    after: Split,
+    placement: Placement,
+    transport: Transport | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Everything that a rank needs under the new cut and did not own under the old one."""
+    if transport is None:
+        return
+    owners, wanted = _owners(before, placement), _owners(after, placement)
+    moves = [
+        (name, min(owners[name]), rank)
+        for name in sorted(wanted)
+        for rank in sorted(wanted[name])
+        if rank not in owners[name]
+    ]
+    channels = [Channel(number, number, "F", source, target) for number, (_, source, target) in enumerate(moves)]
+    transport.open(channels)
+    old, new = dict(_tensors(before, placement, transport.rank)), dict(_tensors(after, placement, transport.rank))
+    for number, (name, source, target) in enumerate(moves):
+        if transport.rank == source:
+            transport.send(number, 0, (old[name].detach(), _state_of(optimizer, old[name])))
+        elif transport.rank == target:
+            value, state = transport.receive(number, 0)
+            with torch.no_grad():
+                new[name].copy_(value)
+            _take_over(optimizer, new[name], state)
+    transport.flush()
+    transport.exchange(None)
+    for name, tensor in old.items():
+        if name not in new:
+            _give_up(optimizer, tensor)
+
+
+def _owners(split: Split, placement: Placement) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for index, part in enumerate(split.parts):
+        for name in part.names.values():
+            found.setdefault(name, set()).add(placement.rank_of(index))
+    return found
+
+
+def _tensors(split: Split, placement: Placement, rank: int) -> Iterator[tuple[str, Tensor]]:
+    for index in placement.stages_of(rank):
+        part = split.parts[index]
+        for name, tensor in [*part.module.named_parameters(), *part.module.named_buffers()]:
+            yield part.names[name], tensor
+
+
+def _state_of(optimizer: torch.optim.Optimizer | None, tensor: Tensor) -> tuple[int, Mapping[str, Any]] | None:
+    """(number of its parameter group, its state) of a parameter that is trained."""
+    if optimizer is not None:
+        for number, group in enumerate(optimizer.param_groups):
+            if any(tensor is parameter for parameter in group["params"]):
+                return number, dict(optimizer.state.get(tensor, {}))
+    return None
+
+
+def _take_over(optimizer: torch.optim.Optimizer | None, tensor: Tensor, state: Any) -> None:
+    if optimizer is None or state is None or not isinstance(tensor, nn.Parameter):
+        return
+    number, values = state
+    group = optimizer.param_groups[number]
+    if not any(tensor is parameter for parameter in group["params"]):
+        group["params"].append(tensor)
+    optimizer.state[tensor] = {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()
+    }
+
+
+def _give_up(optimizer: torch.optim.Optimizer | None, tensor: Tensor) -> None:
+    if optimizer is None:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not tensor]
+    optimizer.state.pop(tensor, None)

@@ -17,14 +17,14 @@ train: $(READY)
 	$(BIN)/penstock compare --draw
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-all: lint
-	$(BIN)/pytest -m ""
+	$(BIN)/pytest -n 2 --dist loadfile -m ""
 
 # pytest exits with 5 when nothing is marked slow, which is no failure.
 test-slow: $(READY)
-	$(BIN)/pytest -m slow || [ $$? -eq 5 ]
+	$(BIN)/pytest -n 2 --dist loadfile -m slow || [ $$? -eq 5 ]
 
 lint: $(READY)
 	$(BIN)/ruff check .

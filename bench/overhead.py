@@ -151,7 +151,7 @@ def row(family: str, who: str, times: Times, actions: int) -> list[object]:
         times.median(who) / actions * 1e6,
         Goal(times.ratio(who, "bare"), 1.15) if bare else "-",
         f"{times.busy_ratio(who, 'bare'):.2f}" if bare else "-",
-        Goal(times.ratio(who, "torch"), 1.0 if bare else 0.5),
+        Goal(times.ratio(who, "torch"), 0.3 if WAYS[who] is None else 1.0 if bare else 0.5),
         f"{times.busy_ratio(who, 'torch'):.2f}",
     ]
 

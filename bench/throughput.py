@@ -11,7 +11,8 @@ model     8 transformer blocks (width 384, 128 tokens, batch 16, in 8 and in 16 
 
 messages  stages of little compute and messages of 1 and 2 MiB: against torch, and against the schedule's own compute
           (a rank's computes without messages / (1 - idle share)) + raw gloo moving the same messages both ways;
-          ours as it comes (shared memory on one host), and held to gloo
+          ours as it comes (shared memory on one host), and held to gloo. Through shared memory the messages
+          should cost next to nothing: `of compute` is the time against the schedule's own compute alone
 threads   ranks as threads of one process against ranks as processes
 
 The idle share is the simulator's, for forward, input and weight gradients of equal cost. `busy` is the ratio of
@@ -99,7 +100,7 @@ def measure_model(rank: int, settings: Namespace) -> None:
                     count,
                     Goal(times.ratio("ours", "torch"), 1.0),
                     f"{times.busy_ratio('ours', 'torch'):.2f}",
-                    Goal(times.ratio("one", "ours") / 2 / share, 0.95, at_least=True),
+                    Goal(times.ratio("one", "ours") / 2 / share, 0.97, at_least=True),
                     f"{times.ratio('halves', 'ours') / share:.2f}",
                 ]
             )
@@ -149,7 +150,8 @@ def scales(stages: int, width: int) -> list[nn.Module]:
 
 def measure_messages(rank: int, settings: Namespace) -> None:
     count, width = (4, 256) if settings.quick else (16, 4096)
-    columns = [("schedule", 17), ("MiB", 5), ("who", 10), ("it/torch", 21), ("busy", 4), ("of compute + messages", 21)]
+    columns = [("schedule", 17), ("MiB", 5), ("who", 10), ("it/torch", 21), ("busy", 4), ("of compute", 21)]
+    columns += [("of compute + messages", 21)]
     table = Table(rank, f"large messages, little compute, {count} microbatches", columns)
     for rows in (64,) if settings.quick else (64, 128):
         for family in settings.schedules:
@@ -173,9 +175,11 @@ def measure_messages(rank: int, settings: Namespace) -> None:
             for who, pipe in pipes.items():
                 pipe.close()
                 allowed = ratio(times, who, lambda row, share=share: row["compute"] / share + row["messages"])
+                alone = ratio(times, who, lambda row, share=share: row["compute"] / share)
+                goal: object = Goal(alone, 1.1) if WAYS[who] is None else f"{alone:.2f}"
                 busy = f"{times.busy_ratio(who, 'torch'):.2f}"
                 size = f"{rows * width * 4 / 2**20:.2g}"
-                table.row([family, size, who, Goal(times.ratio(who, "torch"), 1.0), busy, Goal(allowed, 1.15)])
+                table.row([family, size, who, Goal(times.ratio(who, "torch"), 1.0), busy, goal, Goal(allowed, 1.15)])
 
 
 # -- threads

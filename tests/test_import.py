@@ -20,7 +20,7 @@ BELOW: dict[str, set[str]] = {
     "runtime": {"errors", "schedule", "model"},
     "parallel": {"errors", "schedule", "model", "runtime"},
     "train": {"errors", "schedule", "model", "runtime", "parallel"},
-    "view": {"errors", "schedule"},
+    "view": {"errors", "schedule", "model", "runtime", "pipeline"},
 }
 
 

@@ -196,18 +196,3 @@ class AbsentAttributes(Chain):
             x = x.to(dtype=weight.dtype, device=weight.device).view(-1, weight.shape[1])
             x = torch.tanh(block(x))
         return x @ self.blocks[0].weight
-
-
-@torch.jit.script
-def scripted(x: Tensor, y: Tensor) -> Tensor:
-    return torch.tanh(x) * y + 1.0
-
-
-class Scripted(Chain):
-    def forward(self, x: Tensor) -> Tensor:
-        first = None
-        for block in self.blocks:
-            x = block(x)
-            first = x if first is None else first
-            x = scripted(x, first)
-        return x

@@ -106,7 +106,7 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp")] + [(0, "shared"), (1, "shared"), (2, "shared-tcp")],
+    [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
 )
 def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=20, victim=victim, how=signal.SIGKILL)

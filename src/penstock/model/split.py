@@ -118,6 +118,11 @@ class Split:
         """How many stages there are."""
         return len(self.parts)
 
+    def weights_of(self, stage: int) -> tuple[Any, ...]:
+        """What the pieces of one stage weigh, where that is known."""
+        bounds = [0, *self.cuts, len(self.weights)]
+        return self.weights[bounds[stage] : bounds[stage + 1]] if self.weights else ()
+
 
 def split_model(
     model: nn.Module | Sequence[nn.Module],

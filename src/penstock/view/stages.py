@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from penstock.model.part import StagePart
 from penstock.schedule import links, simulate
 
 if TYPE_CHECKING:
+    from penstock.model.part import StagePart
     from penstock.model.profile import Weight
     from penstock.pipeline import Pipeline
 
@@ -79,12 +79,8 @@ def _units(part: StagePart) -> str:
 
 
 def _weights(pipe: Pipeline, index: int) -> Sequence[Weight]:
-    """What is known of the stage's pieces: from the part itself, else from the pipeline, by stage."""
-    found: Sequence[Weight] | None = getattr(pipe.split.parts[index], "weights", None)
-    if found is None:
-        by_stage: Sequence[Sequence[Weight]] = getattr(pipe, "weights", None) or ()
-        found = by_stage[index] if index < len(by_stage) else ()
-    return found
+    """What the pieces of the stage weigh, where that was looked at."""
+    return pipe.split.weights_of(index)
 
 
 def _measured(weights: Sequence[Weight], bytes_out: int | None) -> dict[str, str]:

@@ -240,7 +240,7 @@ def record(
             elsewhere.rest()
             return output
 
-        tree = stage_tree(model, {*units, *free}, answer)
+        tree = stage_tree(model, {*units, *free}, answer, apart=False)
         with Reads(marks.read), marks:
             output = tree(*args, **kwargs)
         elsewhere.check()
@@ -359,6 +359,9 @@ def _undone(model: nn.Module) -> Iterator[None]:
         for table in holder.__dict__.values()
         if type(table) in (dict, OrderedDict)
     ]
+    lists = [
+        (each, list(each)) for holder in holders for each in holder.__dict__.values() if isinstance(each, list)
+    ]
     state, others = torch.get_rng_state(), random.getstate()
     for holder in holders:
         for name, value in holder._buffers.items():
@@ -369,8 +372,10 @@ def _undone(model: nn.Module) -> Iterator[None]:
         for holder, kept in zip(holders, attributes, strict=True):
             holder.__dict__.clear()
             holder.__dict__.update(kept)
-        for table, entries in tables:
+        for table, items in tables:
             table.clear()
-            table.update(entries)
+            table.update(items)
+        for each, entries in lists:
+            each[:] = entries
         torch.set_rng_state(state)
         random.setstate(others)

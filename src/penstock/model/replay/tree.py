@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], boo
 _OWN = frozenset(nn.Module().__dict__)
 
 
-def stage_tree(model: nn.Module, watched: set[str], answer: Answer) -> nn.Module:
-    """The copy; `answer` is asked at every call of a watched module."""
+def stage_tree(model: nn.Module, watched: set[str], answer: Answer, *, apart: bool = True) -> nn.Module:
+    """The copy; `answer` is asked at every call of a watched module. `apart` copies plain lists and dicts as well."""
     made: dict[int, Any] = {}
     root = _copy("", model, watched, answer, made)
     for twin in list(made.values()):
         if not getattr(type(twin), "is_asked", False):
-            _redirect(twin, made)
+            _redirect(twin, made, apart)
     return root
 
 
@@ -47,7 +47,7 @@ def hollow_copy(module: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Modul
     for holder in module.modules():
         twin = made[id(holder)]
         twin.__dict__["_modules"] = {name: made.get(id(child)) for name, child in holder._modules.items()}
-        _redirect(twin, made)
+        _redirect(twin, made, True)
     root: nn.Module = made[id(module)]
     return root
 
@@ -111,26 +111,26 @@ class _Scripted(nn.Module):
         return getattr(self.__dict__["_module"], name)
 
 
-def _redirect(twin: Any, made: dict[int, Any]) -> None:
+def _redirect(twin: Any, made: dict[int, Any], apart: bool) -> None:
     """Attributes that refer to modules of the tree refer to their copies, also inside of lists and dicts."""
     if isinstance(twin, nn.Module):
         for name, value in list(twin.__dict__.items()):
             if name not in _OWN:
-                twin.__dict__[name] = _mapped(value, made, 4)
+                twin.__dict__[name] = _mapped(value, made, apart, 4)
 
 
-def _mapped(value: Any, made: dict[int, Any], depth: int) -> Any:
-    known = made.get(id(value)) if isinstance(value, (nn.Module, Tensor)) else None
-    if known is not None or not depth:
-        return value if known is None else known
-    if type(value) in (list, set, tuple, deque):
-        return type(value)(_each(value, made, depth))
-    if type(value) in (dict, OrderedDict):
-        return type(value)(zip(value, _each(value.values(), made, depth), strict=True))
-    if type(value) is defaultdict:
-        return defaultdict(value.default_factory, zip(value, _each(value.values(), made, depth), strict=True))
-    return value
-
-
-def _each(values: Iterable[Any], made: dict[int, Any], depth: int) -> list[Any]:
-    return [_mapped(value, made, depth - 1) for value in values]
+def _mapped(value: Any, made: dict[int, Any], apart: bool, depth: int) -> Any:
+    if isinstance(value, (nn.Module, Tensor)):
+        return made.get(id(value), value)
+    kind = type(value)
+    if not depth or kind not in (list, set, tuple, deque, dict, OrderedDict, defaultdict):
+        return value
+    before = list(value.values()) if isinstance(value, dict) else list(value)
+    after = [_mapped(each, made, apart, depth - 1) for each in before]
+    if not apart and all(each is other for each, other in zip(before, after, strict=True)):
+        return value
+    if isinstance(value, dict):
+        copy = value.copy()
+        copy.update(zip(value, after, strict=True))
+        return copy
+    return kind(after)

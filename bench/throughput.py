@@ -136,12 +136,17 @@ def raw_messages(sends: int, receives: int, shape: tuple[int, ...], peer: int) -
         works.popleft()[0].wait()
 
 
-def computes_only(stages: list[nn.Module], x: Tensor, count: int) -> None:
-    """The computes of one rank on values that are there: no message, no idle time."""
-    for x_part in x.tensor_split(count):
-        for stage in stages:
+def computes_only(stages: list[nn.Module], x: Tensor, y: Tensor, count: int, last: bool) -> None:
+    """The computes of one rank on values that are there, with the loss where it has that: no message, no idle time."""
+    seed = torch.tensor(1 / count)
+    for x_part, y_part in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
+        for number, stage in enumerate(stages, 1):
             arrived = x_part.detach().requires_grad_()
-            torch.autograd.backward(stage(arrived), x_part)
+            output = stage(arrived)
+            if last and number == len(stages):
+                torch.autograd.backward(mean_loss(output, y_part), seed)
+            else:
+                torch.autograd.backward(output, x_part)
 
 
 def scales(stages: int, width: int) -> list[nn.Module]:
@@ -150,8 +155,8 @@ def scales(stages: int, width: int) -> list[nn.Module]:
 
 def measure_messages(rank: int, settings: Namespace) -> None:
     count, width = (4, 256) if settings.quick else (16, 4096)
-    columns = [("schedule", 17), ("MiB", 5), ("who", 10), ("it/torch", 21), ("busy", 4), ("of compute", 21)]
-    columns += [("of compute + messages", 21)]
+    columns = [("schedule", 17), ("MiB", 5), ("who", 10), ("it/torch", 21), ("busy", 4)]
+    columns += [("of compute", 21), ("busy", 4), ("of compute + messages", 21)]
     table = Table(rank, f"large messages, little compute, {count} microbatches", columns)
     for rows in (64,) if settings.quick else (64, 128):
         for family in settings.schedules:
@@ -163,11 +168,11 @@ def measure_messages(rank: int, settings: Namespace) -> None:
             row = [action.op for action in pipes["ours"].program.rows[rank] if action is not None]
             sends = sum(op in (Op.SEND_F, Op.SEND_B) for op in row)
             receives = sum(op in (Op.RECV_F, Op.RECV_B) for op in row)
-            mine = scales(stages // 2, width)
+            mine, last = scales(stages // 2, width), pipes["ours"].schedule.placement.rank_of(stages - 1) == rank
             steps: dict[str, Step] = {
                 **{who: lambda pipe=pipe, x=x, y=y: pipe.step(x, target=y) for who, pipe in pipes.items()},
                 "torch": torch_pipeline(family, rank, scales(stages, width), count, mean_loss, x, y),
-                "compute": lambda mine=mine, x=x: computes_only(mine, x, count),
+                "compute": lambda mine=mine, x=x, y=y, last=last: computes_only(mine, x, y, count, last),
                 "messages": lambda n=(sends, receives), shape=(rows, width): raw_messages(*n, shape, 1 - rank),
             }
             times = interleave(steps, settings.rounds)
@@ -177,9 +182,10 @@ def measure_messages(rank: int, settings: Namespace) -> None:
                 allowed = ratio(times, who, lambda row, share=share: row["compute"] / share + row["messages"])
                 alone = ratio(times, who, lambda row, share=share: row["compute"] / share)
                 goal: object = Goal(alone, 1.1) if WAYS[who] is None else f"{alone:.2f}"
-                busy = f"{times.busy_ratio(who, 'torch'):.2f}"
+                busy, work = (f"{times.busy_ratio(who, other):.2f}" for other in ("torch", "compute"))
                 size = f"{rows * width * 4 / 2**20:.2g}"
-                table.row([family, size, who, Goal(times.ratio(who, "torch"), 1.0), busy, goal, Goal(allowed, 1.15)])
+                against = Goal(times.ratio(who, "torch"), 1.0)
+                table.row([family, size, who, against, busy, goal, work, Goal(allowed, 1.15)])
 
 
 # -- threads

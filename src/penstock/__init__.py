@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.check import parity as parity
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
-    from penstock.check import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
     from penstock.runtime.losses import add_loss as add_loss

@@ -32,6 +32,7 @@ from penstock.runtime.microbatch import Batch, split_batch
 from penstock.runtime.randomness import randomness, unit_stream
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
+from penstock.whole import compare_whole, near, poison, uncut
 
 __all__ = ["Parity", "parity"]
 
@@ -88,21 +89,30 @@ def parity(
     """Compare `Pipeline(model, **pipeline)` with the plain model on one batch, for two steps.
 
     `tolerance` is relative to the largest entry of a tensor; by default 0, but for sums of gradients
-    that the schedule does not add in the order of microbatches: these may differ by a few roundings.
+    that the schedule does not add in the order of microbatches, and for those upstream of a stage that
+    emits several tensors, whose gradients meet in another order: these may differ by a few roundings.
     The model itself is not touched. Ranks are threads.
     """
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
     with Pipeline(copy.deepcopy(model), **options) as pipe:
         plain = cut_model(copy.deepcopy(model), pipeline.get("stages"), **cut)
+        if plain.recut is not None and plain.cuts != pipe.split.cuts:  # the pipeline's placement had a say
+            plain = plain.recut(pipe.split.cuts)
+        poison(plain)
         batch = split_batch(pipe.microbatches, args, kwargs, target, loss_kwargs or {}, pipe.batch_dims)
         expected, found = _Trace(plain), _Trace(pipe.split)
         _run_plain(pipe, plain, batch, expected)
+        whole = uncut(plain, copy.deepcopy(model), cut)
+        if whole is not None:
+            alone = _Trace(whole)
+            _run_plain(pipe, whole, batch, alone)
+            compare_whole(plain, expected.summed(), alone.summed(), tolerance)
         for step in range(STEPS):
             with found.watching(step), _watching_stages(pipe, found):
                 result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)
             found.keep_step(result.loss)
-    return _compare(pipe, expected.tensors, found.tensors, tolerance)
+    return _compare(pipe, expected, found, tolerance)
 
 
 class _Trace:
@@ -111,6 +121,7 @@ class _Trace:
     def __init__(self, split: Split) -> None:
         self.tensors: dict[_Place, Tensor] = {}
         self.numbers = [-1] * split.stages  # the microbatch that each stage goes back through now
+        self.forks = -1  # the last stage that emits several tensors: from there back, gradients meet in another order
         self._split = split
         self._step = 0
         owners = [id(parameter) for part in split.parts for parameter in part.module.parameters()]
@@ -149,6 +160,8 @@ class _Trace:
         leaves = [
             leaf for key in sorted(emitted) for leaf in pytree.tree_leaves(emitted[key]) if isinstance(leaf, Tensor)
         ]
+        if sum(leaf.requires_grad for leaf in leaves) > 1 and OUTPUT not in emitted:
+            self.forks = max(self.forks, stage)
         named = [("output", f"output tensor {index}", leaf) for index, leaf in enumerate(leaves)]
         named += [("loss", f"extra loss {name} ({index})", value) for index, (name, value) in enumerate(extra)]
         named += [("loss", "the loss", loss)] if loss is not None else []
@@ -169,6 +182,10 @@ class _Trace:
         if loss is not None:
             place = _Place(self._step, 2, self._split.stages - 1, AFTER, "loss", "the batch's loss")
             self.tensors[place] = loss.detach().clone()
+
+    def summed(self) -> dict[tuple[int, str], Tensor]:
+        """What steps leave behind, by (step, name), whichever stage has it."""
+        return {(place.step, place.name): tensor for place, tensor in self.tensors.items() if place.phase == 2}
 
     def _buffers(self, stage: int) -> list[tuple[str, str, Tensor]]:
         part = self._split.parts[stage]
@@ -249,9 +266,8 @@ def _plain_forward(
     return check_loss(result), extra
 
 
-def _compare(
-    pipe: Pipeline, expected: dict[_Place, Tensor], found: dict[_Place, Tensor], tolerance: float | None
-) -> Parity:
+def _compare(pipe: Pipeline, plain: _Trace, piped: _Trace, tolerance: float | None) -> Parity:
+    expected, found = plain.tensors, piped.tensors
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
     in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.split.stages)]
     for place in sorted({*expected, *found}, key=lambda each: (*each[:4], KINDS.index(each.kind), each.name)):
@@ -259,12 +275,13 @@ def _compare(
         if want is None or have is None:
             sides = ("pipeline", "plain model") if want is None else ("plain model", "pipeline")
             raise ParityError("{}: the {} has one, the {} has none".format(place, *sides))
-        reordered = place.phase == 2 and (
-            place.kind == "tied" or (place.kind == "gradient" and not in_order[place.stage])
+        reordered = place.kind == "tied" or (
+            place.kind == "gradient"
+            and (place.stage <= plain.forks or (place.phase == 2 and not in_order[place.stage]))
         )
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(want.dtype).eps if reordered else 0.0
         kind = "gradient" if place.kind == "tied" else place.kind
-        worst[kind] = max(worst[kind], _near(place, want, have.to(want.device), allowed))
+        worst[kind] = max(worst[kind], near(place, want, have.to(want.device), allowed))
     return Parity(**worst, compared=len(expected))
 
 
@@ -273,24 +290,3 @@ def _adds_in_order(pipe: Pipeline, stage: int) -> bool:
     actions = [action for _, _, action in pipe.schedule.parts() if action.stage == stage]
     orders = [[action.microbatch for action in actions if action.op in (Op.B, last)] for last in (Op.I, Op.W)]
     return all(order == sorted(order) for order in orders)
-
-
-def _near(place: _Place, want: Tensor, have: Tensor, tolerance: float) -> float:
-    """How far apart, relative to the largest entry; an error where that is too far."""
-    if want.shape != have.shape or want.dtype != have.dtype:
-        raise ParityError(
-            f"{place}: the pipeline has {have.dtype} of shape {tuple(have.shape)}, the plain model "
-            f"{want.dtype} of shape {tuple(want.shape)}"
-        )
-    if torch.equal(want, have):
-        return 0.0
-    wide, other = want.to(torch.float64), have.to(torch.float64)
-    if torch.allclose(wide, other, 0.0, 0.0, equal_nan=True):  # not a number on both sides
-        return 0.0
-    distance = (other - wide).abs().max().item() / max(wide.abs().max().item(), 1e-30)
-    if not distance <= tolerance:
-        raise ParityError(
-            f"{place}: the pipeline and the plain model differ by {distance:.3g} of its largest entry "
-            f"(allowed: {tolerance:.3g})"
-        )
-    return float(distance)

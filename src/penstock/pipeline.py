@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,14 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.balance import Proposal
 from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
+from penstock.runtime.arguments import check_arguments, op_of
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
-from penstock.runtime.executor import Handler, StepInput, StepReport
-from penstock.runtime.losses import REDUCTIONS, loss_shares
-from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.executor import Handler, StepInput
+from penstock.runtime.feed import Feed, StepResult
+from penstock.runtime.microbatch import count_for
 from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.state import OwnedState
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
@@ -35,20 +34,8 @@ from penstock.schedule.timeline import peaks
 
 __all__ = ["Pipeline", "StepResult"]
 
-RECOMPUTE = ("never", "except_last", "always")
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step or an evaluation says, the same on every rank but for `output`."""
-
-    loss: Tensor | None  # of the whole batch
-    losses: tuple[Tensor, ...] = ()  # of each microbatch, by its number
-    extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
-    output: Any = None  # merged, where asked for, on the rank of the last stage
-
-
-class Pipeline(OwnedState):
+class Pipeline(Feed):
     """Trains a model cut into stages, by a schedule, on threads of this process or under torchrun."""
 
     def __init__(
@@ -80,11 +67,7 @@ class Pipeline(OwnedState):
         seed: int | None = None,
         timeout: float = 60.0,
     ) -> None:
-        _check_choice("recompute", recompute, RECOMPUTE)
-        _check_choice("loss_reduction", loss_reduction, REDUCTIONS)
-        _check_choice("inputs", inputs, ("every", "first"))
-        if not timeout > 0:
-            raise UsageError(f"timeout is in seconds and above 0, got {timeout}")
+        check_arguments(model, locals())
         self.loss_fn = loss_fn
         self.recompute = recompute
         self.loss_reduction = loss_reduction
@@ -110,7 +93,9 @@ class Pipeline(OwnedState):
             world.agree(self)
         self.tied = TiedParameters(self.split, self.schedule.placement, world.transport)
         self.tied.make_equal()
-        self._checked_keywords: set[frozenset[str]] = set()
+        self._checked_keywords = set()
+        self._passed = set()
+        self._closed = False
         self._recorder: Recorder | None = None
         self._undone: list[nn.Parameter] = []  # by the last step, which failed
 
@@ -137,6 +122,7 @@ class Pipeline(OwnedState):
         def given() -> dict[int, StepInput]:
             return self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
 
+        self._check_open()
         self.clock.training = True
         self._settle()
         with self._undone_if_it_fails(), self.tied.summed():
@@ -195,6 +181,7 @@ class Pipeline(OwnedState):
         def given() -> dict[int, StepInput]:
             return self._inputs(count, args, kwargs, target, loss_kwargs or {}, outputs, training=False)
 
+        self._check_open()
         self._settle()
         count = self.world.same_count(self, wanted)
         program = self._inference.get(count)
@@ -216,72 +203,6 @@ class Pipeline(OwnedState):
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch of any size, on the rank of the last stage (elsewhere None)."""
         return self.evaluate(*args, outputs=True, **kwargs).output
-
-    # -- what a step needs and gives
-
-    def _inputs(
-        self,
-        count: int,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        loss_kwargs: Mapping[str, Any],
-        outputs: bool,
-        training: bool,
-    ) -> dict[int, StepInput]:
-        self._check_values()
-
-        def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]) -> Batch:
-            self._check_keywords(kwargs)
-            return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims)
-
-        whole = (args, kwargs, target, loss_kwargs)
-        batch = self.world.carry(self, *whole, cut) if self.inputs == "first" else cut(*whole)
-        shares = self._shares(batch, count, training)
-        recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
-        return {
-            rank: StepInput(
-                _on_device(batch, self.devices.get(rank)),
-                shares,
-                self.loss_fn,
-                keep_outputs=outputs,
-                training=training,
-                recompute=frozenset(range(recomputed)),
-            )
-            for rank in self.crew.executors
-        }
-
-    def _shares(self, batch: Batch, count: int, training: bool) -> list[float]:
-        if self.crew.last() is None:
-            return [1.0 / count] * count
-        return loss_shares(batch, self.loss_reduction, self.loss_weight if training or batch.has_target else None)
-
-    def _result(self, reports: Sequence[StepReport], outputs: bool, count: int) -> StepResult:
-        total: Tensor | None = None
-        losses: tuple[Tensor, ...] = ()
-        extra: dict[str, float] = {}
-        for report in reports:
-            if report.loss is not None:
-                total = torch.tensor(report.loss, dtype=report.dtype)
-                losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
-            for name, value in report.extra.items():
-                extra[name] = extra.get(name, 0.0) + value / count
-        last = self.crew.last()
-        found = last.outputs() if last is not None else []
-        output = merge(found, self.batch_dims.get("output", 0)) if outputs and found else None
-        return StepResult(total, losses, extra, output)
-
-    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
-        names = frozenset(kwargs)
-        if names in self._checked_keywords:
-            return
-        for name in sorted(names):
-            if not any(part.takes is None or name in part.takes for part in self.split.parts):
-                known = sorted({known for part in self.split.parts for known in part.takes or ()})
-                raise ModelError(
-                    f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
-                )
-        self._checked_keywords.add(names)
 
     # -- a better cut
 
@@ -313,8 +234,12 @@ class Pipeline(OwnedState):
     def record(self) -> Iterator[Timeline]:
         """Measure the steps inside, on every rank: the timeline holds all ranks' spans of the last of them.
 
-        With two steps or more inside, what the optimizer and the loop took between them is measured too.
+        With two steps or more inside, what the optimizer and the loop took between them is measured too; without
+        one, it stays empty.
         """
+        self._check_open()
+        if self._recorder is not None:
+            raise UsageError("this pipeline is in a record() already; they do not nest: use the outer one's timeline")
         shifts, error = self.world.clock_shifts(self.schedule.ranks)
         held = peaks(self.schedule.rows, self.schedule.forward_only)
         timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s")
@@ -328,10 +253,13 @@ class Pipeline(OwnedState):
         if recorder.silent:
             raise UsageError(f"rank {recorder.silent[0]} did not record the step; enter pipe.record() on every rank")
 
-    def register(self, op: Op, handler: Handler | None) -> None:
+    def register(self, op: Op | str, handler: Handler | None) -> None:
         """Run `handler(action, context)` for every action of that op; None restores the default."""
+        which = op_of(op)
+        if handler is not None and not callable(handler):
+            raise UsageError(f"handler={handler!r}: pass a function of (action, context), or None for the default")
         for executor in self.crew.executors.values():
-            executor.register(Op(op), handler)
+            executor.register(which, handler)
 
     def describe(self) -> str:
         """The table of stages, and how they run."""
@@ -341,28 +269,21 @@ class Pipeline(OwnedState):
 
     def close(self) -> None:
         """End worker threads and connections; the model stays as it is."""
+        self._closed = True
         self.crew.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("this pipeline is closed; make a new one from the same model to go on")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a Pipeline has threads and connections, and cannot be copied or pickled; save its state_dict(), or copy "
+            "the model and make another Pipeline of it"
+        )
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _on_device(batch: Batch, device: torch.device | None) -> Batch:
-    if device is None or device.type == "cpu":
-        return batch
-    from torch.utils import _pytree as pytree
-
-    def move(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
-
-    return Batch(
-        move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target
-    )
-
-
-def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UsageError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")

@@ -28,6 +28,28 @@ def text_of(schedule: Schedule, rank: int) -> str:
     return " ".join(str(action) for action in schedule.rows[rank] if action)
 
 
+# -- here
+
+
+@pytest.mark.parametrize("text", ["(0F0;0B0)OVERLAP_F_B", "(0B0;0F0)OVERLAP_B_F", "0F0 (0F1;0B1)OVERLAP_F_B 0B0"])
+def test_the_parts_of_a_pair_may_not_need_each_other(text: str) -> None:
+    """A pair was opened into its parts, one after the other, so a forward and its own backward passed as a pair: yet
+    a handler may run the parts at the same time.
+    """
+    paired = Schedule.from_text(text)
+    said = [str(fault) for fault in faults(paired)]
+    assert any("makes, and the parts of a pair may run at the same time; write them apart" in fault for fault in said)
+    with pytest.raises(ScheduleError, match="stops here"):
+        align(paired)
+
+
+def test_the_parts_of_a_pair_may_not_need_each_other_by_way_of_another_rank() -> None:
+    """Nor may the other part's value come back through other ranks within the pair."""
+    paired = Schedule.from_text("(0F0;0B0)OVERLAP_F_B\n1F0 1B0")
+    assert faults(paired)
+    assert not faults(build("dualpipe-v", 3, 8))
+
+
 # -- elsewhere
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import penstock
 
 W = 8
 
@@ -196,3 +199,42 @@ class AbsentAttributes(Chain):
             x = x.to(dtype=weight.dtype, device=weight.device).view(-1, weight.shape[1])
             x = torch.tanh(block(x))
         return x @ self.blocks[0].weight
+
+
+def square(output: Any, _: Any = None) -> Tensor:
+    """A loss on whatever a net returns."""
+    if isinstance(output, dict):
+        return output["near"].square().mean() + output["far"].mean()
+    value: Tensor = output.value if isinstance(output, Answer) else output
+    return value.square().mean()
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (4, W)))
+
+
+def trains(model: nn.Module, *inputs: Tensor, steps: int = 2, stages: int = 2, **options: Any) -> float:
+    """How far the pipeline's gradients and losses are from the plain model's, for two steps."""
+    plain = copy.deepcopy(model)
+    options = {"split": "replay", "microbatches": 2, "loss_fn": square, "stages": stages, **options}
+    far = 0.0
+    with penstock.Pipeline(model, example=tuple(each[:2].clone() for each in inputs), **options) as pipe:
+        for _ in range(steps):
+            expected = torch.zeros(())
+            for number in range(2):
+                loss = square(plain(*(each[2 * number : 2 * number + 2].clone() for each in inputs))) / 2
+                loss.backward()
+                expected = expected + loss.detach()
+            far = max(far, (expected - pipe.step(*inputs).loss).abs().item())
+            found = dict(pipe.named_parameters())
+            assert set(found) == {name for name, _ in plain.named_parameters()}
+            for name, parameter in plain.named_parameters():
+                gradient = found[name].grad
+                assert (parameter.grad is None) == (gradient is None), name
+                if parameter.grad is not None and gradient is not None:
+                    far = max(far, (parameter.grad - gradient).abs().max().item())
+        state = pipe.state_dict()
+        assert set(state) == set(plain.state_dict())
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(state[name], buffer), name
+    return far

@@ -1,8 +1,8 @@
 """Tiny models of many families, built offline with random weights, and their comparison with one process.
 
-`compared(model, batches, ...)` trains a copy of the model plainly, with gradient accumulation over the same microbatches,
-and the pipeline beside it, for as many steps as there are batches, and says how far apart losses, gradients and
-buffers are at the most. What is compared is the model's own forward: no part of the pipeline runs on that side.
+`compared(model, batches, ...)` trains a copy of the model plainly, with gradient accumulation over the same
+microbatches, and the pipeline beside it, for as many steps as there are batches, and says how far apart losses and
+gradients are at the most. What is compared is the model's own forward: no part of the pipeline runs on that side.
 """
 
 from __future__ import annotations

@@ -474,6 +474,39 @@ def test_ranks_that_are_not_near_use_torch_distributed(how: str, reason: str) ->
         assert reason in wire
 
 
+def two_hosts(transport: Any) -> Any:
+    """Ranks 0 and 1 on one host, 2 seems to be on another: each link takes its own way, in one program."""
+    transport.close()
+    if transport.rank == 2:
+        meeting.this_host = lambda: "another host"
+    transport = SharedMemoryTransport(timeout=10, coordinator=2)
+    line = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(2, 1, "B", 2, 1), Channel(1, 0, "B", 1, 0)]
+    transport.open(line)
+    for step in range(3):
+        for microbatch in range(5):
+            value = torch.full((300,), float(step * 10 + microbatch))
+            if transport.rank == 0:
+                transport.post(3, microbatch)
+                transport.send(0, microbatch, value)
+                assert torch.equal(transport.receive(3, microbatch), value)
+            elif transport.rank == 1:
+                transport.send(1, microbatch, transport.receive(0, microbatch))
+                transport.send(3, microbatch, transport.receive(2, microbatch))
+            else:
+                transport.send(2, microbatch, transport.receive(1, microbatch))
+        transport.flush()
+        assert transport.exchange(transport.rank) == [0, 1, 2]
+    said = [transport.wire(0, 1), transport.wire(1, 2)]
+    transport.close()
+    return said
+
+
+def test_each_link_takes_its_own_way() -> None:
+    for near, far in values(run("shared", two_hosts, ranks=3)):
+        assert near == "shared memory"
+        assert far == "torch.distributed (gloo), on different hosts"
+
+
 def insists(transport: Any) -> str:
     transport.close()
     if transport.rank == 1:

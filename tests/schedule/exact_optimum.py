@@ -63,6 +63,10 @@ def optimum(
             for microbatch in range(microbatches):
                 model.add(longest >= end["W", stage, microbatch] - first)
     model.minimize(longest)
+    return _solved(model, seconds)
+
+
+def _solved(model: cp_model.CpModel, seconds: float) -> float | None:
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2

@@ -163,7 +163,7 @@ def test_never_more_stages_are_whole_than_the_window(name: str, window: int) -> 
 
 
 def test_a_window_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="window must be at least 1"):
+    with pytest.raises(UsageError, match="window must be a whole number of at least 1"):
         lower(build("1f1b", 2, 2), window=0)
 
 

@@ -98,7 +98,7 @@ def test_replace_keeps_what_the_schedule_is_meant_to_be() -> None:
         (lambda: Schedule.from_text("0B0"), "no forward.*pass microbatches="),
         (lambda: Schedule.from_text("90F0"), "number them from 0 without gaps"),
         (lambda: Schedule.from_text([".", "0F0"]), "rank 0: the row has no stage"),
-        (lambda: Schedule.from_text("0F0", microbatches=0), "microbatches must be at least 1"),
+        (lambda: Schedule.from_text("0F0", microbatches=0), "microbatches must be a whole number of at least 1"),
         (lambda: Schedule.from_text("0F0", topology=Topology.chain(2)), "topology has 2 stages and the placement 1"),
         (lambda: Schedule.from_text("0F0").rank(1), "no rank 1: this schedule has ranks 0 to 0"),
     ],

@@ -126,6 +126,13 @@ def test_bad_text_is_refused_with_its_place(text: str, why: str) -> None:
         Schedule.from_text(text)
 
 
+def test_every_bad_cell_of_a_text_is_named_at_once() -> None:
+    with pytest.raises(NotationError) as caught:
+        Schedule.from_text("0F0 0X1\n\n1F0 (1F1;z) 1Y")
+    places = [fault.message.partition(":")[0] for fault in caught.value.faults]
+    assert places == ["row 1, column 2", "row 3, column 2", "row 3, column 3"]
+
+
 # -- files
 
 
@@ -164,6 +171,21 @@ def test_csv_of_spreadsheets_and_editors_is_read(tmp_path: Path) -> None:
     assert Schedule.load(tmp_path / "x.CSV").rows == ((parse("0F0"), None, parse("0B0")),)
 
 
+def test_a_blank_line_at_the_end_of_csv_is_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("0F0,0B0\n\n \n")
+    assert Schedule.load(tmp_path / "x.csv").ranks == 1
+
+
+def test_csv_refuses_edges_that_no_row_tells(tmp_path: Path) -> None:
+    schedule = build("1f1b", 3, 2, skips=[(0, 2)])
+    with pytest.raises(UsageError, match=r"no transfer in the rows tells the edge 0 -> 2; save it as \.json"):
+        schedule.save(tmp_path / "x.csv")
+    assert not (tmp_path / "x.csv").exists()
+    program = lower(schedule)  # its transfers name the edge
+    program.save(tmp_path / "x.csv")
+    assert Schedule.load(tmp_path / "x.csv") == program
+
+
 def load(tmp_path: Path, text: str | bytes, suffix: str = ".csv", **facts: Any) -> Schedule:
     path = tmp_path / f"x{suffix}"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -173,11 +195,11 @@ def load(tmp_path: Path, text: str | bytes, suffix: str = ".csv", **facts: Any) 
 @pytest.mark.parametrize(
     ("text", "facts", "why"),
     [
-        ("0F0,0B0\n", {"ranks": 3}, r"2 faults:\n  rank 1: has no row in the file\n  rank 2: has no row"),
+        ("0F0,0B0\n", {"ranks": 3}, r"2 faults:\n  rank 1: has no row in the file, which has 1\n  rank 2: has no row"),
         ("0F0,0B0\n1F0,1B0\n", {"ranks": 1}, "has 2 rows, for 1 ranks: 1 too many"),
         ("0F0,0B0\n2F0,2B0\n", {}, "stage 1 appears in no row; is the row of its rank missing"),
         ("0F0,0B0\n,,\n1F0,1B0\n", {}, "rank 1: the row is blank"),
-        ("0F0,0B0\n\n", {}, "rank 1: the row is blank"),
+        ("0F0,0B0\n\n1F0,1B0\n", {}, "rank 1: the row is blank"),
         ("", {}, "the file has no row"),
         ("0F0,0B0\n1F0,0F1,1B0\n", {}, "rank 1, position 1, 0F1: stage 0 lives on rank 0"),
         ("0F0,0B0\n1F0,9F0,1B0\n", {"placement": Placement([0, 1])}, "rank 1, position 1, 9F0: there is no stage 9"),
@@ -216,7 +238,10 @@ GOOD = json.loads(to_json(build("1f1b", 2, 1)))
         ({"microbatches": "4"}, "'microbatches' is missing or odd"),
         ({"edges": [[0, 1, 2]]}, "not a whole schedule: ValueError"),
         ({"edges": [[1, 0]]}, "the edge 1 -> 0 does not fit"),
-        ({"rows": [["0F0", 5], ["1F0"]]}, "not a whole schedule"),
+        (
+            {"rows": [["0F0", 5], "1F0"]},
+            r"row 1, column 2: 5 is not an action in quotes(?s:.*)row 2: '1F0' is not a list",
+        ),
         ({"rows": [["0F0"], ["1F0", "1F0z"]]}, "row 2, column 2: '1F0z'"),
         ({"placement": [0, 2]}, "rank 1 owns no stage"),
         ({"microbatches": 0}, "at least 1"),

@@ -43,6 +43,7 @@ Parameters = ParamSpec("Parameters")
 
 def write(text: str, stream: TextIO | None = None) -> None:
     """One piece of output and a line end; nothing at all once the reader is gone."""
+    name = "stderr" if stream is sys.stderr else "stdout"
     stream = stream or sys.stdout
     try:
         try:
@@ -51,14 +52,25 @@ def write(text: str, stream: TextIO | None = None) -> None:
             stream.write(text.encode("ascii", "backslashreplace").decode() + "\n")
         stream.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        _close(stream)
+    except OSError as error:  # a full disk: what is still in the buffer must not fail again at the end
+        _close(stream)
+        raise OSError(error.errno, error.strerror, name) from None
+
+
+def _close(stream: TextIO) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def write_json(document: object) -> None:
-    """A document for a machine, on stdout."""
-    write(json.dumps(document, indent=2))
+    """A document for a machine, on stdout. JSON has no infinity: numbers that overflowed are refused."""
+    try:
+        text = json.dumps(document, indent=2, allow_nan=False)
+    except ValueError:
+        raise UsageError("the numbers are too large to be added up; give costs in a larger unit") from None
+    write(text)
 
 
 def complain(message: str) -> None:
@@ -95,6 +107,8 @@ def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
             refuse(str(error))
         except OSError as error:
             refuse(f"{error.filename or 'a file'}: {error.strerror or error}")
+        except OverflowError:
+            refuse("the numbers are too large to be added up; give costs in a larger unit")
         except MemoryError:
             refuse("the schedule does not fit into this machine's memory; try fewer ranks or microbatches")
 

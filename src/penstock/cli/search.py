@@ -99,9 +99,15 @@ def search(
         found.schedule.save(save)
     if as_json:
         write_json(_document(found))
-        return
+    else:
+        _write(found, draw, save)
+
+
+def _write(found: Found, draw: bool, save: str | None) -> None:
     columns = terminal_width()
-    write(fold(f"{described(found.schedule, 'auto')}; placement {_placement(found)}", columns))
+    chosen = found.chosen
+    title = f"{described(found.schedule, 'auto')}; placement {chosen.placement}, {chosen.stages_per_rank} a rank"
+    write(fold(title, columns))
     if draw:
         write(drawing(found.schedule, columns))
     write("\n".join(_sentences(found)))
@@ -135,11 +141,6 @@ class _Bar:
     def __call__(self, seconds: float, value: float, bound: float) -> None:
         best = "" if value == math.inf else f"best {number(value)}, bound {number(bound)}"
         self.progress.update(self.task, completed=seconds, description=best)
-
-
-def _placement(found: Found) -> str:
-    chosen = found.chosen
-    return f"{chosen.placement}, {chosen.stages_per_rank} a rank"
 
 
 def _sentences(found: Found) -> list[str]:

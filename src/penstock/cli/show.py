@@ -20,6 +20,7 @@ from penstock.cli.output import (
     write_json,
 )
 from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, is_file, read, whole
+from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate
 from penstock.schedule.text import to_json
 
@@ -62,6 +63,11 @@ def show(
     """Draw a schedule: a row for each rank, a column for each time slot."""
     schedule = read(source, ranks, microbatches, stages_per_rank)
     timeline, found = None, faults(schedule) if is_file(source) else []
+    if lowered and schedule.passes and "transfers" not in schedule.passes:
+        raise UsageError(
+            f"{source} has {' and '.join(sorted(schedule.passes))} but no transfers, and lowering starts from computes "
+            "alone; show it without --lowered, or take those actions out"
+        )
     if not found:
         timeline = simulate(schedule)
         schedule = lower(schedule) if lowered and not schedule.passes else schedule

@@ -16,6 +16,7 @@ import typer
 
 from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.schedule import FAMILIES, Schedule, build, family, verify
+from penstock.schedule.builders import is_auto
 
 __all__ = [
     "RANKS",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 SUFFIXES = (".csv", ".json")
+MOST_SEARCHED = 4  # stages a rank that "auto" tries
 RANKS = 4  # where a name comes without sizes
 MOST_COMPUTES = 10_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
@@ -97,6 +99,8 @@ def is_file(source: str) -> bool:
 
 
 def _is_family(source: str) -> bool:
+    if is_auto(source):
+        return True
     try:
         family(source)
     except UsageError:
@@ -108,12 +112,15 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
     """The schedule that the arguments mean, not yet proved."""
     if is_file(source):
         return _load(source, ranks, microbatches, stages_per_rank)
+    ranks = RANKS if ranks is None else ranks
+    microbatches = 2 * ranks if microbatches is None else microbatches
+    if is_auto(source):
+        check_size(ranks, microbatches, MOST_SEARCHED if stages_per_rank is None else stages_per_rank)
+        return build(source, ranks, microbatches, stages_per_rank)
     try:
         entry = family(source)
     except UsageError as error:
         raise UsageError(f"{error}; a file's name must end in .csv or .json") from None
-    ranks = RANKS if ranks is None else ranks
-    microbatches = 2 * ranks if microbatches is None else microbatches
     check_size(ranks, microbatches, entry.stages_per_rank if stages_per_rank is None else stages_per_rank)
     return build(entry.name, ranks, microbatches, stages_per_rank)
 

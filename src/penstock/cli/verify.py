@@ -65,7 +65,7 @@ def _counts(schedule: Schedule) -> dict[str, int]:
 
 
 def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
-    counts = _counts(program)
+    counts = _counts(schedule) | {name: _counts(program)[name] for name in ("transfers", "messages")}
     backward = "and no backward" if schedule.forward_only else "and one backward (B, or I and W)"
     given = "in the file" if schedule is program else "added here"
     messages = counted(counts["messages"], "message")
@@ -78,6 +78,10 @@ def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
         lines.append(
             f"  {counts['sharding']:,} sharding actions: each stage is whole when it computes, and reduced once"
         )
+        if schedule is not program:
+            lines.append(
+                "  the file has sharding but no transfers: they were added to its computes alone, and proved so"
+            )
     lines.append("  no deadlock: the program ends with nothing buffered, so it ends on every transport")
     return lines
 
@@ -93,4 +97,7 @@ def _document(schedule: Schedule | None, program: Schedule | None, found: list[F
         }
     if program is not None:
         document |= _counts(program)
+        if schedule is not None and schedule is not program:  # transfers are added to the computes alone
+            document["sharding"] = _counts(schedule)["sharding"]
+            document["transfers_added"] = True
     return document | {"faults": [document_of(fault) for fault in found]}

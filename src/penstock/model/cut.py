@@ -20,7 +20,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.balance import counts_of
 from penstock.model.balancing import Balancing
 from penstock.model.profile import Weight, crossing_of, profile_layers
-from penstock.model.split import Split, split_model
+from penstock.model.split import Split, more_than_its_layers, split_model
 
 __all__ = ["WAYS", "cut_model"]
 
@@ -43,6 +43,8 @@ def cut_model(
         raise UsageError(f"split={split!r}: choose one of {', '.join(map(repr, WAYS))}")
     balance = balance if isinstance(balance, Balancing) else Balancing(balance)
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
+    if example is not None and more_than_its_layers(model):
+        listed = False
     if split == "position" or (split == "auto" and listed and not split_at):
         if split_at:
             raise UsageError("split='position' takes balance=[counts]; names need split='replay'")
@@ -55,7 +57,8 @@ def cut_model(
         raise ModelError("say into how many stages the model goes: stages=2, or split_at=[names]")
     if example is None:
         raise ModelError(
-            f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword arguments"
+            f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword "
+            f"arguments"
         )
     return _by_example(model, stages, example, balance, split_at, split)
 

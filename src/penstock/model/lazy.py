@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_lazy", "lazy", "materialise"]
+__all__ = ["is_lazy", "lazy", "materialise", "stands_for"]
 
 Init = Callable[[str, Tensor], Any]
 
@@ -44,6 +44,12 @@ def is_lazy(module: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in module.parameters())
 
 
+def stands_for(parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter as it was built: the same one for all stages that share it, wherever it has been given values."""
+    origin: nn.Parameter = getattr(parameter, "_stands_for", parameter)
+    return origin
+
+
 def materialise(
     module: nn.Module, names: dict[str, str], device: torch.device, init: Init | None, made: dict[int, nn.Parameter]
 ) -> list[str]:
@@ -69,6 +75,7 @@ def materialise(
                         result = init(full, known)
                         if isinstance(result, Tensor) and result is not known:
                             known.copy_(result)
+                known.__dict__["_stands_for"] = stands_for(parameter)
                 made[id(parameter)] = known
             holder._parameters[name] = known
     return missing

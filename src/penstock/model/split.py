@@ -21,7 +21,7 @@ from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, StagePart, no_stream
 from penstock.schedule.topology import Topology
 
-__all__ = ["OUTPUT", "Part", "Routed", "Split", "split_model"]
+__all__ = ["OUTPUT", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,19 @@ class Split:
         return self.weights[bounds[stage] : bounds[stage + 1]] if self.weights else ()
 
 
+def more_than_its_layers(model: Any) -> str:
+    """What a container does beside calling its layers in turn, and what a cut by position would leave out."""
+    if not isinstance(model, (nn.Sequential, nn.ModuleList)):
+        return ""
+    kind = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
+    if type(model).forward is not kind.forward or "forward" in vars(model):
+        return f"{type(model).__name__} has a forward of its own"
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if kind is nn.Sequential and any(getattr(model, name, None) for name in hooks):
+        return f"the {type(model).__name__} has hooks on itself"
+    return ""
+
+
 def split_model(
     model: nn.Module | Sequence[nn.Module],
     stages: int | None,
@@ -131,6 +144,11 @@ def split_model(
     skips: Iterable[tuple[int, int]] = (),
 ) -> Split:
     """Cut a list of stage modules or an `nn.Sequential`, by position."""
+    if more := more_than_its_layers(model):
+        raise ModelError(
+            f"{more}, which a cut by position would leave out; pass example=(x,) to cut it by its forward, or "
+            f"nn.Sequential(*model) to go by its layers alone"
+        )
     if isinstance(model, nn.Sequential):
         # not named_children(), which leaves out a layer that stands there twice, such as one ReLU used everywhere
         layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]

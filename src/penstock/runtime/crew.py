@@ -274,11 +274,7 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
 
 def _caller_autocast() -> Callable[[], Any]:
     """What enters, on another thread, the autocast that this thread has."""
-    found = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    found = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 
     @contextmanager
     def enter() -> Iterator[None]:

@@ -11,6 +11,7 @@ just add, tied parameters are not scaled twice, and hooks see final numbers.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
@@ -22,7 +23,7 @@ from torch import Tensor
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.runtime.microbatch import Batch
 
-__all__ = ["ExtraLosses", "Seeds", "add_loss", "check_loss", "loss_shares", "sum_in_order"]
+__all__ = ["ExtraLosses", "Seeds", "add_loss", "check_loss", "loss_shares", "sum_in_order", "trained_loss"]
 
 REDUCTIONS = ("mean", "sum")
 
@@ -35,7 +36,7 @@ def loss_shares(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] 
     if loss_weight is not None:
         if not batch.has_target:
             raise UsageError("loss_weight reads the target, but step() got none on the rank of the last stage")
-        weights = [float(loss_weight(target)) for target in batch.targets]
+        weights = [_weight(number, loss_weight(target)) for number, target in enumerate(batch.targets)]
     elif batch.rows is not None:
         weights = [float(rows) for rows in batch.rows]
     else:
@@ -44,6 +45,21 @@ def loss_shares(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] 
     if not total > 0:
         raise ModelError(f"the microbatches weigh {total} in all; the mean loss of such a batch is not defined")
     return [weight / total for weight in weights]
+
+
+def _weight(number: int, value: Any) -> float:
+    """What loss_weight says of one microbatch, as a number that a mean can go by."""
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError):  # None, a text, a tensor of several numbers
+        weight = math.nan
+    if not 0 <= weight < math.inf:
+        said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
+        raise ModelError(
+            f"loss_weight gave {said} for microbatch {number}; it must return one number, 0 or above, such as the "
+            f"target's count of valid tokens"
+        )
+    return weight
 
 
 class Seeds:
@@ -104,6 +120,30 @@ def check_loss(loss: Any) -> Tensor:
     return loss
 
 
+def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The loss of a training step, which must lead back to parameters: else `.grad` would stay empty without a word."""
+
+    def loss_of(output: Any, target: Any, **extra: Any) -> Any:
+        try:
+            loss = own_loss(output) if loss_fn is None else loss_fn(output, target, **extra)
+        except (TypeError, AttributeError) as error:
+            if target is None:
+                error.add_note("step() got no target on this rank, so loss_fn was called with target=None")
+            raise
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise ModelError(
+                f"the loss ({loss.dtype}, from {_called(loss_fn)}) does not require grad, so nothing would be trained; "
+                f"it must depend on the parameters, without detach() and in floating point"
+            )
+        return loss
+
+    return loss_of
+
+
+def _called(loss_fn: Callable[..., Any] | None) -> str:
+    return "the last stage" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+
+
 def own_loss(output: Any) -> Any:
     """Without a loss_fn: the output is the loss, or carries it under that name (as Hugging Face models do)."""
     if isinstance(output, Mapping):
@@ -132,10 +172,13 @@ class ExtraLosses:
 def add_loss(name: str, value: Tensor) -> None:
     """Add a loss from inside any stage's forward, such as an expert balance; by name.
 
-    The batch's loss of that name is the mean over microbatches (and the sum over the calls in
-    one microbatch); its gradient flows, and `result.extra_losses` reports it on every rank.
+    The batch's loss of that name is the mean over microbatches, whatever `loss_reduction` says (and the sum
+    over the calls in one microbatch); its gradient flows, and `result.extra_losses` reports it on every rank.
     """
     collector = getattr(ExtraLosses._current, "collector", None)
     if collector is None:
         raise RunError(f"add_loss({name!r}) was called outside of a pipeline's forward")
-    collector.found.append((name, check_loss(value)))
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ModelError(f"add_loss({name!r}, ...) got {what}; give it a scalar tensor, such as value.mean()")
+    collector.found.append((name, value))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
-from penstock.runtime.transport.share import share
+from penstock.runtime.transport.share import Rewritten, arrive, share
 from penstock.schedule import Link, Placement, Topology, links
 from penstock.schedule.action import Action, Op
 
@@ -63,9 +63,7 @@ class Mailbox:
         other = source if way == "in" else target
         for link in crossing:
             if link.source == source and target in link.targets:
-                return _Route(
-                    other, self._numbers[link.source, link.target, "F"], link.targets, len(link.targets) == 1
-                )
+                return _Route(other, self._numbers[link.source, link.target, "F"], link.targets, len(link.targets) == 1)
         return _Route(other, None, (target,), False)
 
     def channel(self, action: Action) -> int:
@@ -113,6 +111,8 @@ class Mailbox:
         except PeerFailure:
             self.waited_for = self.channels[channel].receive_action(microbatch), self.channels[channel].source_rank
             raise
+        except Rewritten:
+            raise _rewritten(self.channels[channel].source_stage, microbatch) from None
 
     # -- forward
 
@@ -128,7 +128,7 @@ class Mailbox:
         for route in self._outputs[stage]:
             payload = emitted[route.other]
             if route.channel is None:
-                self._values["F", route.other, stage, microbatch] = share(payload)[0]
+                self._values["F", route.other, stage, microbatch] = share(payload)
             else:
                 self._put_up(route.channel, route, route.other, microbatch, payload)
 
@@ -164,7 +164,12 @@ class Mailbox:
             if (direction, stage, route.other, microbatch) not in self._values:
                 for reader, payload in self._receive(route.channel, microbatch).items():
                     self._values[direction, reader, route.other, microbatch] = payload
-        return self._pop(direction, stage, route.other, microbatch)
+            return self._pop(direction, stage, route.other, microbatch)
+        try:
+            value, ready = self._pop(direction, stage, route.other, microbatch)
+            return arrive(value, ready, None)
+        except Rewritten:
+            raise _rewritten(route.other, microbatch) from None
 
     def _take_back(self, stage: int, route: _Route, microbatch: int) -> Any:
         if route.channel is not None:
@@ -183,3 +188,10 @@ class Mailbox:
             raise RunError(
                 f"stage {to} wants the {what} of stage {source}, microbatch {microbatch}: not there"
             ) from None
+
+
+def _rewritten(source: int, microbatch: int) -> RunError:
+    return RunError(
+        f"what stage {source} handed over for microbatch {microbatch} was written to in place before it was read: the "
+        f"stage that made it, or another that reads it too, uses its memory anew; return a copy (.clone()) of it"
+    )

@@ -4,13 +4,16 @@ Every tensor leaf is cut along its batch dimension into exactly as many pieces a
 microbatches, the first ones a row longer where they do not divide (never fewer pieces, which
 is what `chunk` gives for 9 rows in 4). All cut leaves must have the same number of rows: a
 mask or a target that does not fit is an error and is never cut short. What is not a tensor, a
-tensor without dimensions, and whatever is marked `Shared`, goes to every microbatch whole.
+tensor without dimensions, and whatever is marked `Shared`, goes to every microbatch whole. An
+object that hides tensors from the splitter is refused, since the rows in it would count many times.
+
+A batch is data: its tensors are detached, and no gradient flows to them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +22,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
+from penstock.runtime.hidden import hides_tensors
 
-__all__ = ["Batch", "Microbatches", "Shared", "count_for", "merge", "split_batch"]
+__all__ = ["Batch", "Microbatches", "Shared", "check_labels", "count_for", "merge", "split_batch"]
 
 Dims = Mapping[str | int, Any]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Marks an argument that every microbatch gets whole: `pipe.step(x, table=Shared(table))`."""
+    """Marks a value that every microbatch gets whole, at any depth: `pipe.step(x, table=Shared(table))`."""
 
     value: Any
 
@@ -55,12 +59,19 @@ def split_batch(
     target: Any,
     loss_kwargs: Mapping[str, Any],
     dims: Dims,
+    whole: bool = True,
 ) -> Batch:
-    """Cut everything into `count` microbatches; `dims` says along which dimension where it is not 0."""
+    """Cut everything into `count` microbatches; `dims` says along which dimension where it is not 0.
+
+    Not `whole`: what one rank needs of a batch, which was checked where all of it is.
+    """
     splitter = _Splitter(count, dims)
     columns = [splitter.split(position, value) for position, value in enumerate(args)]
     named = {name: splitter.split(name, value) for name, value in kwargs.items()}
+    arguments = splitter.rows_by_name()
     targets = splitter.split("target", target)
+    if whole:
+        _check_target(arguments, splitter.rows_by_name().get(_name("target")))
     extra = {name: splitter.split(name, value) for name, value in loss_kwargs.items()}
     return Batch(
         list(zip(*columns, strict=True)) if columns else [()] * count,
@@ -92,16 +103,24 @@ def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target:
     return None if splitter.total is None else max(1, min(most, splitter.total))
 
 
+def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[str | int]) -> None:
+    """A label of `batch_dims` that nothing has is a slip, and would leave what it meant cut along dimension 0."""
+    strange = [label for label in dims if label not in allowed]
+    if strange:
+        raise UsageError(
+            f"batch_dims names {', '.join(map(repr, strange))}, which this call does not pass; it has "
+            f"{', '.join(map(repr, passed))} (an argument that is passed by position goes by its number)"
+        )
+
+
 class _Splitter:
     def __init__(self, count: int, dims: Dims, strict: bool = True) -> None:
         self.count, self.dims, self.strict = count, dims, strict
         self.total: int | None = None
         self._said_by = ""
-        self._ready_rows: list[int] | None = None
+        self._ready_rows: dict[str, list[int]] = {}  # of what came split already, where it has rows
 
     def split(self, label: str | int, value: Any) -> list[Any]:
-        if isinstance(value, Shared):
-            return [value.value] * self.count
         if isinstance(value, Microbatches):
             return self._ready(label, value)
         dim = self.dims.get(label, 0)
@@ -112,12 +131,10 @@ class _Splitter:
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
-            else (leaf,) * self.count
+            else (_uncut(label, leaf, leaf_dim is not None),) * self.count
             for leaf, leaf_dim in zip(leaves, wanted, strict=True)
         ]
-        return [
-            pytree.tree_unflatten([column[number] for column in columns], spec) for number in range(self.count)
-        ]
+        return [pytree.tree_unflatten([column[number] for column in columns], spec) for number in range(self.count)]
 
     def _cut(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
         if not -value.dim() <= dim < value.dim():
@@ -125,10 +142,15 @@ class _Splitter:
         rows = value.shape[dim]
         if self.total is None:
             self.total, self._said_by = rows, _name(label)
+            if rows == 0:
+                raise ModelError(
+                    f"{_name(label)} has 0 rows (its shape is {tuple(value.shape)}): "
+                    f"an empty batch has nothing to compute; skip it"
+                )
             if rows < self.count and self.strict:
                 raise ModelError(
                     f"{_name(label)} has {rows} rows, fewer than the {self.count} microbatches; "
-                    f"pass a larger batch or at most microbatches={max(rows, 1)}"
+                    f"pass a larger batch or at most microbatches={rows}"
                 )
         elif rows != self.total and self.strict:
             raise ModelError(
@@ -141,25 +163,73 @@ class _Splitter:
     def _ready(self, label: str | int, value: Microbatches) -> list[Any]:
         if len(value) != self.count:
             raise ModelError(f"{_name(label)} has {len(value)} microbatches, the pipeline {self.count}")
-        if self._ready_rows is None:
-            dim = self.dims.get(label, 0)
-            self._ready_rows = [_first_rows(item, dim if isinstance(dim, int) else 0) for item in value]
-        return list(value)
+        dim = self.dims.get(label, 0)
+        found = [_rows_of(item, dim) for item in value]
+        rows = [each for each in found if each is not None]
+        if len(rows) == len(found):
+            self._ready_rows[_name(label)] = rows
+        return [pytree.tree_map(lambda leaf: _uncut(label, leaf, False), item) for item in value]
 
-    def rows(self) -> list[int] | None:
-        if self._ready_rows is not None:
-            return self._ready_rows
+    def cut_rows(self) -> list[int] | None:
+        """How many rows of the tensors that are cut here each microbatch gets."""
         if self.total is None:
             return None
         size, larger = divmod(self.total, self.count)
         return [size + 1] * larger + [size] * (self.count - larger)
 
+    def rows_by_name(self) -> dict[str, list[int]]:
+        """The rows of all that has some, by microbatch; first of what is cut here."""
+        cut = self.cut_rows()
+        return dict(self._ready_rows) if cut is None else {self._said_by: cut, **self._ready_rows}
 
-def _first_rows(item: Any, dim: int) -> int:
-    for leaf in pytree.tree_leaves(item):
-        if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim():
-            return leaf.shape[dim]
-    return 1
+    def rows(self) -> list[int] | None:
+        """What the batch's mean goes by: what is cut here; else the target; else the first that has rows."""
+        known = self.rows_by_name()
+        return self.cut_rows() or known.get(_name("target")) or next(iter(known.values()), None)
+
+
+def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) -> None:
+    """The target has the rows of an argument; not of each: a bias has a dimension 0 too, which is not of rows."""
+    if target is None or not arguments or target in arguments.values():
+        return
+    name, rows = next(iter(arguments.items()))
+    raise ModelError(
+        f"'target' has {target} rows in its microbatches, but {name} has {rows}; split both alike, or say with "
+        f"batch_dims={{'target': None}} that the target's dimension 0 is not that of rows"
+    )
+
+
+def _rows_of(item: Any, dim: Any) -> int | None:
+    """The rows of one microbatch that came ready: what all its tensors have along their batch dimension."""
+    leaves = pytree.tree_leaves(item)
+    try:
+        dims = _dims_of_leaves("", dim, item, len(leaves))
+    except UsageError:
+        return None
+    pairs = [(leaf, at) for leaf, at in zip(leaves, dims, strict=True) if isinstance(leaf, Tensor) and at is not None]
+    found = {leaf.shape[at] for leaf, at in pairs if -leaf.dim() <= at < leaf.dim()}
+    return found.pop() if len(found) == 1 else None
+
+
+def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
+    """A leaf that goes whole to where it goes; `searched` for tensors that it must not hide."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach() if leaf.requires_grad else leaf
+    if isinstance(leaf, Shared):
+        return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, leaf.value)
+    if isinstance(leaf, Microbatches):
+        raise UsageError(
+            f"{_name(label)} has penstock.Microbatches inside a container; it marks a whole argument: "
+            f"pass Microbatches([one container for each microbatch])"
+        )
+    if searched and hides_tensors(leaf):
+        kind = type(leaf).__qualname__
+        raise ModelError(
+            f"{_name(label)} is or holds a {kind}, which has tensors that Penstock cannot see to cut; register {kind} "
+            f"with torch.utils._pytree.register_pytree_node or register_dataclass, pass a dict or tuple, split it "
+            f"yourself in penstock.Microbatches([...]), or pass it whole to every microbatch in penstock.Shared(...)"
+        )
+    return leaf
 
 
 def _dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:

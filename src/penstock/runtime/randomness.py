@@ -213,9 +213,7 @@ class Turns:
         self._alone.clear()
 
     @contextmanager
-    def _turn(
-        self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int
-    ) -> Iterator[None]:
+    def _turn(self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int) -> Iterator[None]:
         forward, known = kind == "F", (stage, self._modes[stage])
         if (self._suspect or self._draws.get(known, True)) if forward else (stage, microbatch) in self._alone:
             with self._room.alone(self._waits):

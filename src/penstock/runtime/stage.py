@@ -4,7 +4,7 @@ Between its forward and its backward a microbatch is a `Record`: the leaves that
 `.grad` is what goes back), and the graph's roots by consumer. Roots are edges of the graph, not
 tensors, so an output's memory is gone as soon as it has been sent, unless the graph itself
 needs it. With recompute the record is only what arrived, and the forward runs again, with the
-same random numbers, when the backward is due.
+same random numbers and on the same buffers, when the backward is due.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.runtime.backward import DeferredWeights, StageParameters
+from penstock.runtime.buffers import Buffers
 from penstock.runtime.losses import ExtraLosses, check_loss
+from penstock.runtime.payload import Outgoing, Received, afresh, check_unwritten, versions
 
 __all__ = ["LossOf", "Record", "Stage"]
 
@@ -74,6 +76,9 @@ class Stage:
         self.records: dict[int, Record] = {}
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
+        self._buffers = Buffers(part.index, part.module)
+        self._outgoing = Outgoing(part.index, part.module)
+        self._received = Received(part.index)
 
     def clear(self) -> None:
         """Forget all microbatches, as after a failed step."""
@@ -92,7 +97,7 @@ class Stage:
     ) -> Forward:
         """A forward that keeps nothing."""
         with torch.no_grad(), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra:
-            emitted = self.part.run(arrived, args, kwargs)
+            emitted = self._call(arrived, args, kwargs)
             loss = None if loss_of is None else loss_of(emitted[OUTPUT])
         return emitted, None if loss is None else check_loss(loss), extra.found
 
@@ -114,17 +119,35 @@ class Stage:
         self.records[microbatch] = record
         if not recompute:
             return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+        return self._run_to_forget(record, microbatch, arrived, args, kwargs, split, loss_of)
+
+    def _run_to_forget(
+        self,
+        record: Record,
+        microbatch: int,
+        arrived: Mapping[int, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        split: bool,
+        loss_of: LossOf | None,
+    ) -> Forward:
+        """A forward that will run again: on the same tensors, in containers of its own, and on the same buffers."""
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
         # so that the gradients of all microbatches are added in W, in their order
         learns = split and not self._parameters.known
+        buffers, inputs = self._buffers.before(), versions((args, kwargs))
         with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
-            results = self._run(record, microbatch, arrived, args, kwargs, learns, loss_of)
+            own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
+            results = self._run(record, microbatch, own, own_args, own_kwargs, learns, loss_of)
+        check_unwritten(self.part.index, inputs)
+        self._buffers.after(buffers)
         record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
 
         def again() -> None:
-            with _KeepBuffers(self.module):
-                self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+            with self._buffers.as_they_were(buffers):
+                own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
+                self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of)
 
         record.again = again
         return results
@@ -168,8 +191,26 @@ class Stage:
     def _compute(
         self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_of: LossOf | None
     ) -> tuple[dict[int, Any], Tensor | None]:
-        emitted = self.part.run(arrived, args, kwargs)
+        emitted = self._call(arrived, args, kwargs)
         return emitted, None if loss_of is None else check_loss(loss_of(emitted[OUTPUT]))
+
+    def _call(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        """Run the part on what may be written to, and see to it that what it emits may leave."""
+        if arrived:
+            arrived, watched = self._received.hand(arrived)
+            try:
+                emitted = self.part.run(arrived, args, kwargs)
+            except RuntimeError as error:
+                if "a leaf Variable that requires grad" in str(error):
+                    raise ModelError(self._received.late()) from error
+                raise
+            self._received.learn(watched)
+        else:
+            emitted = self.part.run(arrived, args, kwargs)
+        for target, payload in emitted.items():
+            if target != OUTPUT and (type(payload) is not Tensor or payload.grad_fn is None):
+                emitted[target] = self._outgoing.fit(payload)
+        return emitted
 
     # -- backward
 
@@ -248,32 +289,6 @@ class Stage:
 def _go_back(roots: list[GradientEdge], seeds: list[Tensor]) -> None:
     """`torch.autograd.backward`, without its questions about tensors that are edges here."""
     _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-class _KeepBuffers:
-    """A recomputed forward must not count twice: it runs on copies of the stage's buffers.
-
-    Copies, and not a restore afterwards: the graph may have saved a buffer, and writing to it
-    would make the backward impossible.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        tables = {id(holder._buffers): holder for holder in self._module.modules()}  # copies of modules share one
-        self._originals = [
-            (holder, name, buffer)
-            for holder in tables.values()
-            for name, buffer in holder._buffers.items()
-            if buffer is not None
-        ]
-        for holder, name, buffer in self._originals:
-            holder._buffers[name] = buffer.detach().clone()
-
-    def __exit__(self, *_: object) -> None:
-        for holder, name, buffer in self._originals:
-            holder._buffers[name] = buffer
 
 
 def _save_nothing(_: Tensor) -> None:

@@ -107,6 +107,8 @@ class OwnedState:
 
     def _materialise(self, init: Callable[[str, Tensor], Any] | None) -> set[str]:
         """Put the local stages where they belong; parameters built under `lazy()` get memory here."""
+        if init is not None and not any(is_lazy(part.module) for part in self.split.parts):
+            raise UsageError("init= fills parameters that were built under penstock.lazy(), and this model has none")
         made: dict[int, nn.Parameter] = {}
         missing: set[str] = set()
         for rank, executor in self.crew.executors.items():

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from penstock.model.lazy import stands_for
 from penstock.model.split import Split
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
@@ -34,7 +35,10 @@ class TiedParameters:
         places: dict[int, tuple[nn.Parameter, set[int]]] = {}
         for index, part in enumerate(split.parts):
             for parameter in part.module.parameters():
-                places.setdefault(id(parameter), (parameter, set()))[1].add(placement.rank_of(index))
+                key = id(stands_for(parameter))  # on this rank it has a value, in other ranks' stages it has none
+                known, ranks = places.get(key, (parameter, set()))
+                ranks.add(placement.rank_of(index))
+                places[key] = (parameter if known.is_meta else known, ranks)
         self._groups = [(parameter, tuple(sorted(ranks))) for parameter, ranks in places.values() if len(ranks) > 1]
         self._second = {id(parameter) for parameter, ranks in self._groups if transport.rank != ranks[0]}
         self._channels = [

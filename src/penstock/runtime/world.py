@@ -8,7 +8,6 @@ wrong numbers is an error that names it.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
+from penstock.runtime.facts import facts_of
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import host_name, offsets
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
@@ -144,7 +144,7 @@ class World:
         """On processes: the same schedule, stages, options and seed everywhere."""
         if self._transport is None:
             return
-        mine = _facts(pipe)
+        mine = facts_of(pipe)
         self._told = True
         told = self._transport.exchange((mine, pipe.clock.seed, host_name()))
         refused = [(rank, theirs) for rank, theirs in enumerate(told) if isinstance(theirs, str)]
@@ -179,6 +179,9 @@ class World:
         except PenstockError as error:  # the others wait for this rank's answer, whatever it is
             own = error
         told = list(enumerate(self._transport.exchange((mine, None if own is None else str(own)))))
+        stepping = [rank for rank, answer in told if not isinstance(answer, tuple)]
+        if stepping:
+            raise PeerFailure(stepping[0], f"ranks {stepping} were in step() while this rank was in evaluate()")
         if own is not None:
             raise own
         for rank, (_, problem) in told:
@@ -237,7 +240,7 @@ class World:
             raise UsageError(
                 f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too"
             )
-        batch = cut(given, named, goal, extra)
+        batch = cut(given, named, goal, extra, whole=False)
         batch.rows = rows
         return batch
 
@@ -269,26 +272,3 @@ def _needed(
     if parts[-1].index == pipe.split.stages - 1:
         return given, named, target, dict(loss_kwargs)
     return given, named, None, {}
-
-
-def _facts(pipe: Pipeline) -> dict[str, tuple[str, str]]:
-    """What must be the same on every rank: each in words, and a digest of all of it."""
-    schedule = pipe.schedule
-    facts: dict[str, tuple[str, Any]] = {
-        "microbatches": (str(schedule.microbatches), None),
-        "schedule": (f"{schedule.name or 'its own'} for {schedule.stages} stages", schedule.rows),
-        "recompute": (pipe.recompute, None),
-        "inputs": (pipe.inputs, None),
-        "transport": (pipe.world.way or "no choice", None),
-    }
-    for part in pipe.split.parts:
-        shapes = [(part.names.get(name, name), tuple(value.shape)) for name, value in part.module.state_dict().items()]
-        numbers = sum(math.prod(shape) for _, shape in shapes)
-        facts[f"stage {part.index}"] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
-    return {name: (words, _digest(value)) for name, (words, value) in facts.items()}
-
-
-def _digest(value: Any) -> str:
-    import hashlib
-
-    return hashlib.sha256(repr(value).encode()).hexdigest()

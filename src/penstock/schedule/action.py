@@ -100,16 +100,24 @@ class _Fields(NamedTuple):
 class Action(_Fields):
     """`Action(2, Op.F, 0)` is `2F0`. `peer` is the other end of a transfer that skips stages.
 
+    The op may be given by its name, `"F"`.
+
     For an overlapped pair, `stage` and `microbatch` are those of its first part; iterate
     `parts()` to see the computes of any action, paired or not.
     """
 
     __slots__ = ()
 
-    def __new__(cls, stage: int, op: Op, microbatch: int | None = None, peer: int | None = None) -> Self:
-        op = Op(op)
+    def __new__(cls, stage: int, op: Op | str, microbatch: int | None = None, peer: int | None = None) -> Self:
+        op = _op_of(op)
         if op.is_pair:
             raise NotationError(f"{op} joins two actions: write Action.overlap(first, second)")
+        if type(stage) is not int:
+            _whole("stage", stage)
+        if microbatch is not None and type(microbatch) is not int:
+            _whole("microbatch", microbatch)
+        if peer is not None and type(peer) is not int:
+            _whole("peer", peer)
         if stage < 0 or (microbatch is not None and microbatch < 0):
             raise NotationError(f"stage {stage}, microbatch {microbatch}: both must be 0 or more")
         if op.is_sharding and microbatch is not None:
@@ -128,6 +136,9 @@ class Action(_Fields):
     @classmethod
     def overlap(cls, first: Action, second: Action) -> Self:
         """The pair of a forward and a backward that may run at the same time, in this order."""
+        for part in (first, second):
+            if not isinstance(part, Action):
+                raise NotationError(f"an overlapped pair is of two Actions, got {part!r}; parse text with parse()")
         backward_first = first.op.is_backward
         forward, backward = (second, first) if backward_first else (first, second)
         if forward.op is not Op.F or not backward.op.is_backward:
@@ -166,6 +177,21 @@ class Action(_Fields):
         return _restore, (str(self),)
 
 
+def _op_of(op: object) -> Op:
+    if isinstance(op, Op):
+        return op
+    if isinstance(op, str) and op in Op.__members__:
+        return Op[op]
+    if isinstance(op, int) and not isinstance(op, bool) and 0 <= op < len(Op):
+        return Op(op)
+    raise NotationError(f"{op!r} is no op; ops are {', '.join(Op.__members__)}")
+
+
+def _whole(name: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise NotationError(f"{name} must be a whole number of at least 0, got {number!r}")
+
+
 def _restore(text: str) -> Action:
     return parse(text)
 
@@ -177,6 +203,8 @@ def trusted(stage: int, op: Op, microbatch: int | None = None, peer: int | None 
 
 def parse(text: str, row: int | None = None, column: int | None = None) -> Action:
     """Read one action. `row` and `column` are where it stands in a file, for the message."""
+    if not isinstance(text, str):
+        _refuse(text, row, column, EXPECTED)
     match = _PLAIN.fullmatch(text)
     if match is None:
         return _parse_pair(text, row, column)
@@ -207,6 +235,6 @@ def _parse_pair(text: str, row: int | None, column: int | None) -> Action:
     return action
 
 
-def _refuse(text: str, row: int | None, column: int | None, why: str) -> NoReturn:
+def _refuse(text: object, row: int | None, column: int | None, why: str) -> NoReturn:
     where = "" if row is None else f"row {row}, column {column}: "
     raise NotationError([Fault(f"{where}{text!r} is not an action: {why}")])

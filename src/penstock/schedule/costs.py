@@ -7,8 +7,9 @@ the user's: slots, milliseconds, bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Op
@@ -18,6 +19,28 @@ from penstock.schedule.topology import Topology
 __all__ = ["Costs"]
 
 PerStage = float | Sequence[float]
+
+
+class ByEdge(Mapping[tuple[int, int], float]):
+    """Numbers by edge that stay as they were given: costs are values, and so is all that is in them."""
+
+    def __init__(self, numbers: Mapping[tuple[int, int], float]) -> None:
+        self._numbers = dict(numbers)
+
+    def __getitem__(self, edge: tuple[int, int]) -> float:
+        return self._numbers[edge]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._numbers.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._numbers)
 
 
 @dataclass(frozen=True)
@@ -44,18 +67,20 @@ class Costs:
     held: PerStage | None = None
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input", "weight", "activation", "held"):
+        for name in ("forward", "input", "weight", "activation", "held", "bytes"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, (int, float)):
-                if not isinstance(value, Sequence) or isinstance(value, str):
-                    raise UsageError(f"{name} takes one number or one for each stage, got {value!r}")
+            if isinstance(value, Mapping) and name == "bytes":
+                object.__setattr__(self, name, ByEdge(value))
+            elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
                 object.__setattr__(self, name, tuple(value))
+            elif not _is_number(value) and (name != "held" or value is not None):
+                raise UsageError(f"{name} takes one number or one for each stage, got {value!r}")
             _check(name, _numbers(getattr(self, name)))
-        sizes = self.bytes.values() if isinstance(self.bytes, Mapping) else _numbers(self.bytes)
-        for name, numbers in (("hop", [self.hop]), ("latency", [self.latency]), ("bytes", sizes)):
-            _check(name, numbers)
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise UsageError(f"bandwidth must be above 0, got {self.bandwidth}; leave it out for free transfers")
+        _check("hop", [self.hop])
+        _check("latency", [self.latency])
+        sizes = _numbers(self.bytes)
+        if self.bandwidth is not None and (not _is_number(self.bandwidth) or not self.bandwidth > 0):
+            raise UsageError(f"bandwidth must be above 0, got {self.bandwidth!r}; leave it out for free transfers")
         if self.hop and (self.latency or self.bandwidth is not None):
             raise UsageError("give either hop, or latency and bandwidth with bytes; not both")
         if any(sizes) and self.bandwidth is None:
@@ -115,16 +140,28 @@ class Costs:
         return size / self.bandwidth, self.latency
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def _check(name: str, numbers: Iterable[float]) -> None:
     for number in numbers:
-        if not 0 <= number < math.inf:
+        if not _is_number(number):
+            raise UsageError(f"{name} must be 0 or more and finite, got {number!r}, which is no number")
+        try:
+            good = 0 <= float(number) < math.inf
+        except OverflowError:
+            raise UsageError(f"{name} must be 0 or more and finite; a whole number of that size is neither") from None
+        if not good:
             raise UsageError(f"{name} must be 0 or more and finite, got {number}")
 
 
-def _numbers(value: PerStage | None) -> Sequence[float]:
+def _numbers(value: PerStage | Mapping[tuple[int, int], float] | None) -> Sequence[float]:
     if value is None:
         return ()
-    return (value,) if isinstance(value, (int, float)) else value
+    if isinstance(value, Mapping):
+        return tuple(value.values())
+    return value if isinstance(value, tuple) else (value,)
 
 
 assert list(map(int, (Op.F, Op.B, Op.I, Op.W))) == [0, 1, 2, 3]  # by_op's order

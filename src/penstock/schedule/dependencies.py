@@ -134,13 +134,14 @@ class Table:
         return tuple(dict.fromkeys(found))
 
     def needs_of(self, action: Action) -> list[int]:
-        """The positions that an action waits for; of a pair, what both parts wait for in all."""
+        """The positions that an action waits for; of a pair, what either part waits for.
+
+        The parts may run at the same time: what one makes cannot be what the other needs.
+        """
         waits: list[int] = []
-        inside: set[int] = set()
         for stage, op, microbatch, _, _ in action.parts():
             if microbatch is not None:
-                waits += [base + microbatch for base in self.needed[op][stage] if base + microbatch not in inside]
-                inside.update(base + microbatch for base in self.made[op][stage])
+                waits += [base + microbatch for base in self.needed[op][stage]]
         return waits
 
 

@@ -18,7 +18,7 @@ All passes are linear in the number of actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import align
 from penstock.schedule.dependencies import Table
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.seen import PASSES, passes_seen
 from penstock.schedule.topology import Link, links
 
 __all__ = ["insert_reductions", "insert_shards", "insert_transfers", "lower"]
@@ -38,8 +39,7 @@ def lower(schedule: Schedule, *, reduce: bool = False, window: int | None = None
     `reduce` puts REDUCE_GRAD after the last backward of each stage. `window` is for sharded
     parameters: so many stages are whole at a time, this one and the next that will be needed.
     """
-    if schedule.passes:
-        raise UsageError(f"the schedule is lowered already ({', '.join(sorted(schedule.passes))}); lower s.compute()")
+    _refuse_after(schedule, PASSES, "lower")
     program = insert_transfers(schedule)
     if reduce:
         program = insert_reductions(program)
@@ -48,8 +48,19 @@ def lower(schedule: Schedule, *, reduce: bool = False, window: int | None = None
     return program
 
 
+def _refuse_after(schedule: Schedule, passes: Iterable[str], what: str) -> None:
+    """A pass reads what it knows: it cannot come after one that it would undo, nor after itself."""
+    there = (schedule.passes | passes_seen(schedule.rows)).intersection(passes)
+    if there:
+        raise UsageError(
+            f"the schedule is lowered already ({', '.join(sorted(there))}); {what} starts from its computes: "
+            f"{what}(schedule.compute())"
+        )
+
+
 def insert_transfers(schedule: Schedule) -> Schedule:
     """Add a send and an early-posted receive wherever a value crosses ranks; drop idle slots."""
+    _refuse_after(schedule, PASSES, "insert_transfers")
     shape = list(schedule.shape_faults())
     if shape:
         raise ScheduleError(shape)
@@ -136,6 +147,7 @@ def is_aligned(schedule: Schedule) -> bool:
 
 def insert_reductions(schedule: Schedule) -> Schedule:
     """REDUCE_GRAD for each stage right after its last backward, by order and not by number."""
+    _refuse_after(schedule, ("reductions", "shards"), "insert_reductions")
     rows = []
     for row in schedule.rows:
         last: dict[int, int] = {}
@@ -159,10 +171,12 @@ def insert_shards(schedule: Schedule, window: int) -> Schedule:
     """UNSHARD each stage before it is needed and RESHARD it when it leaves the window.
 
     The window is the stage that computes next and the `window - 1` different stages that
-    compute after it. A reduction needs the whole gradients, so it counts as a use.
+    compute after it; an overlapped pair of two stages needs both, whatever the window. A
+    reduction needs the whole gradients, so it counts as a use.
     """
-    if window < 1:
-        raise UsageError(f"window must be at least 1 (the stage that computes), got {window}")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise UsageError(f"window must be a whole number of at least 1 (the stage that computes), got {window!r}")
+    _refuse_after(schedule, ("shards",), "insert_shards")
     rows = [_shard_row(row, window) for row in schedule.rows]
     return schedule.replace(rows, passes=schedule.passes | {"shards"})
 

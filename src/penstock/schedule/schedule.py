@@ -12,20 +12,28 @@ many microbatches are meant, which stages feed which, and which lowering passes 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
 
-from penstock.errors import Fault, NotationError, ScheduleError, UsageError
-from penstock.schedule.action import Action, Op, parse
+from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.schedule.action import Action
 from penstock.schedule.placement import Placement
+from penstock.schedule.seen import (
+    PASSES,
+    Row,
+    microbatches_seen,
+    parts_of,
+    passes_seen,
+    placement_seen,
+    skips_seen,
+)
 from penstock.schedule.topology import Topology
 
 __all__ = ["Row", "Schedule"]
 
-Row = tuple[Action | None, ...]
+FEW = 100_000  # missing computes that are still listed one by one
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -51,23 +59,23 @@ class Schedule:
         name: str = "",
         passes: Iterable[str] | None = None,
     ) -> None:
-        filled = tuple(tuple(row) for row in rows)
-        if not filled:
-            raise ScheduleError("a schedule needs at least one row: one for each rank")
+        filled = _rows_of(rows)
         if placement is None:
-            placement = _placement_seen(filled)
+            placement = placement_seen(filled)
         elif not isinstance(placement, Placement):
             placement = Placement(placement)
         if microbatches is None:
-            microbatches = _microbatches_seen(filled)
-        elif microbatches < 1:
-            raise UsageError(f"microbatches must be at least 1, got {microbatches}")
+            microbatches = microbatches_seen(filled)
+        elif isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+            raise UsageError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
         if topology is None:
-            topology = Topology.chain(placement.stages, _skips_seen(filled, placement.stages))
+            topology = Topology.chain(placement.stages, skips_seen(filled, placement.stages))
+        if not isinstance(topology, Topology):
+            raise UsageError(f"topology is a Topology, such as Topology(stages, edges); got {topology!r}")
         if topology.stages != placement.stages:
             raise UsageError(f"the topology has {topology.stages} stages and the placement {placement.stages}")
         if forward_only is None:
-            forward_only = not any(part.op.is_backward for _, _, part in _parts(filled))
+            forward_only = not any(part.op.is_backward for _, _, part in parts_of(filled))
         for name_, value in {
             "rows": filled,
             "placement": placement,
@@ -75,7 +83,7 @@ class Schedule:
             "topology": topology,
             "forward_only": forward_only,
             "name": name,
-            "passes": passes_seen(filled) if passes is None else frozenset(passes),
+            "passes": passes_seen(filled) if passes is None else _passes_of(passes),
         }.items():
             object.__setattr__(self, name_, value)
 
@@ -104,7 +112,7 @@ class Schedule:
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
         """(rank, position, action) of every action, overlapped pairs opened."""
-        return _parts(self.rows)
+        return parts_of(self.rows)
 
     def __repr__(self) -> str:
         title = f"{self.name} " if self.name else ""
@@ -115,7 +123,7 @@ class Schedule:
     def replace(self, rows: Iterable[Iterable[Action | None]] | None = None, **changes: Any) -> Schedule:
         """The same schedule with other rows or other facts; what it is meant to be stays."""
         if rows is not None:
-            changes["rows"] = tuple(tuple(row) for row in rows)
+            changes["rows"] = rows
         return replace(self, **changes)
 
     def compute(self) -> Schedule:
@@ -157,18 +165,14 @@ class Schedule:
     def load(cls, path: str | PathLike[str], *, check: bool = True, **facts: Any) -> Schedule:
         """Read a `.csv` or `.json` file.
 
-        `facts` (`ranks=`, `microbatches=`, `placement=`, ...) state what the file must be for.
-        With `check`, missing rows, foreign stages and out-of-range microbatches are refused
-        here; without it, `verify` will list them with everything else.
+        `facts` (`ranks=`, `stages=` and the constructor's arguments) state what the file must be
+        for: one that says otherwise is refused. What a CSV cannot say, such as a topology, is
+        taken from them. With `check`, missing rows, foreign stages and out-of-range microbatches
+        are refused here; without it, `verify` will list them with everything else.
         """
         from penstock.schedule.text import load
 
-        schedule = load(path, facts)
-        if check:
-            faults = list(schedule.shape_faults())
-            if faults:
-                raise ScheduleError(faults)
-        return schedule
+        return load(path, facts, check)
 
     def shape_faults(self) -> Iterator[Fault]:
         """What makes it no schedule at all: rows, stages and microbatches that do not fit."""
@@ -176,6 +180,9 @@ class Schedule:
         home = self.placement.by_stage
         if self.ranks != self.placement.ranks:
             yield Fault(f"{self.ranks} rows for a placement on {self.placement.ranks} ranks; give each rank one row")
+        crowd = self.crowd_fault()
+        if crowd is not None:
+            yield crowd
         seen = set()
         for rank, row in enumerate(self.rows):
             if not any(row):
@@ -206,84 +213,34 @@ class Schedule:
             if stage not in seen:
                 yield Fault(f"stage {stage} appears in no row; is the row of its rank missing?")
 
-
-def _parts(rows: Sequence[Row]) -> Iterator[tuple[int, int, Action]]:
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            if action is not None:
-                for part in action.parts():
-                    yield rank, position, part
-
-
-def _placement_seen(rows: Sequence[Row]) -> Placement:
-    """Each stage where most of its computes stand; a stage that stands nowhere goes to rank 0."""
-    places: dict[int, Counter[int]] = {}
-    for rank, _, action in _parts(rows):
-        places.setdefault(action.stage, Counter())[rank] += 1
-    if not places:
-        raise ScheduleError("the schedule has no action in any row")
-    stages = max(places) + 1
-    if stages > 2 * len(places) + len(rows):
-        raise ScheduleError(
-            f"stage numbers go up to {stages - 1}, but only {len(places)} appear: number them from 0 without gaps"
-        )
-    table = [places[stage].most_common(1)[0][0] if stage in places else 0 for stage in range(stages)]
-    empty = sorted(set(range(max(table) + 1)) - set(table))
-    if empty:
-        raise ScheduleError(
-            [Fault("the row has no stage of its own; every rank runs something", rank) for rank in empty]
-        )
-    return Placement(table)
-
-
-def _microbatches_seen(rows: Sequence[Row]) -> int:
-    """How many microbatches most stages run forward, so that one stray number is a fault."""
-    forwards: dict[int, set[int]] = {}
-    for _, _, action in _parts(rows):
-        if action.op is Op.F and action.microbatch is not None:
-            forwards.setdefault(action.stage, set()).add(action.microbatch)
-    if not forwards:
-        raise ScheduleError("the schedule has no forward, so the number of microbatches is unknown; pass microbatches=")
-    counts = Counter(len(numbers) for numbers in forwards.values())
-    return max(counts, key=lambda count: (counts[count], count))
-
-
-def passes_seen(rows: Iterable[Iterable[Action | None]]) -> frozenset[str]:
-    """Which passes must have run, by the actions that they add."""
-    ops = {action[1] for row in rows for action in row if action is not None}
-    names = {
-        "transfers": any(op.is_transfer for op in ops),
-        "reductions": Op.REDUCE_GRAD in ops,
-        "shards": Op.UNSHARD in ops or Op.RESHARD in ops,
-    }
-    return frozenset(name for name, present in names.items() if present)
-
-
-def _skips_seen(rows: Sequence[Row], stages: int) -> list[tuple[int, int]]:
-    """Edges that transfers in the rows name; needed for files, which hold nothing else."""
-    skips = set()
-    for _, _, action in _parts(rows):
-        if action.peer is not None:
-            low, high = sorted((action.stage, action.peer))
-            if high < stages:
-                skips.add((low, high))
-    return sorted(skips)
-
-
-def actions_of(rows: Iterable[Iterable[str | None]]) -> list[list[Action | None]]:
-    """Parse cells; blank means idle. Every bad cell is named at once, by row and column as in an editor."""
-    faults: list[Fault] = []
-
-    def read(cell: str | None, row: int, column: int) -> Action | None:
-        if not cell or not cell.strip():
+    def crowd_fault(self) -> Fault | None:
+        """Far more microbatches than the rows could ever run: one fact, said before anything of that size is made."""
+        size, there = self.stages * self.microbatches, sum(map(len, self.rows))
+        if size <= FEW + 2 * there:
             return None
-        try:
-            return parse(cell.strip(), row, column)
-        except NotationError as error:
-            faults.extend(error.faults)
-            return None
+        meant = f"{self.microbatches} microbatches in {self.stages} stages are {size} forwards"
+        return Fault(f"{meant}, but the rows have only {there} entries")
 
-    found = [[read(cell, number, column) for column, cell in enumerate(row, 1)] for number, row in enumerate(rows, 1)]
-    if faults:
-        raise NotationError(faults)
+
+def _rows_of(rows: Iterable[Iterable[Action | None]]) -> tuple[Row, ...]:
+    filled = tuple(tuple(row) for row in rows)
+    if not filled:
+        raise ScheduleError("a schedule needs at least one row: one for each rank")
+    for number, row in enumerate(filled):
+        if not _CELLS.issuperset(map(type, row)):
+            odd = next(cell for cell in row if type(cell) not in _CELLS)
+            raise UsageError(
+                f"row {number} holds {odd!r}; a row holds Actions, and None for an idle slot "
+                "(for text, call Schedule.from_text)"
+            )
+    return filled
+
+
+_CELLS = frozenset((Action, type(None)))
+
+
+def _passes_of(passes: Iterable[str]) -> frozenset[str]:
+    found = frozenset((passes,) if isinstance(passes, str) else passes)
+    if isinstance(passes, str) or not found <= PASSES:
+        raise UsageError(f"passes are some of {', '.join(sorted(PASSES))}, in a list or set; got {passes!r}")
     return found

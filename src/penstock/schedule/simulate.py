@@ -18,9 +18,10 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.align import stuck_faults
 from penstock.schedule.costs import Costs
-from penstock.schedule.dependencies import Stuck, Table, Value, makes, walk
+from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timeline import Span, Timeline, peaks
+from penstock.schedule.wires import Wires
 
 __all__ = ["Spread", "simulate", "what_if"]
 
@@ -35,12 +36,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     rows = _opened(schedule)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     times = costs.by_op(schedule.stages)
-    wires, links = _wires(schedule, table, costs)
+    wires = Wires(schedule, table, costs)
+    alone, joined, busy_until = wires.alone, wires.joined, wires.busy_until
     noise = random.Random(seed)
     needed, made = table.needed, table.made
     at = [0.0] * table.size
     free = [0.0] * schedule.ranks
-    busy_until = [0.0] * links
     spans: list[list[Span]] = [[] for _ in rows]
     stuck: list[Stuck] = []
     new = tuple.__new__
@@ -59,20 +60,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
         spans[rank].append(new(Span, (rank, action, start, end, start - idle_from)))
         for base in made[op][stage]:
             at[base + microbatch] = end
-        for base, link, occupied, delay in wires[op][stage]:
+        for base, link, occupied, delay in alone[op][stage]:
             if occupied:
                 begin = max(end, busy_until[link])
                 busy_until[link] = begin + occupied
                 at[base + microbatch] = begin + occupied + delay
             else:
                 at[base + microbatch] = end + delay
+        if joined and (op, stage) in joined:
+            wires.join(op, stage, microbatch, end, at)
     if stuck:
         raise ScheduleError(stuck_faults(rows, stuck))
+    memory = _peak_memory(rows, schedule, costs)
+    if not math.isfinite(schedule.ranks * max(free)) or not math.isfinite(max(memory)):
+        raise UsageError("the costs are too large to be added up; give them in a larger unit")
     return Timeline(
         schedule,
         tuple(span for row in spans for span in row),
         peak_activations=peaks(rows, schedule.forward_only),
-        peak_memory=_peak_memory(rows, schedule, costs),
+        peak_memory=memory,
         arrival=_Arrivals(table, at),
     )
 
@@ -102,31 +108,6 @@ def _opened(schedule: Schedule) -> Sequence[Sequence[Action | None]]:
     if not any(action is not None and action.pair is not None for row in schedule.rows for action in row):
         return schedule.rows
     return [[part for action in row if action is not None for part in action.parts()] for row in schedule.rows]
-
-
-def _wires(
-    schedule: Schedule, table: Table, costs: Costs
-) -> tuple[list[list[list[tuple[int, int, float, float]]]], int]:
-    """By op and stage: (base where it arrives, link number, time on the link, delay); how many links."""
-    topology, placement = schedule.topology, schedule.placement
-    numbers: dict[tuple[int, int], int] = {}
-    wires: list[list[list[tuple[int, int, float, float]]]] = []
-    for op in (Op.F, Op.B, Op.I, Op.W):
-        by_stage = []
-        for stage in range(schedule.stages):
-            entries = []
-            forward = Value.OUTPUT in makes(op)
-            for rank, base in table.carried[op][stage]:
-                if forward:
-                    readers = topology.consumers(stage)
-                    edge = (stage, next(reader for reader in readers if placement.rank_of(reader) == rank))
-                else:
-                    edge = (table.names[base // table.microbatches][3], stage)
-                link = numbers.setdefault((placement.rank_of(stage), rank), len(numbers))
-                entries.append((base, link, *costs.wire(*edge)))
-            by_stage.append(entries)
-        wires.append(by_stage)
-    return wires, len(numbers)
 
 
 def _peak_memory(rows: Sequence[Sequence[Action | None]], schedule: Schedule, costs: Costs) -> tuple[float, ...]:

@@ -18,8 +18,10 @@ from typing import Any
 
 from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
+from penstock.schedule.facts import check_facts, taken
 from penstock.schedule.placement import Placement
-from penstock.schedule.schedule import Row, Schedule, actions_of
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.seen import PASSES, Row, actions_of, skips_seen
 from penstock.schedule.topology import Topology
 
 __all__ = ["draw", "load", "read_text", "save"]
@@ -76,8 +78,8 @@ def _bands(widths: Sequence[int], room: int | None) -> Iterable[tuple[int, int]]
 def read_text(text: str | Iterable[str]) -> list[list[Action | None]]:
     """Rows from text lines, or from a drawing, wrapped or not."""
     lines = text.splitlines() if isinstance(text, str) else list(text)
-    rows: list[list[Action | None]] = []
-    number = 0
+    rows: list[list[str]] = []  # of cells
+    places: list[list[tuple[int, int]]] = []  # of the same cells: line and column
     for line_number, line in enumerate(lines, 1):
         label = re.match(r"\s*rank (\d+)\s*[:|]?\s", line + " ")
         cells = (line[label.end() :] if label else line).split()
@@ -88,13 +90,17 @@ def read_text(text: str | Iterable[str]) -> list[list[Action | None]]:
             raise ScheduleError(f"line {line_number} is for rank {number}, but rank {len(rows)} has no line before it")
         if number == len(rows):
             rows.append([])
-        rows[number] += [_read_cell(cell, line_number, column) for column, cell in enumerate(cells, 1)]
-    return rows
+            places.append([])
+        rows[number] += cells
+        places[number] += [(line_number, column) for column in range(1, len(cells) + 1)]
+
+    def read(cell: str, row: int, column: int) -> Action:
+        return _read_cell(cell, *places[row - 1][column - 1])
+
+    return actions_of(rows, IDLE, read)
 
 
-def _read_cell(cell: str, row: int, column: int) -> Action | None:
-    if cell == IDLE:
-        return None
+def _read_cell(cell: str, row: int, column: int) -> Action:
     if cell.startswith("(") and cell.endswith(")") and cell.count(";") == 1:
         backward_first = re.match(r"\([0-9]+[BIW]", cell)
         return parse(f"{cell}{Op.OVERLAP_B_F if backward_first else Op.OVERLAP_F_B}", row, column)
@@ -108,22 +114,24 @@ def save(schedule: Schedule, path: str | PathLike[str]) -> None:
     path.write_text(text, encoding="utf-8", newline="")
 
 
-def load(path: str | PathLike[str], facts: dict[str, Any]) -> Schedule:
-    """Read `.csv` or `.json`; `facts` override or check what the file implies."""
+def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -> Schedule:
+    """Read `.csv` or `.json`, and see whether it is for the stated `facts`; all faults at once."""
     path = Path(path)
     kind = _kind(path)
-    ranks = facts.pop("ranks", None)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise NotationError(f"{path.name} is not text in UTF-8: {error}") from error
-    schedule = (from_csv if kind == ".csv" else from_json)(text, facts)
-    if ranks is not None and schedule.ranks != ranks:
-        missing = range(schedule.ranks, ranks)
-        raise ScheduleError(
-            [Fault("has no row in the file", rank) for rank in missing]
-            or [Fault(f"{path.name} has {schedule.ranks} rows, for {ranks} ranks: {schedule.ranks - ranks} too many")]
-        )
+    if kind == ".csv":
+        schedule = from_csv(text, taken(facts))
+    else:
+        taken(facts)
+        schedule = from_json(text)
+    found = check_facts(schedule, facts, whole=kind == ".json")
+    if check:
+        found += [fault for fault in schedule.shape_faults() if fault not in found]
+    if found:
+        raise ScheduleError(found)
     return schedule
 
 
@@ -135,7 +143,15 @@ def _kind(path: Path) -> str:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row a rank, blank cells for idle slots."""
+    """One row a rank, blank cells for idle slots. The edges must be those that can be read off the rows."""
+    there = Topology.chain(schedule.stages, skips_seen(schedule.rows, schedule.stages))
+    if there != schedule.topology:
+        odd = sorted(set(there.edges) ^ set(schedule.topology.edges))
+        shown = ", ".join(f"{source} -> {target}" for source, target in odd[:3])
+        raise UsageError(
+            f"CSV holds actions alone, and no transfer in the rows tells the edge {shown}; save it as .json "
+            "(or write the rows yourself, and load them with topology=)"
+        )
     out = io.StringIO()
     csv.writer(out).writerows([("" if action is None else str(action)) for action in row] for row in schedule.rows)
     return out.getvalue()
@@ -144,7 +160,10 @@ def to_csv(schedule: Schedule) -> str:
 def from_csv(text: str, facts: dict[str, Any]) -> Schedule:
     """Read torch's dialect, compute-only or with transfers."""
     try:
-        rows = actions_of(csv.reader(io.StringIO(text, newline="")))
+        cells = list(csv.reader(io.StringIO(text, newline="")))
+        while cells and not "".join(cells[-1]).strip() and len(cells[-1]) < 2:  # a blank line at the end
+            cells.pop()
+        rows = actions_of(cells)
     except csv.Error as error:
         raise NotationError(f"not CSV: {error}") from error
     blank = [number for number, row in enumerate(rows) if not any(row)]
@@ -173,7 +192,7 @@ def to_json(schedule: Schedule) -> str:
     return f'{head},\n  "rows": [\n{rows}\n  ]\n}}\n'
 
 
-def from_json(text: str, facts: dict[str, Any]) -> Schedule:
+def from_json(text: str) -> Schedule:
     """Read what `to_json` wrote."""
     try:
         document = json.loads(text)
@@ -182,7 +201,7 @@ def from_json(text: str, facts: dict[str, Any]) -> Schedule:
     if not isinstance(document, dict) or document.get("penstock_schedule") != FORMAT:
         raise NotationError(f'a schedule in JSON has "penstock_schedule": {FORMAT} at its top')
     missing = [key for key in _KEYS if type(document.get(key)) is not _KEYS[key]]
-    if not missing and not {"transfers", "reductions", "shards"}.issuperset(map(str, document["passes"])):
+    if not missing and not PASSES.issuperset(map(str, document["passes"])):
         missing = ["passes"]
     if missing:
         raise NotationError([Fault(f"the JSON is not a whole schedule: {key!r} is missing or odd") for key in missing])
@@ -195,14 +214,27 @@ def from_json(text: str, facts: dict[str, Any]) -> Schedule:
             "name": document["name"],
             "passes": frozenset(document["passes"]),
         }
-        rows: list[list[Action | None]] = actions_of(document["rows"])
-        return Schedule(rows, **{**known, **facts})
+        return Schedule(actions_of(_json_rows(document["rows"])), **known)
     except ScheduleError:
         raise
     except UsageError as error:
         raise NotationError(f"the JSON is not a whole schedule: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise NotationError(f"the JSON is not a whole schedule: {type(error).__name__} {error}") from error
+
+
+def _json_rows(rows: list[Any]) -> list[list[str | None]]:
+    odd = []
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, list):
+            odd.append(Fault(f"row {number}: {row!r} is not a list of actions"))
+            continue
+        for column, cell in enumerate(row, 1):
+            if cell is not None and not isinstance(cell, str):
+                odd.append(Fault(f"row {number}, column {column}: {cell!r} is not an action in quotes, or null"))
+    if odd:
+        raise NotationError(odd)
+    return rows
 
 
 _KEYS = {

@@ -79,7 +79,7 @@ def from_json(text: str) -> Timeline:
     wrong = [name for name, kind in _KEYS.items() if not isinstance(document.get(name), kind)]
     if wrong:
         raise NotationError([Fault(f"the JSON is not a whole timeline: {name!r} is missing or odd") for name in wrong])
-    schedule = schedule_from_json(json.dumps(document["schedule"]), {})
+    schedule = schedule_from_json(json.dumps(document["schedule"]))
     shape = list(schedule.shape_faults())
     if shape:
         raise ScheduleError(shape)

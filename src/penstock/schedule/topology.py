@@ -32,9 +32,9 @@ class Topology:
     _consumers: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
 
     def __init__(self, stages: int, edges: Iterable[tuple[int, int]]) -> None:
-        if stages < 1:
-            raise UsageError(f"a topology needs at least one stage, got {stages}")
-        ordered = tuple(sorted({(int(source), int(target)) for source, target in edges}))
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            raise UsageError(f"a topology needs at least one stage, in whole numbers; got {stages!r}")
+        ordered = tuple(sorted({_edge(edge) for edge in edges}))
         for source, target in ordered:
             if not 0 <= source < target < stages:
                 raise UsageError(
@@ -73,6 +73,13 @@ class Topology:
     def is_chain(self) -> bool:
         """Each stage feeds the next one and no other."""
         return self.edges == tuple((stage, stage + 1) for stage in range(self.stages - 1))
+
+
+def _edge(edge: object) -> tuple[int, int]:
+    ends = tuple(edge) if isinstance(edge, (tuple, list)) else ()
+    if len(ends) != 2 or any(isinstance(end, bool) or not isinstance(end, int) for end in ends):
+        raise UsageError(f"an edge, or skip, is two whole numbers (from stage, to stage), such as (0, 3); got {edge!r}")
+    return ends
 
 
 class Link(NamedTuple):

@@ -21,12 +21,11 @@ from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import stuck_faults
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.rendezvous import rendezvous_faults
-from penstock.schedule.schedule import Schedule, passes_seen
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.seen import passes_seen
 from penstock.schedule.transfers import Transfers, link_faults
 
 __all__ = ["faults", "verify"]
-
-FEW = 100_000  # missing computes that are still listed one by one
 
 
 def verify(schedule: Schedule) -> None:
@@ -39,7 +38,7 @@ def verify(schedule: Schedule) -> None:
 def faults(schedule: Schedule) -> list[Fault]:
     """Everything that is wrong with a schedule or program; an empty list is the proof."""
     found = list(schedule.shape_faults())
-    if schedule.ranks != schedule.placement.ranks:
+    if schedule.ranks != schedule.placement.ranks or schedule.crowd_fault() is not None:
         return found
     if found:
         schedule = _well_shaped(schedule, found)
@@ -77,11 +76,6 @@ def _completeness_faults(schedule: Schedule) -> Iterator[Fault]:
     """Each (stage, microbatch) has exactly one F and one B, or one I and one W."""
     microbatches, stages = schedule.microbatches, schedule.stages
     size = stages * microbatches
-    there = sum(map(len, schedule.rows))
-    if size > FEW + 2 * there:  # the one fact, and not millions of missing computes
-        meant = f"{microbatches} microbatches in {stages} stages are {size} forwards"
-        yield Fault(f"{meant}, but the rows have only {there} entries")
-        return
     counts = [bytearray(size) for _ in range(Op.W + 1)]
     last_compute, first_pair = Op.W, Op.OVERLAP_F_B
     for rank, row in enumerate(schedule.rows):
@@ -146,11 +140,13 @@ def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) 
                 continue
             stage, op, microbatch, peer, pair = entry
             if op <= last_compute or pair is not None:
-                for action in (entry,) if pair is None else pair:
+                parts = (entry,) if pair is None else pair
+                for action in parts:
                     stage, op, microbatch, _, _ = action
                     for base in needed[op][stage]:
                         if not here[base + microbatch]:
-                            yield _too_early(schedule, table, rank, position, action, base + microbatch)
+                            yield _too_early(schedule, table, rank, position, action, base + microbatch, entry)
+                for stage, op, microbatch, _, _ in parts:
                     for base in made[op][stage]:
                         here[base + microbatch] = 1
             elif op <= last_transfer:
@@ -168,8 +164,14 @@ def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) 
                             yield _too_early(schedule, table, rank, position, entry, base + microbatch)
 
 
-def _too_early(schedule: Schedule, table: Table, rank: int, position: int, action: Action, key: int) -> Fault:
+def _too_early(
+    schedule: Schedule, table: Table, rank: int, position: int, action: Action, key: int, entry: Action | None = None
+) -> Fault:
     value, stage, _, microbatch = table.name(key)
+    for part in entry.parts() if entry is not None else ():
+        if part.microbatch == microbatch and key in {base + microbatch for base in table.made[part.op][part.stage]}:
+            why = f"needs what {part} makes, and the parts of a pair may run at the same time; write them apart"
+            return Fault(why, rank, position, action)
     maker = f"{stage}F{microbatch}" if value is Value.OUTPUT else f"{stage}B{microbatch} or {stage}I{microbatch}"
     home = schedule.placement.by_stage[stage]
     what = maker if home == rank else f"the receive of {maker} from rank {home}"

@@ -35,10 +35,8 @@ def split_by_replay(
     wanted = stages if stages is not None else len(split_at) + 1
     if stages is None and not split_at and balance.counts is not None:
         wanted = len(balance.counts)
-    units = find_units(model, wanted, tuple(split_at))
     modules = dict(model.named_modules())
-    instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
-    recording = record(model, units, args, {**defaults, **kwargs}, instead)
+    units, recording = _recorded(model, modules, wanted, split_at, args, {**defaults, **kwargs})
     weights = profile_calls(
         model,
         recording,
@@ -81,6 +79,31 @@ def _assemble(
         allowed=tuple(_starts(modules, recording)[1:]),
         recut=lambda others: _assemble(model, units, recording, weights, others, defaults),
     )
+
+
+def _recorded(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    wanted: int,
+    split_at: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[list[str], Recording]:
+    """The units and their calls; where too few calls are made, larger units are opened and it is run again."""
+    instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
+    units = find_units(model, 1, tuple(split_at))
+    while True:
+        recording = record(model, units, args, kwargs, instead)
+        count = len(_starts(modules, recording))
+        if split_at or count >= wanted:
+            return units, recording
+        try:
+            units = find_units(model, len(units) + 1, tuple(split_at))
+        except ModelError as error:
+            raise ModelError(
+                f"{type(model).__name__} calls units with parameters {count} times ({', '.join(units[:8])}"
+                f"{', ...' if len(units) > 8 else ''}), too few for {wanted} stages; pass stages={count} or fewer"
+            ) from error
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

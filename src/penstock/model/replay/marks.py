@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
 
-__all__ = ["Absent", "Follower", "Reads", "Storages", "tensors_in"]
+__all__ = ["Absent", "Follower", "Reads", "Storages", "fresh", "tensors_in"]
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNSEEN = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr)  # read memory below every dispatch
@@ -40,6 +40,13 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
         elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
             found += tensors_in(dict(vars(leaf)), depth - 1)
     return found
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    """The same values in a storage of its own; one element stays one element."""
+    if tensor.numel() > 1 and not any(tensor.stride()):
+        return tensor.as_strided((), ()).clone().expand(tensor.shape)
+    return tensor.detach().clone()
 
 
 class Storages:
@@ -131,11 +138,11 @@ class Absent(Follower):
 
     def __enter__(self) -> Any:
         self._reads.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._reads.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,42 +27,17 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, WHOLE, no_stream
 from penstock.model.replay.marks import Absent
+from penstock.model.replay.owned import StageUnits
 from penstock.model.replay.plan import GLUE, Plan
 from penstock.model.replay.record import Leaf, Mark
 from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.tree import stage_tree
 
-__all__ = ["ReplayPart", "StageUnits"]
+__all__ = ["ReplayPart"]
 
 
 class _Abandoned(BaseException):
     """The rest of the forward is of no use to this stage. No `except Exception` may stop it."""
-
-
-class StageUnits(nn.Module):
-    """The units that a stage owns, as one module: what is trained, moved, saved."""
-
-    def __init__(self, units: list[nn.Module], loose: list[Tensor], others: list[nn.Module]) -> None:
-        super().__init__()
-        for number, unit in enumerate(units):
-            self.add_module(str(number), unit)
-        for number, tensor in enumerate(loose):
-            if isinstance(tensor, nn.Parameter):
-                self.register_parameter(f"loose_{number}", tensor)
-            else:
-                self.register_buffer(f"loose_{number}", tensor)
-        self.__dict__["_others"] = others  # containers and glue modules of the stage's tree
-
-    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Also those of the tree that hold no parameter: they too know whether they are training."""
-        yield from super().modules(remove_duplicate)
-        yield from self.__dict__["_others"]
-
-    def train(self, mode: bool = True) -> StageUnits:
-        super().train(mode)
-        for module in self.__dict__["_others"]:
-            module.training = mode
-        return self
 
 
 class _Run:

@@ -4,18 +4,14 @@ Marks (see `marks`) are read at every unit call's arguments and at the final out
 output are copies, so that a unit's return value can be told from everything else that it made.
 
 It fails closed. A tensor that was made inside a unit and reaches the glue by another way than the unit's return value
-(a loss stashed on a module, a cache that was appended to, an output that a hook collected) has no mark to follow: that is
-a leak, and refused. So are units that change what is not theirs, and glue that changes buffers or draws random numbers
-from elsewhere than torch, which every stage would do once more.
+(a loss stashed on a module, a cache that was appended to, an output that a hook collected) has no mark to follow: that
+is a leak, and refused. So are units that change what is not theirs, and glue that changes buffers or draws random
+numbers from elsewhere than torch, which every stage would do once more.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -25,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.replay.marks import Follower, Reads, tensors_in
+from penstock.model.replay.marks import Follower, Reads, fresh, tensors_in
 from penstock.model.replay.tree import stage_tree
+from penstock.model.replay.undo import Elsewhere, patched, undone
 
-__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "fresh", "patched", "record", "shapes_of", "tensors_in"]
+__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "patched", "record", "shapes_of", "tensors_in"]
 
 Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, its number) for one that the glue reads
 PARAMETER = -1
@@ -76,7 +73,7 @@ class Recording:
     writes_inputs: bool = False  # the glue changes the model's inputs in place
 
 
-class _Marks(Follower):
+class _Marks(Follower):  # type: ignore[no-untyped-call]
     """Follows marks through every operation outside of units, and watches what units do."""
 
     def __init__(self, recording: Recording, model: nn.Module, inputs: list[Tensor]) -> None:
@@ -138,8 +135,8 @@ class _Marks(Follower):
         """The glue writes to it; every stage will, for itself."""
         if key in self.buffers:
             raise ModelError(
-                f"the code between the units changes the buffer {self.buffers[key]} in place, which every stage would do "
-                f"once more; let the module that owns it change it in its own forward"
+                f"the code between the units changes the buffer {self.buffers[key]} in place, which every stage would "
+                f"do once more; let the module that owns it change it in its own forward"
             )
         if key in self.inputs:
             self.recording.writes_inputs = True
@@ -203,13 +200,6 @@ class _Marks(Follower):
         return pytree.tree_unflatten(leaves, call.spec)
 
 
-def fresh(tensor: Tensor) -> Tensor:
-    """The same values in a storage of its own; one element stays one element."""
-    if tensor.numel() > 1 and not any(tensor.stride()):
-        return tensor.as_strided((), ()).clone().expand(tensor.shape)
-    return tensor.detach().clone()
-
-
 def record(
     model: nn.Module,
     units: list[str],
@@ -225,10 +215,10 @@ def record(
     recording = Recording()
     modules = dict(model.named_modules())
     free = set(_free_leaves(model, units))
-    with _undone(model), torch.no_grad():
+    with undone(model), torch.no_grad():
         args, kwargs = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
         marks = _Marks(recording, model, tensors_in((args, kwargs)))
-        elsewhere = _Elsewhere()
+        elsewhere = Elsewhere()
 
         def answer(name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
             if marks.inside is not None or marks.in_free:
@@ -305,77 +295,3 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: _M
         raise ModelError(f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it")
     marks.recording.calls.append(Call(name, frozenset(), [], None, glue=True))
     return output
-
-
-class _Elsewhere:
-    """Random numbers from Python's and numpy's generators: these cannot be the same on every stage."""
-
-    def __init__(self) -> None:
-        self._numpy = sys.modules.get("numpy")
-        self.rest()
-
-    def _state(self) -> Any:
-        return random.getstate(), None if self._numpy is None else repr(self._numpy.random.get_state())
-
-    def rest(self) -> None:
-        """A unit may have drawn; it runs in one place only."""
-        self._known = self._state()
-
-    def check(self) -> None:
-        """The glue may not have drawn."""
-        if self._state() != self._known:
-            raise ModelError(
-                "the model's code between its units draws random numbers from Python's random or numpy, which every "
-                "stage would draw anew; draw with torch, or switch that off (layerdrop=0, mask_time_prob=0)"
-            )
-
-
-@contextmanager
-def patched(
-    modules: dict[str, nn.Module], names: list[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Pieces' forwards wrapped while an example runs; the user's model is as before afterwards."""
-    before = {name: modules[name].__dict__.get("forward") for name in names}
-    try:
-        for name in names:
-            modules[name].__dict__["forward"] = wrap(name, modules[name].forward)
-        yield
-    finally:
-        for name in names:
-            if before[name] is None:
-                modules[name].__dict__.pop("forward", None)
-            else:
-                modules[name].__dict__["forward"] = before[name]
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and the random generators as they were."""
-    holders = list(model.modules())
-    attributes = [dict(holder.__dict__) for holder in holders]
-    tables = [
-        (table, dict(table))
-        for holder in holders
-        for table in holder.__dict__.values()
-        if type(table) in (dict, OrderedDict)
-    ]
-    lists = [
-        (each, list(each)) for holder in holders for each in holder.__dict__.values() if isinstance(each, list)
-    ]
-    state, others = torch.get_rng_state(), random.getstate()
-    for holder in holders:
-        for name, value in holder._buffers.items():
-            holder._buffers[name] = None if value is None else value.detach().clone()
-    try:
-        yield
-    finally:
-        for holder, kept in zip(holders, attributes, strict=True):
-            holder.__dict__.clear()
-            holder.__dict__.update(kept)
-        for table, items in tables:
-            table.clear()
-            table.update(items)
-        for each, entries in lists:
-            each[:] = entries
-        torch.set_rng_state(state)
-        random.setstate(others)

@@ -46,8 +46,8 @@ class Shapes:
             if guessed is not None and given[1:] == call.given[1:]:
                 return guessed, call.spec
             raise ModelError(
-                f"{call.unit} was recorded for arguments of shapes {call.given[0]} and cannot be run on meta tensors for "
-                f"{given[0]} ({type(error).__name__}: {error}); pass an example= of the shape that "
+                f"{call.unit} was recorded for arguments of shapes {call.given[0]} and cannot be run on meta tensors "
+                f"for {given[0]} ({type(error).__name__}: {error}); pass an example= of the shape that "
                 f"a microbatch has"
             ) from error
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))

@@ -53,7 +53,7 @@ def hollow_copy(module: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Modul
 
 
 def _twin(module: nn.Module, kind: type) -> Any:
-    twin = object.__new__(kind)
+    twin: Any = object.__new__(kind)
     twin.__dict__.update(module.__dict__)  # parameters and buffers stay one with the original's
     return twin
 
@@ -67,12 +67,13 @@ def _copy(name: str, module: nn.Module, watched: set[str], answer: Answer, made:
         return twin
     if isinstance(module, torch.jit.ScriptModule):
         return module  # glue, and nothing in it can be watched
-    twin = made[id(module)] = _twin(module, type(module))
-    twin.__dict__["_modules"] = children = dict(module._modules)
+    copy: nn.Module = _twin(module, type(module))
+    made[id(module)] = copy
+    copy.__dict__["_modules"] = children = dict(module._modules)
     for child_name, child in module._modules.items():
         if child is not None:
             children[child_name] = _copy(f"{name}.{child_name}" if name else child_name, child, watched, answer, made)
-    return twin
+    return copy
 
 
 def _asked(name: str, module: nn.Module, answer: Answer) -> nn.Module:
@@ -91,7 +92,8 @@ def _asked(name: str, module: nn.Module, answer: Answer) -> nn.Module:
 
     members = {"__call__": asked_call, "forward": asked_forward, "is_asked": True}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    twin: nn.Module = _twin(module, type(kind)(kind.__name__, (kind,), members))
+    meta: Any = type(kind)
+    twin: nn.Module = _twin(module, meta(kind.__name__, (kind,), members))
     return twin
 
 

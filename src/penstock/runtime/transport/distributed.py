@@ -101,7 +101,7 @@ class DistributedTransport(Transport):
         self._book = Book()
         self._inbox = Inbox(self._operations, self._book, self.device)
         self._outbox = Outbox(self._operations, self._book, self.device, max_sends)
-        self._star = Star(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
+        self._star: Star = Star(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
         self._links = Links((), self.rank, 0)
         self._opened: dict[tuple[Channel, ...], Links] = {}
         self._next_channel = 0

@@ -8,6 +8,7 @@ Every packet stands by itself, so that an interrupt between two of them leaves n
     BLOCK    a new block, its memory attached; RETIRED: one that will not be used again
     LAYOUT   a part of a layout's text, FORGET: all layouts so far; FAILED: a part of a failure's text
     POSTS    the words in which the receiver counts its posted receives, attached
+    LETTER   a part of what a rank has to say in the exchange that ends the step of that number
     NUDGE    wakes a sender that waits for such a word
     BYE      the last packet: what closes after it has not died
 
@@ -30,7 +31,7 @@ from penstock.runtime.transport.layout import Layout
 
 __all__ = ["DATA", "FAILURE", "FAR", "HEAD", "NO_BLOCK", "NUDGE", "SLICE_SECONDS", "Filed", "Gone", "Pair"]
 
-DATA, FAILURE, FAR, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, NUDGE, BYE = range(1, 12)
+DATA, FAILURE, FAR, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, LETTER, NUDGE, BYE = range(1, 13)
 
 HEAD = struct.Struct("<IIQQIIII")  # as `Fields`
 TEXT_BYTES = 32 * 1024  # of a text in one packet
@@ -63,8 +64,9 @@ class Pair:
         self.posts: dict[int, memoryview] = {}  # by program: what the peer has posted
         self.blocks: dict[int, InBlock] = {}
         self.failures: dict[int, bytes] = {}
+        self.letters: deque[tuple[int, bytes]] = deque()  # of exchanges, with their steps
         self._layouts: dict[int, Layout] = {}  # the peer's
-        self._parts: dict[tuple[int, int], list[bytes]] = {}  # texts of which more is to come
+        self._parts: dict[int, list[bytes]] = {}  # texts of which more is to come
         self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
         self.recents: list[deque[tuple[int, Layout]]] = []  # numbers that ends of channels keep
         self._texts = 0
@@ -111,10 +113,10 @@ class Pair:
         """Where this rank counts the receives that it posts on that program's channels from the peer."""
         self._attach(POSTS, 0, program, descriptor)
 
-    def _write_text(self, kind: int, text: bytes) -> int:
+    def _write_text(self, kind: int, text: bytes, step: int = 0) -> int:
         self._texts += 1
         for start in range(0, max(1, len(text)), TEXT_BYTES):
-            head = HEAD.pack(kind, self._texts, len(text), 0, 0, 0, 0, 0)
+            head = HEAD.pack(kind, self._texts, len(text), step, 0, 0, 0, 0)
             self.write(head + text[start : start + TEXT_BYTES])
         return self._texts
 
@@ -133,6 +135,10 @@ class Pair:
     def write_failure(self, text: bytes) -> int:
         """The number by which the peer can look up this text."""
         return self._write_text(FAILED, text)
+
+    def write_letter(self, step: int, text: bytes) -> None:
+        """What this rank has to say at the end of that step."""
+        self._write_text(LETTER, text, step)
 
     # -- in
 
@@ -172,19 +178,22 @@ class Pair:
             self.blocks.pop(number, None)
         elif kind == FORGET:
             self._layouts.clear()
-        elif kind in (LAYOUT, FAILED):
-            self._add_text(kind, number, key, tail)
+        elif kind in (LAYOUT, FAILED, LETTER):
+            self._add_text(fields, tail)
         elif kind == BYE:
             self.left = True
 
-    def _add_text(self, kind: int, number: int, size: int, part: bytes) -> None:
-        parts = self._parts.setdefault((kind, number), [])
+    def _add_text(self, fields: Fields, part: bytes) -> None:
+        kind, number, size, step = fields[:4]
+        parts = self._parts.setdefault(number, [])
         parts.append(part)
         if sum(map(len, parts)) < size:
             return
-        text = b"".join(self._parts.pop((kind, number)))
+        text = b"".join(self._parts.pop(number))
         if kind == LAYOUT:
             self._layouts[number] = Layout.load(text).all_packed()
+        elif kind == LETTER:
+            self.letters.append((step, text))
         else:
             self.failures[number] = text
 

@@ -2,8 +2,8 @@
 
 The receiver must not see the sender's graph: it gets detached aliases, made by the *sender* so
 that a message under way does not keep the graph alive. An alias shares its memory and its
-version counter with the original; a stage that changes its input in place is therefore caught
-by autograd at the sender and not silently wrong.
+version counter with the original; a write to it while the message is under way, as by a sender
+that uses its output's memory anew, is therefore seen by the receiver and not silently wrong.
 
 On CUDA an alias alone is not enough: the kernels that write it may still be queued on the
 sender's stream, and the allocator may hand its memory out again once the sender has let go.
@@ -14,15 +14,29 @@ that part follows the documentation of torch.cuda and has not been run.)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Ready", "arrive", "share"]
+from penstock.errors import RunError
 
-Ready = list[tuple[torch.device, "torch.cuda.Event"]]
+__all__ = ["Ready", "Rewritten", "arrive", "share"]
+
+Events = list[tuple[torch.device, "torch.cuda.Event"]]
+
+
+class Rewritten(RunError):
+    """A value was written to between its sending and its arrival."""
+
+
+class Ready(NamedTuple):
+    """What to look at on arrival: the tensors, the versions they had when they left, and the events to wait for."""
+
+    tensors: list[Tensor]
+    versions: list[int]
+    events: Events | None
 
 
 def alias(leaf: Any) -> Any:
@@ -35,28 +49,31 @@ def alias(leaf: Any) -> Any:
     return leaf
 
 
-def share(value: Any) -> tuple[Any, Ready | None]:
-    """A copy of the containers with aliases of the tensors, and the events to wait for (CUDA only)."""
+def share(value: Any) -> tuple[Any, Ready]:
+    """A copy of the containers with aliases of the tensors, and what to look at when they arrive."""
     kind = type(value)
     if kind is Tensor:
         shared: Any = alias(value)
-        tensors = [value]
+        tensors = [shared]
     elif (kind is tuple or kind is list) and all(leaf is None or type(leaf) is Tensor for leaf in value):
         shared = kind([alias(leaf) for leaf in value])
-        tensors = [leaf for leaf in value if leaf is not None]
+        tensors = [leaf for leaf in shared if leaf is not None]
     else:
         leaves, spec = pytree.tree_flatten(value)
-        shared = pytree.tree_unflatten([alias(leaf) for leaf in leaves], spec)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        aliases = [alias(leaf) for leaf in leaves]
+        shared = pytree.tree_unflatten(aliases, spec)
+        tensors = [leaf for leaf in aliases if isinstance(leaf, Tensor)]
+    versions, events = [], None
     for tensor in tensors:
-        if tensor.is_cuda:
-            return shared, _record(tensors)
-    return shared, None
+        versions.append(-1 if tensor.is_inference() else tensor._version)
+        if tensor.is_cuda and events is None:
+            events = _record(tensors)
+    return shared, Ready(tensors, versions, events)
 
 
-def _record(tensors: list[Tensor]) -> Ready:
+def _record(tensors: list[Tensor]) -> Events:
     """One event for each device that holds a part of the value (not run here: no GPU)."""
-    ready: Ready = []
+    ready: Events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         with torch.cuda.device(device):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -67,9 +84,15 @@ def _record(tensors: list[Tensor]) -> Ready:
 
 def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
     """Make a shared value usable in this thread, and move it to `device` if one is given."""
-    if ready is None and device is None:
+    events = None
+    if ready is not None:
+        events = ready.events
+        for tensor, version in zip(ready.tensors, ready.versions, strict=True):
+            if version >= 0 and tensor._version != version:
+                raise Rewritten("a value was written to after it was handed over; return a copy of it")
+    if events is None and device is None:
         return value
-    for source, event in ready or ():
+    for source, event in events or ():
         torch.cuda.current_stream(source).wait_event(event)
 
     def settle(tensor: Tensor) -> Tensor:

@@ -32,10 +32,11 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Channel, after_loss, wrong_message
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.blocks import USED, build_plain
-from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.distributed import CONTROL_TAG, DistributedTransport
 from penstock.runtime.transport.link import Links
 from penstock.runtime.transport.meeting import Meeting, missing_here
 from penstock.runtime.transport.near import NearIn, NearLinks, NearOut
+from penstock.runtime.transport.near_star import NearStar
 from penstock.runtime.transport.outbox import Outbox
 from penstock.runtime.transport.pair import DATA, FAILURE, FAR, HEAD, NO_BLOCK, Filed, Gone, Pair
 from penstock.runtime.transport.pairs import Pairs
@@ -71,6 +72,9 @@ class SharedMemoryTransport(DistributedTransport):
         )
         self._bell.others = self._meeting.neighbours
         self._pairs = Pairs(self.rank, self._watch)
+        self._star = NearStar(
+            self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations, self._pairs
+        )
         self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
         self._ins: dict[int, NearIn] = {}
         self._outs: dict[int, NearOut] = {}
@@ -86,16 +90,12 @@ class SharedMemoryTransport(DistributedTransport):
     # -- laying links
 
     def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
-        peers = {end for edge in channels for end in (edge.source_rank, edge.target_rank)}
-        mine = {
-            end
-            for edge in channels
-            if self.rank in (ends := (edge.source_rank, edge.target_rank))
-            for end in ends
-            if end != self.rank
-        }
+        ends = [(edge.source_rank, edge.target_rank) for edge in channels]
+        centre = self._star.coordinator  # the exchange goes through it
+        ends += [(rank, centre) for rank in range(self.ranks) if rank != centre]
+        mine = {end for pair in ends if self.rank in pair for end in pair} - {self.rank}
         try:
-            for rank in sorted(peers):
+            for rank in range(self.ranks):
                 self._meeting.place(rank)
             for peer in sorted(mine - self._pairs.keys() - self._apart.keys()):
                 self._join(peer)
@@ -123,9 +123,8 @@ class SharedMemoryTransport(DistributedTransport):
 
     def open(self, channels: Sequence[Channel]) -> None:
         super().open(channels)
-        links = self._links
-        if isinstance(links, NearLinks):
-            self._ins, self._outs = links.near_ins, links.near_outs
+        if isinstance(self._links, NearLinks):
+            self._ins, self._outs = self._links.near_ins, self._links.near_outs
 
     def wire(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
@@ -215,13 +214,12 @@ class SharedMemoryTransport(DistributedTransport):
         link = self._ins.get(channel)
         if link is None:
             return super().receive(channel, microbatch)
-        fields, layout = self._take(channel, link, microbatch)
+        (kind, place, *_), layout = self._take(channel, link, microbatch)
         if layout is not None:
-            place = fields[1]
             return build_plain(layout) if place == NO_BLOCK else link.pair.blocks[place].build(layout)
-        if fields[0] == FAR:
+        if kind == FAR:
             return self._inbox.take(self._links.ins[channel], microbatch)
-        raise _failure(link.pair, fields[1])
+        raise _failure(link.pair, place)
 
     def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
         if self.broken is not None:
@@ -229,14 +227,12 @@ class SharedMemoryTransport(DistributedTransport):
         link = self._ins.get(channel)
         if link is None:
             return super().discard(channel, microbatch)
-        fields, layout = self._take(channel, link, microbatch)
-        if layout is None:
-            if fields[0] == FAILURE:
-                return _failure(link.pair, fields[1])
+        (kind, place, *_), _ = self._take(channel, link, microbatch)
+        if kind == FAR:
             return self._inbox.drop(self._links.ins[channel], microbatch)
-        if fields[1] != NO_BLOCK:
-            link.pair.blocks[fields[1]].drop()
-        return None
+        if kind == DATA and place != NO_BLOCK:
+            link.pair.blocks[place].drop()
+        return _failure(link.pair, place) if kind == FAILURE else None
 
     def _take(self, channel: int, link: NearIn, microbatch: int) -> Filed:
         """The bell of the message that the receive of this microbatch was posted for."""

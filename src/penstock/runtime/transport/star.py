@@ -103,15 +103,15 @@ class Star:
         raw = ctypes.string_at(frame.data_ptr(), FRAME_BYTES)
         magic, _, its_step, size = _HEAD.unpack_from(raw)
         if magic != _MAGIC or its_step != step:
-            raise MessageError(
-                f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; "
-                "all ranks must run the same steps"
-            )
+            raise MessageError(self._other_step(peer, step, its_step))
         if size <= _ROOM:
             return raw[_HEAD.size : _HEAD.size + size]
         body = torch.empty(size, dtype=torch.uint8)
         self._operations.wait(self._operations.receive(body, peer, self._tag), peer)
         return ctypes.string_at(body.data_ptr(), size)
+
+    def _other_step(self, peer: int, step: int, its_step: int) -> str:
+        return f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; all must run the same steps"
 
 
 def compare(reports: Sequence[Report], used: Sequence[Links]) -> str | None:

@@ -81,16 +81,23 @@ AUTO = "auto"  # searched, not built
 
 def _plain(name: str) -> str:
     """How names are compared: no case, no hyphens; torch's class names are taken too."""
+    if not isinstance(name, str):
+        raise UsageError(f"a schedule is named by text, such as '1f1b' (known: {', '.join(FAMILIES)}); got {name!r}")
     return name.lower().replace("-", "").replace("_", "").replace(" ", "").removeprefix("schedule")
 
 
 _BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entry.name, *entry.aliases)}
 
 
+def is_auto(name: str) -> bool:
+    """Is "auto" meant, which `build` searches for?"""
+    return _plain(name) == AUTO
+
+
 def family(name: str) -> Family:
     """The family of that name, in any case or under one of its usual aliases."""
     found = _BY_NAME.get(_plain(name))
-    if found is None and _plain(name) == AUTO:
+    if found is None and is_auto(name):
         raise UsageError(
             "auto is no family: it is searched under costs and a memory cap; call "
             "penstock.schedule.search(ranks, microbatches, costs, memory), or penstock search"
@@ -115,7 +122,7 @@ def build(
     `skips` are edges (from stage, to stage) that the model has beside the chain. "auto" is what a short search
     finds for equal costs within 1F1B's memory; `search` takes the costs and the cap that there are.
     """
-    if _plain(name) == AUTO:
+    if is_auto(name):
         return _searched(ranks, microbatches, stages_per_rank, tuple(skips))
     entry = family(name)
     if stages_per_rank is None:

@@ -13,10 +13,12 @@ that are not large, a few rules are tried and nothing depends on the clock.
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -155,10 +157,11 @@ def search_report(
     problems = _problems(ranks, microbatches, costs or Costs(), memory, sizes, kinds, objective == "span")
     generator = random.Random(seed)
     effort = _Effort([Hunt(problem, kind, generator) for kind, problem in problems], begin, seconds, progress)
-    hunt = effort.run(generator)
-    orders = complete(hunt.problem, hunt.best[0])
+    with _uncollected():
+        hunt = effort.run(generator)
+        schedule = hunt.problem.schedule(complete(hunt.problem, hunt.best[0]), "auto")
     return Found(
-        hunt.problem.schedule(orders, "auto"),
+        schedule,
         hunt.problem.costs,
         objective,
         hunt.value,
@@ -166,6 +169,18 @@ def search_report(
         tuple(Tried(hunt.stages_per_rank, hunt.kind, hunt.value, hunt.bound, hunt.orders) for hunt in effort.hunts),
         time.thread_time() - begin,
     )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the garbage collector: there are no cycles here, and it would look through all orders again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _check(ranks: int, microbatches: int, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> None:

@@ -1,0 +1,89 @@
+"""A look at the user's model leaves no trace: what a run on an example changes is put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+
+__all__ = ["Elsewhere", "patched", "undone"]
+
+
+class Elsewhere:
+    """Random numbers from Python's and numpy's generators: these cannot be the same on every stage."""
+
+    def __init__(self) -> None:
+        self._numpy = sys.modules.get("numpy")
+        self.rest()
+
+    def _state(self) -> Any:
+        return random.getstate(), None if self._numpy is None else repr(self._numpy.random.get_state())
+
+    def rest(self) -> None:
+        """A unit may have drawn; it runs in one place only."""
+        self._known = self._state()
+
+    def check(self) -> None:
+        """The glue may not have drawn."""
+        if self._state() != self._known:
+            raise ModelError(
+                "the model's code between its units draws random numbers from Python's random or numpy, which every "
+                "stage would draw anew; draw with torch, or switch that off (layerdrop=0, mask_time_prob=0)"
+            )
+
+
+@contextmanager
+def patched(
+    modules: dict[str, nn.Module], names: list[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Pieces' forwards wrapped while an example runs; the user's model is as before afterwards."""
+    before = {name: modules[name].__dict__.get("forward") for name in names}
+    try:
+        for name in names:
+            modules[name].__dict__["forward"] = wrap(name, modules[name].forward)
+        yield
+    finally:
+        for name in names:
+            if before[name] is None:
+                modules[name].__dict__.pop("forward", None)
+            else:
+                modules[name].__dict__["forward"] = before[name]
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """Buffers, attributes and the random generators as they were."""
+    holders = list(model.modules())
+    attributes = [dict(holder.__dict__) for holder in holders]
+    tables = [
+        (table, dict(table))
+        for holder in holders
+        for table in holder.__dict__.values()
+        if type(table) in (dict, OrderedDict)
+    ]
+    lists = [(each, list(each)) for holder in holders for each in holder.__dict__.values() if isinstance(each, list)]
+    state, others = torch.get_rng_state(), random.getstate()
+    for holder in holders:
+        for name, value in holder._buffers.items():
+            holder._buffers[name] = None if value is None else value.detach().clone()
+    try:
+        yield
+    finally:
+        for holder, kept in zip(holders, attributes, strict=True):
+            holder.__dict__.clear()
+            holder.__dict__.update(kept)
+        for table, items in tables:
+            table.clear()
+            table.update(items)
+        for each, entries in lists:
+            each[:] = entries
+        torch.set_rng_state(state)
+        random.setstate(others)

@@ -1,0 +1,132 @@
+"""What a `Pipeline` is given, looked at before anything is built.
+
+A slip shows here by its own name and value. Further down it would be a TypeError in code that the user has not written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.errors import ModelError, UsageError
+from penstock.runtime.losses import REDUCTIONS
+from penstock.schedule import Op, Schedule
+
+__all__ = ["check_arguments", "op_of"]
+
+CHOICES = {
+    "recompute": ("never", "except_last", "always"),
+    "loss_reduction": REDUCTIONS,
+    "inputs": ("every", "first"),
+}
+
+
+def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise for the first of the arguments, by name, that cannot work."""
+    for name, choices in CHOICES.items():
+        if given[name] not in choices:
+            raise UsageError(f"{name}={given[name]!r}: choose one of {', '.join(map(repr, choices))}")
+    for name, (fits, would_work) in RULES.items():
+        if given[name] is not None and not fits(given[name]):
+            raise UsageError(f"{name}={given[name]!r}: {would_work}")
+    if given["schedule"] is None or given["timeout"] is None:
+        name = "schedule" if given["schedule"] is None else "timeout"
+        raise UsageError(f"{name}=None: {RULES[name][1]}; or leave it out")
+    if given["loss_weight"] is not None and given["loss_reduction"] == "sum":
+        raise UsageError(
+            "loss_weight= weighs the terms of a mean; with loss_reduction='sum' all count alike: leave it out"
+        )
+    layers = model if isinstance(model, (nn.Sequential, nn.ModuleList, Sequence)) else None
+    if layers is not None and not len(layers):
+        raise ModelError(f"the model is an empty {type(model).__name__}; there is nothing to cut into stages")
+    cut_already = layers is not None and not isinstance(model, nn.Sequential)
+    counted = isinstance(given["balance"], Sequence) and not isinstance(given["balance"], str)
+    if given["speeds"] is not None and (cut_already or counted):
+        why = "balance=[counts] says" if counted else "a list of stage modules says"
+        raise UsageError(f"speeds= helps to find a cut, but {why} already where to cut; leave one of them out")
+
+
+def op_of(op: Any) -> Op:
+    """An op, also by its name or number."""
+    try:
+        return Op[op] if isinstance(op, str) else Op(op)
+    except (KeyError, ValueError):
+        raise UsageError(f"op={op!r}: choose one of {', '.join(f'Op.{each.name}' for each in Op)}") from None
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_timeout(value: Any) -> bool:
+    return _is_number(value) and value > 0 and not math.isnan(value)
+
+
+def _are_dims(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        (isinstance(label, str) or _is_count(label)) and _is_dim(dim) for label, dim in value.items()
+    )
+
+
+def _is_dim(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_dim, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_dim, value))
+    return value is None or _is_count(value)
+
+
+def _are_skips(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset)) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
+
+
+def _are_devices(value: Any) -> bool:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return False
+    try:
+        return all(torch.device(device) is not None for device in value)
+    except (RuntimeError, TypeError):
+        return False
+
+
+Rule = tuple[Callable[[Any], bool], str]  # whether a value fits, and what would work
+_COUNT: Rule = (_is_count, "pass a whole number")
+_FUNCTION: Rule = (callable, "pass a function")
+RULES: dict[str, Rule] = {
+    "microbatches": _COUNT,
+    "stages": _COUNT,
+    "ranks": _COUNT,
+    "seed": _COUNT,
+    "schedule": (
+        lambda value: isinstance(value, (str, Schedule)),
+        "pass a name such as '1f1b', the path of a .csv or .json file, or a Schedule",
+    ),
+    "timeout": (_is_timeout, "timeout is in seconds and above 0, such as 60.0"),
+    "loss_fn": (callable, "pass a function of (output, target) that returns the loss, such as F.mse_loss"),
+    "loss_weight": (callable, "pass a function of the target that returns a number"),
+    "init": (callable, "pass a function of (name, tensor) that fills the tensor"),
+    "batch_dims": (_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
+    "group": (lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of torch.distributed"),
+    "mesh": (
+        lambda value: hasattr(value, "mesh_dim_names") and hasattr(value, "get_group"),
+        "pass a DeviceMesh with an axis named 'pp'",
+    ),
+    "skips": (_are_skips, "pass pairs of stages, such as [(0, 3)]"),
+    "devices": (_are_devices, "pass one device for each rank, such as ['cuda:0', 'cuda:1']"),
+    "speeds": (
+        lambda value: isinstance(value, (list, tuple)) and all(map(_is_number, value)),
+        "pass one number for each rank, such as [1.0, 0.5]",
+    ),
+}

@@ -1,0 +1,42 @@
+"""What the ranks of a pipeline must have been given alike, so that a difference is an error and not a hang."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["facts_of"]
+
+
+def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
+    """What must be the same on every rank: each in words, and a digest of all of it."""
+    schedule = pipe.schedule
+    facts: dict[str, tuple[str, Any]] = {
+        "microbatches": (str(schedule.microbatches), None),
+        "schedule": (f"{schedule.name or 'its own'} for {schedule.stages} stages", schedule.rows),
+        "recompute": (pipe.recompute, None),
+        "inputs": (pipe.inputs, None),
+        "transport": (pipe.world.way or "no choice", None),
+        "timeout": (str(pipe.world.timeout), None),
+        "loss_reduction": (pipe.loss_reduction, None),
+        "loss_weight": ("none" if pipe.loss_weight is None else "one", None),
+        "batch_dims": (str(pipe.batch_dims), None),
+    }
+    for part in pipe.split.parts:
+        shapes = [(part.names.get(name, name), tuple(value.shape)) for name, value in part.module.state_dict().items()]
+        numbers = sum(math.prod(shape) for _, shape in shapes)
+        facts[f"stage {part.index}"] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
+        own = dict(part.module.named_parameters())
+        dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in own.items()}
+        trained = [name for name, value in own.items() if value.requires_grad]
+        facts[f"stage {part.index}, dtypes"] = (", ".join(sorted(set(dtypes.values()))), dtypes)
+        facts[f"stage {part.index}, trained"] = (f"{len(trained)} of {len(own)} parameters", trained)
+    return {name: (words, _digest(value)) for name, (words, value) in facts.items()}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

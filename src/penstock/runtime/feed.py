@@ -1,0 +1,172 @@
+"""What goes into a step on each local rank, and what its reports say: the part of `Pipeline` that is about the batch.
+
+All checks of a batch are made here, while the ranks prepare: a rank that refuses its batch is heard by the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, UsageError
+from penstock.runtime.executor import StepInput, StepReport
+from penstock.runtime.losses import loss_shares, trained_loss
+from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
+from penstock.runtime.state import OwnedState
+from penstock.schedule import Schedule
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Feed", "StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step or an evaluation says, the same on every rank but for `output`."""
+
+    loss: Tensor | None  # of the whole batch
+    losses: tuple[Tensor, ...] = ()  # of each microbatch, by its number
+    extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
+    output: Any = None  # merged, where asked for, on the rank of the last stage
+
+
+class Feed(OwnedState):
+    """The part of `Pipeline` that is about the batch."""
+
+    schedule: Schedule
+    loss_fn: Callable[..., Any] | None
+    recompute: str
+    loss_reduction: str
+    loss_weight: Callable[[Any], Any] | None
+    batch_dims: dict[str | int, Any]
+    inputs: str
+    _checked_keywords: set[frozenset[str]]
+    _passed: set[str | int]  # labels of batch_dims that some call has had
+
+    def _inputs(
+        self,
+        count: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any],
+        outputs: bool,
+        training: bool,
+    ) -> dict[int, StepInput]:
+        self._check_values()
+        if training:
+            self._check_trains()
+
+        def cut(
+            args: tuple[Any, ...],
+            kwargs: Mapping[str, Any],
+            target: Any,
+            loss_kwargs: Mapping[str, Any],
+            whole: bool = True,
+        ) -> Batch:
+            if whole:
+                self._check_batch(args, kwargs, loss_kwargs)
+            return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims, whole)
+
+        given = (args, kwargs, target, loss_kwargs)
+        batch = self.world.carry(cast("Pipeline", self), *given, cut) if self.inputs == "first" else cut(*given)
+        shares = self._shares(batch, count, training)
+        recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
+        return {
+            rank: StepInput(
+                _on_device(batch, self.devices.get(rank)),
+                shares,
+                trained_loss(self.loss_fn) if training else self.loss_fn,
+                keep_outputs=outputs,
+                training=training,
+                recompute=frozenset(range(recomputed)),
+            )
+            for rank in self.crew.executors
+        }
+
+    def _shares(self, batch: Batch, count: int, training: bool) -> list[float]:
+        if self.crew.last() is None:
+            return [1.0 / count] * count
+        return loss_shares(batch, self.loss_reduction, self.loss_weight if training or batch.has_target else None)
+
+    def _result(self, reports: Sequence[StepReport], outputs: bool, count: int) -> StepResult:
+        total: Tensor | None = None
+        losses: tuple[Tensor, ...] = ()
+        extra: dict[str, float] = {}
+        for report in reports:
+            if report.loss is not None:
+                total = torch.tensor(report.loss, dtype=report.dtype)
+                losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
+            for name, value in report.extra.items():
+                extra[name] = extra.get(name, 0.0) + value / count
+        last = self.crew.last()
+        found = last.outputs() if last is not None else []
+        output = merge(found, self.batch_dims.get("output", 0)) if outputs and found else None
+        return StepResult(total, losses, extra, output)
+
+    # -- checks
+
+    def _check_trains(self) -> None:
+        """A step that leaves all gradients as they were is a mistake somewhere, and never a training step."""
+        if self.schedule.forward_only:
+            name = self.schedule.name or "the schedule"
+            raise UsageError(f"{name} has no backward, so step() would train nothing; call evaluate() or predict()")
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "step() was called under torch.no_grad() or inference_mode(); call it outside, or evaluate()"
+            )
+        if not any(parameter.requires_grad for part in self.split.parts for parameter in part.module.parameters()):
+            raise UsageError("no parameter of the model requires grad, so step() would train nothing; call evaluate()")
+
+    def _check_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_kwargs: Mapping[str, Any]) -> None:
+        if not isinstance(loss_kwargs, Mapping):
+            raise UsageError(
+                f"loss_kwargs is a {type(loss_kwargs).__name__}; pass a dict of loss_fn's keyword arguments"
+            )
+        self._check_keywords(kwargs)
+        if self.batch_dims:
+            filled = _positional(self.split.parts[0].module.forward)[: len(args)]
+            self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
+            optional = [name for part in self.split.parts for name in part.takes or ()] + _positional(self.loss_fn)[2:]
+            known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
+            check_labels(self.batch_dims, list(known), {*self._passed, *optional}.difference(filled))
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        names = frozenset(kwargs)
+        if names in self._checked_keywords:
+            return
+        for name in sorted(names):
+            if not any(part.takes is None or name in part.takes for part in self.split.parts):
+                known = sorted({known for part in self.split.parts for known in part.takes or ()})
+                raise ModelError(
+                    f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
+                )
+        self._checked_keywords.add(names)
+
+
+def _positional(function: Callable[..., Any] | None) -> list[str]:
+    """The names of the places that arguments fill, in order; none where the function does not say."""
+    try:
+        parameters = [] if function is None else list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _on_device(batch: Batch, device: torch.device | None) -> Batch:
+    if device is None or device.type == "cpu":
+        return batch
+
+    def move(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+    return Batch(
+        move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target
+    )

@@ -1,0 +1,75 @@
+"""A cut model against the same model uncut: the part of `parity` that a model which is replayed needs.
+
+Each stage of such a model runs the whole forward, with stand-ins for what it does not need. That it needs no more was
+found by following one example, so here it is put to the proof: stand-ins are filled with NaN, which spreads to whatever
+depends on them, and the stages together must still give what one stage, with no stand-in at all, gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ParityError
+from penstock.model.cut import cut_model
+from penstock.model.replay.part import ReplayPart
+from penstock.model.split import Split
+
+__all__ = ["compare_whole", "near", "poison", "uncut"]
+
+
+def poison(split: Split) -> None:
+    """Make all values that stages do not need NaN."""
+    for part in split.parts:
+        if isinstance(part, ReplayPart):
+            part.filling = float("nan")
+
+
+def uncut(split: Split, model: Any, cut: Mapping[str, Any]) -> Split | None:
+    """The model in one stage, where its cut could hide a mistake: where it is replayed."""
+    if split.stages == 1 or not isinstance(model, nn.Module) or not isinstance(split.parts[0], ReplayPart):
+        return None
+    return cut_model(model, 1, example=cut["example"], split="replay")
+
+
+def compare_whole(
+    split: Split,
+    cut: Mapping[tuple[int, str], Tensor],
+    whole: Mapping[tuple[int, str], Tensor],
+    tolerance: float | None,
+) -> None:
+    """Gradients, buffers and losses, by name; a tied parameter has several, of which the model uses the first."""
+    prefix = "summed gradient of "
+    for (step, name), have in cut.items():
+        own = name.removeprefix(prefix)
+        known = f"{prefix}{split.aliases.get(own, own)}" if name.startswith(prefix) else name
+        want = whole.get((step, known))
+        if want is None:
+            raise ParityError(f"step {step}, {known}: the model cut into stages has one, the uncut model has none")
+        roundings = 64 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
+        allowed = roundings if tolerance is None else tolerance
+        near(f"step {step}, {known}, cut against uncut", want, have, allowed)
+
+
+def near(place: object, want: Tensor, have: Tensor, tolerance: float) -> float:
+    """How far apart, relative to the largest entry; an error where that is too far."""
+    if want.shape != have.shape or want.dtype != have.dtype:
+        raise ParityError(
+            f"{place}: the pipeline has {have.dtype} of shape {tuple(have.shape)}, the plain model "
+            f"{want.dtype} of shape {tuple(want.shape)}"
+        )
+    if torch.equal(want, have):
+        return 0.0
+    wide, other = want.to(torch.float64), have.to(torch.float64)
+    if torch.allclose(wide, other, 0.0, 0.0, equal_nan=True):  # not a number on both sides
+        return 0.0
+    distance = (other - wide).abs().max().item() / max(wide.abs().max().item(), 1e-30)
+    if not distance <= tolerance:
+        raise ParityError(
+            f"{place}: the pipeline and the plain model differ by {distance:.3g} of its largest entry "
+            f"(allowed: {tolerance:.3g})"
+        )
+    return float(distance)

@@ -1,0 +1,132 @@
+"""What a user meets who cuts a model by replay: names, states, errors, a model left alone, and the self-check."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from model import nets
+from model.nets import Chain, W, square
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ModelError, ParityError
+from penstock.model.replay import plan
+
+
+def piped(model: nn.Module, x: Tensor, **options: Any) -> penstock.Pipeline:
+    options = {"microbatches": 2, "loss_fn": square, "split": "replay", "example": (x[:2],), **options}
+    return penstock.Pipeline(model, **options)
+
+
+def test_the_users_model_is_as_before_and_trains_plain_afterwards() -> None:
+    torch.manual_seed(0)
+    model, x = nets.UNet(), torch.randn(4, 2, 8, 8)
+    twin = copy.deepcopy(model)
+    before = [(id(module), type(module), set(module.__dict__), module.training) for module in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with piped(model, x, stages=2), piped(model, x, stages=4):
+        pass
+    assert torch.equal(generator, torch.get_rng_state())
+    assert before == [(id(m), type(m), set(m.__dict__), m.training) for m in model.modules()]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    for each in (model, twin):
+        square(each(x)).backward()
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), twin.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("net", [nets.UNet, nets.ResNet])
+def test_a_state_goes_from_two_stages_to_four_and_back_to_the_model(net: type[nn.Module]) -> None:
+    x = torch.randn(4, 2, 8, 8)
+    with piped(net(), x, stages=2) as two, piped(net(), x, stages=4, schedule="zb-v") as four:
+        two.step(x)
+        four.load_state_dict(two.state_dict())
+        plain = net()
+        plain.load_state_dict(four.state_dict())
+        assert set(two.state_dict()) == set(plain.state_dict())
+        assert all(torch.equal(value, two.state_dict()[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_parameter_and_buffer_is_owned(stages: int) -> None:
+    model, x = nets.ResNet(), torch.randn(4, 2, 8, 8)
+    with piped(model, x, stages=stages) as pipe:
+        names = [name for part in pipe.split.parts for name in part.names.values()]
+        assert sorted(names) == sorted({*dict(model.named_parameters()), *dict(model.named_buffers())})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 9}, r"calls units with parameters 4 times .*too few for 9 stages; pass stages=4 or fewer"),
+        ({"split_at": ["blocks.7"]}, r"no unit 'blocks\.7'.*near: .*blocks\."),
+        ({"split_at": ["nothing"]}, r"no unit 'nothing'.*units: blocks\.0"),
+        ({"split_at": ["blocks.2", "blocks.1"]}, "not in the order"),
+        ({"split_at": ["blocks.0"]}, r"the stage before 'blocks\.0' would have no unit"),
+        ({"stages": 2, "balance": [3, 3]}, "sums to 6"),
+        ({"stages": 2, "example": None}, "pass example="),
+    ],
+)
+def test_bad_input_is_told_what_is_wrong_and_what_to_write(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        piped(Chain(), torch.randn(4, W), **options)
+
+
+def test_split_at_names_the_first_unit_of_each_further_stage() -> None:
+    with piped(Chain(), torch.randn(4, W), split_at=["blocks.1", "blocks.3"]) as pipe:
+        owned = [sorted({name.rpartition(".")[0] for name in part.names.values()}) for part in pipe.split.parts]
+        assert owned == [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3"]]
+
+
+@pytest.mark.slow
+def test_a_compiled_unit_trains_as_an_eager_one() -> None:
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(4, W)
+    plain = copy.deepcopy(model)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with piped(model, x, stages=2) as pipe:
+        pipe.step(x)
+        for part in x.chunk(2):
+            (square(plain(part)) / 2).backward()
+        found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
+def check(model: nn.Module, x: Tensor, **options: Any) -> Any:
+    options = {"microbatches": 2, "loss_fn": square, "split": "replay", "example": (x[:2],), **options}
+    return penstock.parity(model, x, pipeline=options)
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "zb-v")])
+def test_parity_compares_with_the_uncut_model(stages: int, schedule: str) -> None:
+    assert check(nets.UNet(), torch.randn(4, 2, 8, 8), stages=stages, schedule=schedule).exact
+    assert check(nets.Tied(), torch.randint(0, 20, (4, 5)), stages=stages, schedule=schedule).gradient < 1e-5
+
+
+def test_parity_finds_a_dependency_that_the_plan_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins are poisoned on one side: what depends on one after all is NaN there."""
+
+    class Skips(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.blocks[0](x)
+            y = torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first))))
+            out: Tensor = self.blocks[3](y + first)
+            return out
+
+    real = plan.plan_stages
+
+    def forgetful(recording: Any, cuts: Any) -> Any:
+        if cuts:
+            last = recording.calls[-1]
+            last.needs = frozenset(mark for mark in last.needs if mark[0] != 0)
+        return real(recording, cuts)
+
+    monkeypatch.setattr("penstock.model.replay.cut.plan_stages", forgetful)
+    with pytest.raises(ParityError, match="differ by nan"):
+        check(Skips(), torch.randn(4, W), stages=2, balance=[2, 2])

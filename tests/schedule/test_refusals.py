@@ -1,0 +1,125 @@
+"""Arguments that cannot work are refused by name, with what would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from penstock.errors import NotationError, ScheduleError, UsageError
+from penstock.schedule import (
+    Action,
+    Costs,
+    Op,
+    Schedule,
+    Topology,
+    align,
+    build,
+    faults,
+    insert_reductions,
+    insert_shards,
+    insert_transfers,
+    lower,
+    parse,
+    simulate,
+)
+
+ANY = cast(Any, None)
+F = cast(Any, "F")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Action(cast(Any, 0.5), Op.F, 0), "stage must be a whole number of at least 0, got 0.5"),
+        (lambda: Action(True, Op.F, 0), "stage must be a whole number of at least 0, got True"),
+        (lambda: Action(0, Op.F, cast(Any, "0")), "microbatch must be a whole number"),
+        (lambda: Action(0, Op.SEND_F, 0, cast(Any, 3.0)), "peer must be a whole number"),
+        (lambda: Action(0, "G", 0), "'G' is no op; ops are F, B, I, W"),
+        (lambda: Action(0, cast(Any, True), 0), "True is no op"),
+        (lambda: Action.overlap(F, F), "of two Actions, got 'F'"),
+        (lambda: parse(ANY), "None is not an action: expected"),
+    ],
+)
+def test_what_is_no_action(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(NotationError, match=why):
+        make()
+
+
+def test_an_op_may_be_given_by_its_name() -> None:
+    assert Action(0, "F", 0) == parse("0F0")
+    assert Action(0, "SEND_F", 1, 3) == parse("0SEND_F1->3")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: Schedule(cast(Any, [["0F0", "0B0"]])), r"row 0 holds '0F0'; .*call Schedule.from_text"),
+        (lambda: Schedule([[parse("0F0")]], microbatches=True), "microbatches must be a whole number"),
+        (lambda: Schedule([[parse("0F0")]], microbatches=cast(Any, 1.0)), "microbatches must be a whole number"),
+        (lambda: Schedule([[parse("0F0")]], passes="shards"), "passes are some of reductions, shards, transfers"),
+        (lambda: Schedule([[parse("0F0")]], passes=["sharding"]), "passes are some of"),
+        (lambda: Schedule([[parse("0F0")]], topology=cast(Any, [(0, 1)])), "topology is a Topology, such as"),
+        (lambda: build("1f1b", 4, 4, skips=cast(Any, [(0, 2.5)])), r"two whole numbers .* got \(0, 2.5\)"),
+        (lambda: build("1f1b", 4, 4, skips=cast(Any, [3])), "two whole numbers"),
+        (lambda: build(ANY, 4, 4), r"named by text, such as '1f1b' .*got None"),
+        (lambda: Topology(cast(Any, 2.0), []), "whole numbers; got 2.0"),
+        (lambda: lower(build("1f1b", 2, 2), window=True), "window must be a whole number"),
+        (lambda: lower(build("1f1b", 2, 2), window=cast(Any, 1.5)), "window must be a whole number"),
+        (lambda: Costs(forward=ANY), "forward takes one number or one for each stage, got None"),
+        (lambda: Costs(forward=cast(Any, "1")), "forward takes one number"),
+        (lambda: Costs(weight=cast(Any, [1, "2"])), "weight must be 0 or more and finite, got '2'"),
+        (lambda: Costs(hop=ANY), "hop must be 0 or more and finite, got None"),
+        (lambda: Costs(bytes=ANY), "bytes takes one number"),
+        (lambda: Costs(bandwidth=cast(Any, "9")), "bandwidth must be above 0, got '9'"),
+        (lambda: Costs(input=10**400), "input must be 0 or more and finite"),
+        (lambda: simulate(build("1f1b", 2, 2), Costs(forward=1e308)), "too large to be added up"),
+        (lambda: simulate(build("1f1b", 2, 2), Costs(activation=1e308)), "too large to be added up"),
+    ],
+)
+def test_what_no_argument_can_be(make: Callable[[], object], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        make()
+
+
+def test_costs_are_values_whatever_they_were_given_as() -> None:
+    sizes, table = [1.0, 2.0], {(0, 1): 3.0}
+    listed, mapped = Costs(bandwidth=1.0, bytes=sizes), Costs(bandwidth=1.0, bytes=table)
+    known = {listed, mapped}
+    sizes.append(3.0)
+    table[0, 1] = 9.0
+    assert listed == Costs(bandwidth=1.0, bytes=[1.0, 2.0]) in known
+    assert mapped == Costs(bandwidth=1.0, bytes={(0, 1): 3.0}) in known
+    assert mapped.wire(0, 1) == (3.0, 0.0)
+
+
+PASSES: dict[str, Callable[[Schedule], Schedule]] = {
+    "transfers": insert_transfers,
+    "reductions": insert_reductions,
+    "shards": lambda schedule: insert_shards(schedule, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        *((name, name) for name in PASSES),
+        *((name, "transfers") for name in ("reductions", "shards")),
+        ("shards", "reductions"),
+    ],
+)
+def test_a_pass_never_runs_after_one_that_it_would_undo(first: str, then: str) -> None:
+    once = PASSES[first](build("1f1b", 2, 2))
+    for schedule in (once, once.replace(passes=())):  # by name, and by what is in the rows
+        with pytest.raises(UsageError, match=rf"lowered already \({first}\).*starts from its computes"):
+            PASSES[then](schedule)
+
+
+def test_an_absurd_number_of_microbatches_is_one_fault() -> None:
+    absurd = build("1f1b", 2, 2).replace(microbatches=10**12)
+    why = "1000000000000 microbatches in 2 stages are 2000000000000 forwards, but the rows have only 12 entries"
+    assert [str(fault) for fault in faults(absurd)] == [why]
+    for step in (align, simulate, lower):
+        with pytest.raises(ScheduleError, match=why.partition(",")[0]):
+            step(absurd)

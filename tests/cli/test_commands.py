@@ -102,6 +102,7 @@ def test_a_file_of_computes_is_proved_with_its_transfers_added(tmp_path: Path) -
         "microbatches": 2,
         "computes": 8,
         "transfers": 8,
+        "transfers_added": True,
         "sharding": 0,
         "messages": 4,
         "faults": [],
@@ -139,7 +140,7 @@ def test_all_faults_are_listed_however_many(tmp_path: Path) -> None:
     ("option", "value", "said"),
     [
         ("--ranks", 3, "rank 2: has no row in the file"),
-        ("--microbatches", 3, "0F2"),
+        ("--microbatches", 3, "the file is for 2 microbatches, not 3"),
         ("--stages-per-rank", 2, "1 stag"),
     ],
 )

@@ -11,7 +11,7 @@ from schedule.mutants import KINDS, mutants
 from schedule.reference_executor import still_right
 
 from penstock.schedule import FAMILIES, Schedule, build, faults, lower, verify
-from penstock.schedule.text import from_csv, to_csv
+from penstock.schedule.text import from_csv, rows_to_csv
 
 
 def stage_counts(name: str, most: int) -> range:
@@ -89,7 +89,7 @@ def test_mutants_that_went_through_a_csv_file_are_judged_the_same(name: str) -> 
         "passes": program.passes,
     }
     for mutant in mutants(program, random.Random(name), per_kind=3):
-        loaded = from_csv(to_csv(mutant.schedule), dict(facts))
+        loaded = from_csv(rows_to_csv(mutant.schedule.rows), dict(facts))
         assert loaded == mutant.schedule
         assert (not faults(loaded)) == still_right(mutant.schedule), mutant
 

@@ -152,8 +152,13 @@ def to_csv(schedule: Schedule) -> str:
             f"CSV holds actions alone, and no transfer in the rows tells the edge {shown}; save it as .json "
             "(or write the rows yourself, and load them with topology=)"
         )
+    return rows_to_csv(schedule.rows)
+
+
+def rows_to_csv(rows: Iterable[Iterable[Action | None]]) -> str:
+    """The cells alone, whatever they mean."""
     out = io.StringIO()
-    csv.writer(out).writerows([("" if action is None else str(action)) for action in row] for row in schedule.rows)
+    csv.writer(out).writerows([("" if action is None else str(action)) for action in row] for row in rows)
     return out.getvalue()
 
 

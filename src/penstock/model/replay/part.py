@@ -268,7 +268,7 @@ def _stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) ->
     if parameter is None or parameter.device.type != "meta":
         return parameter
     empty = stand_in(Leaf(tuple(parameter.shape), parameter.dtype, device), writable=False)
-    return nn.Parameter(empty, requires_grad=False)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _state_names(module: nn.Module) -> list[str]:

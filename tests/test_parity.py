@@ -254,3 +254,42 @@ def test_numbers_that_are_none_on_both_sides_are_equal() -> None:
             return x / 0.0 * 0.0
 
     assert check([nn.Linear(WIDTH, WIDTH), Divides()]).exact
+
+
+class Forks(nn.Module):
+    """One tensor, four times in a payload: its four gradients are added in another order than inside one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        made = self.linear(x)
+        return made, made, made, made
+
+
+class Joins(nn.Module):
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return a.exp() * b.sin() + c.cos() * d.tanh() * a
+
+
+def test_a_tensor_that_crosses_several_times_may_differ_by_roundings() -> None:
+    """A13: that was a ParityError, for a pipeline with nothing wrong in it."""
+    torch.manual_seed(3)
+    found = check([nn.Linear(WIDTH, WIDTH), Forks(), Joins(), nn.Linear(WIDTH, WIDTH)], ranks=4)
+    assert found.output == found.loss == 0.0
+    assert found.gradient < 1e-5
+
+
+def test_what_a_sequential_does_beside_its_layers_cannot_pass_unnoticed() -> None:
+    """A2: both sides were cut by position, so that both left the model's own forward out."""
+
+    class Doubled(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x) * 2
+            return out
+
+    model = Doubled(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    with pytest.raises(penstock.errors.ModelError, match="Doubled has a forward of its own"):
+        check(model, stages=2)
+    assert check(model, stages=2, example=(torch.randn(2, WIDTH),)).exact

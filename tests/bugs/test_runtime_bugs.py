@@ -5,6 +5,8 @@ The letters name the place in the inventory of traps: CT torch.distributed.pipel
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,3 +180,127 @@ def test_an_inference_keeps_no_output_that_was_not_asked_for() -> None:
         for executor in pipe.crew.executors.values():
             assert executor.outputs() == []
             assert all(not stage.records for stage in executor.stages.values())
+
+
+@dataclass
+class Bundle:
+    hidden: Tensor
+    step: int = 0
+
+
+class Bundles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x.hidden) if isinstance(x, Bundle) else Bundle(self.linear(x))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_object_that_hides_tensors_from_torch_is_refused(ranks: int) -> None:
+    """A1: it crossed as a plain value: between processes stage 0 got no gradient, and the loss was right."""
+    x, y = batch()
+    with pytest.raises(PeerFailure, match=r"stage 0 returns a \S*Bundle that holds tensors, .*register_dataclass"):
+        pipeline([Bundles(), Bundles()], "looped-bfs" if ranks == 1 else "1f1b", ranks=ranks).step(x, target=y)
+
+
+class Tagged(nn.Module):
+    """Plain values beside a tensor are no reason to refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Any) -> Any:
+        extras = (Op.F, torch.float64, torch.Size([2]), 1.5, None, Path("b"), {3}, b"c")
+        if isinstance(x, dict):
+            assert x["extras"] == extras
+            return self.linear(x["hidden"])
+        return {"hidden": self.linear(x), "extras": extras}
+
+
+def test_plain_values_of_all_kinds_still_cross() -> None:
+    check(pipeline([Tagged(), Tagged()]))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "looped-bfs", "zb-h1", "zb-v", "dualpipe-v"])  # zb-v: also on one rank
+def test_a_stage_may_begin_in_place(schedule: str, recompute: str) -> None:
+    """C1: "a leaf Variable that requires grad is being used in an in-place operation", as of any cut CNN."""
+    stages: list[nn.Module] = [
+        nn.Sequential(nn.ReLU(inplace=True), linear) if number else linear for number, linear in enumerate(linears())
+    ]
+    pipe, (x, y) = pipeline(stages, schedule, ranks=2, recompute=recompute), batch()
+    for _ in range(2):  # copies in the first forward show that the stage writes; the second step goes by that
+        pipe.step(x, target=y)
+        torch.testing.assert_close(gradients(pipe), of_the_whole_batch(pipe, x, y), rtol=1e-12, atol=1e-12)
+    assert torch.equal(pipe.evaluate(x, target=y).loss, pipe.evaluate(x, target=y).loss)  # type: ignore[arg-type]
+
+
+def test_a_stage_that_does_not_write_is_handed_the_value_itself() -> None:
+    """The copies of C1 are for the first forward only: later, they would be held until the backward."""
+    seen: list[bool] = []
+    stages: list[Any] = linears(2)
+    stages[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].is_leaf))
+    pipe, (x, y) = pipeline(stages), batch()
+    pipe.step(x, target=y)
+    pipe.step(x, target=y)
+    assert seen == [False] + [True] * 7
+
+
+class WritesLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH).double(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.linear(x.mul_(2) if self.calls > 1 else x)
+        return out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_stage_that_begins_to_write_later_is_told_what_to_do(frozen: bool) -> None:
+    x, y = batch()
+    with pytest.raises(PeerFailure, match=r"stage 1 wrote in place into a value that it received.*clone\(\)"):
+        pipeline([linears()[0].requires_grad_(not frozen), WritesLater()]).step(x, target=y)
+
+
+class Counter(nn.Module):
+    """Sends its count along: the buffer itself, or `workspace`, memory that nobody knows of."""
+
+    def __init__(self, registered: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        count = torch.zeros((), dtype=torch.float64)
+        self.register_buffer("count", count) if registered else setattr(self, "count", count)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return self.linear(x), self.count
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        self.seen.append(count.item())
+        return x * count
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_buffer_that_is_sent_does_not_change_under_way(ranks: int) -> None:
+    """A5: all stages of gpipe went forward first, so that every microbatch came with the last one's count."""
+    times, (x, y) = Times(), batch()
+    pipeline([Counter(True), times], "looped-bfs" if ranks == 1 else "gpipe", ranks=ranks).step(x, target=y)
+    assert times.seen == [1, 2, 3, 4]
+
+
+def test_other_memory_that_changes_under_way_is_an_error() -> None:
+    """A5, where the stage's memory is not registered: the version shows that it was written to."""
+    x, y = batch()
+    with pytest.raises(PeerFailure, match=r"stage 0 handed over for microbatch 0 was written to .* return a copy"):
+        pipeline([Counter(False), Times()], "looped-bfs", ranks=1).step(x, target=y)

@@ -87,3 +87,15 @@ def test_pending_lists_receives_that_are_under_way() -> None:
     both[0].send(both[0].channel(send), 0)
     box.take_inputs(1, 0)
     assert list(box.pending) == []
+
+
+@pytest.mark.parametrize("by_stage", [[0, 0], [0, 1]])
+def test_a_write_between_putting_and_taking_is_seen(by_stage: list[int]) -> None:
+    both = boxes(by_stage)
+    workspace = torch.ones(2)
+    both[0].put_outputs(0, 0, {1: {"value": workspace}})
+    if len(both) == 2:
+        transfer(both, (0, 1), "0SEND_F0", "1RECV_F0")
+    workspace.add_(1)
+    with pytest.raises(RunError, match="what stage 0 handed over for microbatch 0 was written to in place before"):
+        both[-1].take_inputs(1, 0)

@@ -109,3 +109,91 @@ def test_an_unknown_choice_is_an_error() -> None:
         penstock.errors.UsageError, match=r"recompute='sometimes': choose one of 'never', 'except_last'"
     ):
         penstock.Pipeline([nn.Linear(4, 4)], microbatches=2, recompute="sometimes")
+
+
+class Power(nn.Module):
+    """Reads a buffer that it updates, as spectral norm does; `blank`: elements that make the buffer a large one."""
+
+    def __init__(self, blank: int = 0) -> None:
+        super().__init__()
+        self.linear, self.calls, self.late = nn.Linear(4, 4), 0, 0
+        self.register_buffer("state", torch.ones(1 + blank))
+        self.state: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > self.late:
+            with torch.no_grad():
+                self.state += x.abs().mean()
+        out: Tensor = self.linear(x) * self.state[0].clone()
+        return out
+
+
+@pytest.mark.parametrize("blank", [0, 100_000])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_it_runs_on_the_buffers_of_the_first_time(schedule: str, blank: int) -> None:
+    """A6: it ran on today's, which later microbatches had written: other gradients, without a word."""
+    torch.manual_seed(0)
+    stages = [Power(blank) for _ in range(4)]
+    found = penstock.parity(
+        stages,
+        torch.randn(8, 4),
+        target=torch.randn(8, 4),
+        pipeline={"microbatches": 4, "schedule": schedule, "ranks": 2, "loss_fn": F.mse_loss, "recompute": "always"},
+    )
+    assert found.exact
+
+
+def test_a_large_buffer_that_begins_to_change_later_is_an_error() -> None:
+    """Large buffers that the first forward leaves alone are not copied, so that their past is lost."""
+    stages = [Power(100_000), nn.Linear(4, 4)]
+    stages[0].late = 1
+    x = torch.randn(8, 4)
+    pipe = penstock.Pipeline(stages, microbatches=4, schedule="gpipe", loss_fn=F.mse_loss, recompute="always")
+    with pytest.raises(PeerFailure, match=r"stage 0: buffer state of Power has changed .* use recompute='never'"):
+        pipe.step(x, target=x)
+
+
+class Makes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.linear(x), "scale": x.detach() * 2}
+
+
+class Spoils(nn.Module):
+    """Empties the dict that it got, and writes into what was in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, got: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.linear(got.pop("hidden")) * got.pop("scale").mul_(2)
+        return out
+
+
+def test_a_stage_that_spoils_what_it_got_gets_it_whole_again() -> None:
+    """A6: the second run found an empty dict, or a tensor that the first had written to."""
+    torch.manual_seed(0)
+    options = {"microbatches": 4, "loss_fn": F.mse_loss, "recompute": "always"}
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    assert penstock.parity([Makes(), Spoils()], x, target=y, pipeline=options).output == 0.0
+
+
+def test_a_stage_that_writes_into_the_input_of_the_model_is_told_so() -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x.mul_(2))
+            return out
+
+    x = torch.randn(8, 4)
+    pipe = penstock.Pipeline([Doubles(), nn.Linear(4, 4)], microbatches=4, loss_fn=F.mse_loss, recompute="always")
+    with pytest.raises(PeerFailure, match="stage 0 writes in place into the model's input"):
+        pipe.step(x.clone(), target=x)

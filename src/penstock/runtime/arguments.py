@@ -6,7 +6,7 @@ A slip shows here by its own name and value. Further down it would be a TypeErro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -93,7 +93,7 @@ def _are_skips(value: Any) -> bool:
 
 
 def _are_devices(value: Any) -> bool:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         return False
     try:
         return all(torch.device(device) is not None for device in value)

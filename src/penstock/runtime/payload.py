@@ -98,13 +98,16 @@ class Received:
         self._stage = stage
         self._writes: dict[bool, bool] = {}  # by whether gradients are on
 
-    def hand(self, arrived: Mapping[int, Any]) -> tuple[Mapping[int, Any], list[tuple[Tensor, int]]]:
-        """What the stage works on, and what to look at when it has."""
+    def hand(self, arrived: Mapping[int, Any]) -> tuple[Mapping[int, Any], list[tuple[Tensor, int]] | None]:
+        """What the stage works on, and what to look at when it has (None: nothing)."""
         writes = self._writes.get(torch.is_grad_enabled())
         if writes is False:
-            return arrived, [pair for payload in arrived.values() for pair in versions(payload, plain=True)]
+            for payload in arrived.values():
+                if type(payload) is not Tensor or not payload.requires_grad:
+                    return arrived, [pair for each in arrived.values() for pair in versions(each, plain=True)]
+            return arrived, None  # torch itself guards leaves that want a gradient
         arrived = {stage: pytree.tree_map_only(Tensor, _copy, payload) for stage, payload in arrived.items()}
-        return arrived, [] if writes else [pair for payload in arrived.values() for pair in versions(payload)]
+        return arrived, None if writes else [pair for payload in arrived.values() for pair in versions(payload)]
 
     def learn(self, watched: Iterable[tuple[Tensor, int]]) -> None:
         """After the run."""

@@ -117,9 +117,8 @@ class Stage:
             raise RunError(f"stage {self.part.index} has run microbatch {microbatch} forward already in this step")
         record = Record({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
         self.records[microbatch] = record
-        if not recompute:
-            return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
-        return self._run_to_forget(record, microbatch, arrived, args, kwargs, split, loss_of)
+        run = self._run_to_forget if recompute else self._run
+        return run(record, microbatch, arrived, args, kwargs, split, loss_of)
 
     def _run_to_forget(
         self,
@@ -204,7 +203,8 @@ class Stage:
                 if "a leaf Variable that requires grad" in str(error):
                     raise ModelError(self._received.late()) from error
                 raise
-            self._received.learn(watched)
+            if watched is not None:
+                self._received.learn(watched)
         else:
             emitted = self.part.run(arrived, args, kwargs)
         for target, payload in emitted.items():

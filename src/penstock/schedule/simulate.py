@@ -72,8 +72,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     if stuck:
         raise ScheduleError(stuck_faults(rows, stuck))
     memory = _peak_memory(rows, schedule, costs)
-    if not math.isfinite(schedule.ranks * max(free)) or not math.isfinite(max(memory)):
-        raise UsageError("the costs are too large to be added up; give them in a larger unit")
+    _check_sums(schedule.ranks * max(free), max(memory))
     return Timeline(
         schedule,
         tuple(span for row in spans for span in row),
@@ -81,6 +80,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
         peak_memory=memory,
         arrival=_Arrivals(table, at),
     )
+
+
+def _check_sums(*sums: float) -> None:
+    if not all(map(math.isfinite, sums)):
+        raise UsageError("the costs are too large to be added up; give them in a larger unit")
 
 
 def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:

@@ -27,16 +27,22 @@ __all__ = ["Ready", "Rewritten", "arrive", "share"]
 Events = list[tuple[torch.device, "torch.cuda.Event"]]
 
 
+REWRITTEN = "a value was written to after it was handed over; return a copy of it"
+
+
 class Rewritten(RunError):
     """A value was written to between its sending and its arrival."""
 
 
-class Ready(NamedTuple):
+class Several(NamedTuple):
     """What to look at on arrival: the tensors, the versions they had when they left, and the events to wait for."""
 
     tensors: list[Tensor]
     versions: list[int]
     events: Events | None
+
+
+Ready = int | Several  # a number: the version of the one tensor that there is
 
 
 def alias(leaf: Any) -> Any:
@@ -54,6 +60,8 @@ def share(value: Any) -> tuple[Any, Ready]:
     kind = type(value)
     if kind is Tensor:
         shared: Any = alias(value)
+        if shared.is_cpu and not shared.is_inference():
+            return shared, shared._version
         tensors = [shared]
     elif (kind is tuple or kind is list) and all(leaf is None or type(leaf) is Tensor for leaf in value):
         shared = kind([alias(leaf) for leaf in value])
@@ -68,7 +76,7 @@ def share(value: Any) -> tuple[Any, Ready]:
         versions.append(-1 if tensor.is_inference() else tensor._version)
         if tensor.is_cuda and events is None:
             events = _record(tensors)
-    return shared, Ready(tensors, versions, events)
+    return shared, Several(tensors, versions, events)
 
 
 def _record(tensors: list[Tensor]) -> Events:
@@ -85,11 +93,14 @@ def _record(tensors: list[Tensor]) -> Events:
 def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
     """Make a shared value usable in this thread, and move it to `device` if one is given."""
     events = None
-    if ready is not None:
+    if type(ready) is int:
+        if value._version != ready:
+            raise Rewritten(REWRITTEN)
+    elif isinstance(ready, Several):
         events = ready.events
         for tensor, version in zip(ready.tensors, ready.versions, strict=True):
             if version >= 0 and tensor._version != version:
-                raise Rewritten("a value was written to after it was handed over; return a copy of it")
+                raise Rewritten(REWRITTEN)
     if events is None and device is None:
         return value
     for source, event in events or ():

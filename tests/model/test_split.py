@@ -1,0 +1,105 @@
+"""Cuts by position: what they may leave out, which is nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import ModelError
+from penstock.model.cut import cut_model
+from penstock.model.split import split_model
+
+WIDTH = 4
+
+
+class Shifted(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x) + 1
+        return out
+
+
+class Named(nn.Sequential):
+    """A subclass that only builds its layers is an nn.Sequential like any other."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def layers(kind: Any = nn.Sequential) -> Any:
+    torch.manual_seed(0)
+    return kind(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def hooked(register: str) -> Any:
+    model = layers()
+    hooks: dict[str, Any] = {
+        "register_forward_hook": lambda module, inputs, output: output * 3,
+        "register_forward_pre_hook": lambda module, inputs: (inputs[0] * 3,),
+        "register_full_backward_hook": lambda module, inputs, outputs: None,
+        "register_full_backward_pre_hook": lambda module, outputs: None,
+    }
+    getattr(model, register)(hooks[register])
+    return model
+
+
+HOOKS = ["register_forward_hook", "register_forward_pre_hook"]
+BACKWARD = ["register_full_backward_hook", "register_full_backward_pre_hook"]
+
+
+@pytest.mark.parametrize("split", ["auto", "position"])
+def test_a_forward_of_its_own_is_not_cut_by_position(split: str) -> None:
+    """A2: its layers were taken and its forward was not."""
+    with pytest.raises(ModelError, match=r"Shifted has a forward of its own, .* pass example=\(x,\)"):
+        cut_model(layers(Shifted), 2, split=split)
+
+
+@pytest.mark.parametrize("register", HOOKS + BACKWARD)
+def test_hooks_on_the_container_are_not_cut_away(register: str) -> None:
+    """A3: nobody called the container any more."""
+    with pytest.raises(ModelError, match="the Sequential has hooks on itself"):
+        split_model(hooked(register), 2, None)
+
+
+def test_a_forward_put_on_the_object_counts() -> None:
+    model = layers()
+    model.forward = lambda x: x
+    with pytest.raises(ModelError, match="has a forward of its own"):
+        split_model(model, 2, None)
+
+
+def test_a_list_with_a_forward_is_a_model_and_no_list_of_stages() -> None:
+    class Running(nn.ModuleList):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    model = Running([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+    with pytest.raises(ModelError, match="Running has a forward of its own"):
+        cut_model(model, 2)
+    assert cut_model(model, 2, example=(torch.randn(2, WIDTH),)).stages == 2
+
+
+def test_a_subclass_without_one_and_hooks_on_layers_are_cut_as_ever() -> None:
+    model = Named()
+    model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+    x = torch.randn(2, WIDTH)
+    first, second = split_model(model, 2, None).parts
+    assert torch.equal(_through(first, second, x), model(x))
+
+
+def _through(first: Any, second: Any, x: Tensor) -> Any:
+    return second.run({0: first.run({}, (x,), {})[1]}, (), {})[-1]
+
+
+@pytest.mark.parametrize("make", [lambda: layers(Shifted), *((lambda name=name: hooked(name)) for name in HOOKS)])
+def test_with_an_example_they_go_by_their_forward(make: Any) -> None:
+    model, x, y = make(), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    wanted = torch.stack([F.mse_loss(model(a), b) for a, b in zip(x.split(2), y.split(2), strict=True)]).detach()
+    with penstock.Pipeline(model, stages=2, microbatches=4, loss_fn=F.mse_loss, example=(x[:2],)) as pipe:
+        torch.testing.assert_close(pipe.step(x, target=y).loss, wanted.mean())

@@ -46,7 +46,7 @@ def split_by_graph(
     counts = ", ".join(str(stage.operations) for stage in program.stages)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     how = f"torch.export graph ({sizes}), operations a stage: {counts}"
-    return Split(parts, programs.topology, how)  # type: ignore[arg-type]
+    return Split(parts, programs.topology, how)
 
 
 def _fixed(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -177,11 +177,11 @@ class StageState(nn.Module):
 class GraphPart:
     """A stage, as the runtime sees it."""
 
-    takes = None  # every keyword argument
+    takes: frozenset[str] | None = None  # every keyword argument
     whole_batch = True  # and all positional ones: inputs are read where they are needed
 
     def __init__(self, index: int, programs: Programs, module: StageState, aliases: Mapping[str, str]) -> None:
-        self.index = index
+        self.index = self.stream = index
         self.module: nn.Module = module
         self.names = {name: name for name in all_tensors(module)}  # of the module -> of the whole model
         self.around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()

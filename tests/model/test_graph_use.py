@@ -1,0 +1,47 @@
+"""A model cut by its graph, trained through `Pipeline`.
+
+Once the runtime had learned to ask every part for its random stream, the graph's parts had none: each such pipeline
+failed at construction, while the tests of the cut, which ran the parts by hand, passed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model import nets
+from model.nets import W, trains
+from torch import Tensor, nn
+
+ROUNDING = 1e-6
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "zb-v")])
+@pytest.mark.parametrize(
+    ("net", "inputs"),
+    [
+        (nets.UNet, (torch.randn(4, 2, 8, 8),)),
+        (nets.TwoInputs, (torch.randn(4, W), torch.randn(4, W))),
+        (nets.Tied, (torch.randint(0, 20, (4, 5)),)),
+    ],
+)
+def test_a_graph_trains_in_a_pipeline_as_the_plain_model(
+    net: type[nn.Module], inputs: tuple[Tensor, ...], stages: int, schedule: str
+) -> None:
+    torch.manual_seed(0)
+    assert trains(net(), *inputs, stages=stages, schedule=schedule, split="graph") <= ROUNDING
+
+
+class Stashes(nets.Chain):
+    """A loss kept on a module: nothing that a replay could follow, but in a graph it is one more value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        aside = []
+        handle = self.blocks[0].register_forward_hook(lambda module, args, output: aside.append(output.mean()))
+        x = super().forward(x)
+        handle.remove()
+        return x + aside[0]
+
+
+def test_what_replay_refuses_falls_back_to_the_graph_and_trains() -> None:
+    torch.manual_seed(0)
+    assert trains(Stashes(), torch.randn(4, W), split="auto") <= ROUNDING

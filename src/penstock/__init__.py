@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.model.split import Routed as Routed
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
+    from penstock.runtime.groups import parameter_groups as parameter_groups
     from penstock.runtime.losses import add_loss as add_loss
     from penstock.runtime.microbatch import Microbatches as Microbatches
     from penstock.runtime.microbatch import Shared as Shared
@@ -30,6 +31,7 @@ _HOMES = {
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
     "lazy": "penstock.model.lazy",
+    "parameter_groups": "penstock.runtime.groups",
     "parity": "penstock.check",
     "randomness": "penstock.runtime.randomness",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "__version__",
     "add_loss",
     "lazy",
+    "parameter_groups",
     "parity",
     "randomness",
 ]

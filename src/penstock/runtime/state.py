@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.lazy import is_lazy, materialise
+from penstock.model.lazy import is_lazy, materialise, stands_for
 from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split
 from penstock.runtime.crew import Crew
+from penstock.runtime.groups import group_parameters
+from penstock.runtime.norms import check_finite, check_limit, join_norms, norm_of, norm_order, scale_down
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 
@@ -32,6 +34,7 @@ class OwnedState:
     tied: TiedParameters
     devices: dict[int, torch.device]
     _without_values: set[str]
+    _nothing = nn.Parameter(torch.empty(0))  # never has a gradient
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the stages that this process owns, each parameter once."""
@@ -44,8 +47,35 @@ class OwnedState:
                     yield self.split.aliases.get(full, full), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What to give to the optimizer of this process."""
-        return (parameter for _, parameter in self.named_parameters())
+        """What to give to the optimizer of this process.
+
+        Where no parameter lives here, one without elements: torch's optimizers refuse an empty list, and every rank
+        wants one.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        return iter(own or [self._nothing])
+
+    def parameter_groups(self, rules: Mapping[Any, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
+        """Groups for a torch optimizer, by name: `{"*.bias": {"weight_decay": 0.0}}`.
+
+        A key is a pattern of names in the whole model (`*`, `?`, `[...]`), a compiled regular expression, a function
+        of (name, parameter), or a tuple of these. The first that matches counts; what none matches is the last
+        group. Every rank has all groups, in the same order, with the parameters that it owns.
+        """
+        first: dict[int, str] = {}  # a tied parameter goes by the name that it has first
+        every: dict[str, nn.Parameter] = {}
+        aliases = dict(self.split.aliases)
+        for part in self.split.parts:
+            for name, parameter in part.module.named_parameters(remove_duplicate=False):
+                own = part.names.get(name, name)
+                full = self.split.aliases.get(own, own)
+                known = first.setdefault(id(stands_for(parameter)), full)
+                if known != full:
+                    aliases[full] = known
+                else:
+                    every.setdefault(full, parameter)
+        here = [(first[id(stands_for(parameter))], parameter) for _, parameter in self.named_parameters()]
+        return group_parameters(rules or {}, here, every.items(), aliases)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, buffer) of the stages that this process owns."""
@@ -86,14 +116,37 @@ class OwnedState:
         for module in self.crew.modules().values():
             module.zero_grad(set_to_none)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm."""
-        counted = filter(self.tied.counts, self.parameters())
-        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        local = nn.utils.get_total_norm(gradients, norm_type)
-        total = self.world.join_norms(local, norm_type)
-        nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total.to(local.device))
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm.
+
+        On every rank: the norm is that of all ranks' gradients, with each tied parameter counted once.
+        """
+        limit, order = check_limit("max_norm", max_norm), norm_order(norm_type)
+        total = self.grad_norm(order, foreach)
+        if error_if_nonfinite:
+            check_finite(total, order)
+        scale_down(self.parameters(), limit, total, foreach)
         return total
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Clamp every entry of the gradients to [-clip_value, clip_value]; each rank does its own."""
+        limit = check_limit("clip_value", clip_value)
+        held = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        if held:  # torch has an error for none
+            nn.utils.clip_grad_value_(held, limit, foreach)
+
+    def grad_norm(self, norm_type: float | str = 2.0, foreach: bool | None = None) -> Tensor:
+        """The norm of all gradients of the whole model, the same on every rank; changes nothing."""
+        order = norm_order(norm_type)
+        counted = filter(self.tied.counts, self.parameters())
+        said = norm_of([parameter.grad for parameter in counted if parameter.grad is not None], order, foreach)
+        return join_norms(self.world.told("clip_grad_norm_()", said), order)
 
     def train(self, mode: bool = True) -> Self:
         """Put the stages into training mode, or out of it."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.runtime.facts import facts_of
@@ -178,10 +177,7 @@ class World:
             mine = count()
         except PenstockError as error:  # the others wait for this rank's answer, whatever it is
             own = error
-        told = list(enumerate(self._transport.exchange((mine, None if own is None else str(own)))))
-        stepping = [rank for rank, answer in told if not isinstance(answer, tuple)]
-        if stepping:
-            raise PeerFailure(stepping[0], f"ranks {stepping} were in step() while this rank was in evaluate()")
+        told = list(enumerate(self.told("evaluate()", (mine, None if own is None else str(own)))))
         if own is not None:
             raise own
         for rank, (_, problem) in told:
@@ -192,13 +188,16 @@ class World:
             raise ModelError(f"the ranks were given batches of different size (rank, microbatches): {counts}")
         return counts[0][1] if counts else pipe.microbatches
 
-    def join_norms(self, local: Tensor, norm_type: float) -> Tensor:
-        """The norm of all ranks' gradients together, from the norm of each."""
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What every rank says in this call, which all must make; on threads there is one to say it."""
         if self._transport is None:
-            return local
-        norms = torch.tensor(self._transport.exchange(local.item()), dtype=torch.float64)
-        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-        return total.to(local.dtype)
+            return [value]
+        answers = self._transport.exchange((call, value))
+        for rank, answer in enumerate(answers):
+            where = answer[0] if isinstance(answer, tuple) else "step()"
+            if where != call:
+                raise PeerFailure(rank, f"it was in {where} while this rank was in {call}; call the same on every rank")
+        return [answer[1] for answer in answers]
 
     def carry(
         self,

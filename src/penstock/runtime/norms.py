@@ -1,0 +1,79 @@
+"""The norm of a whole model's gradients, where each rank has some of them, and clipping by it.
+
+Every rank tells the others the norm of what it has, and all join the same numbers in the same order: the norm, what is
+clipped and whether it is refused are then the same everywhere. Ranks without gradients have nothing to say: a 0 from
+them would be wrong for the norms that look for the smallest entry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import RunError, UsageError
+
+__all__ = ["check_finite", "check_limit", "join_norms", "norm_of", "norm_order", "scale_down"]
+
+Said = tuple[float, torch.dtype]  # the norm of a rank's gradients, and the dtype that it has there
+
+
+def norm_order(norm_type: Any) -> float:
+    """The order of a norm: a number, or 'inf'."""
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if math.isnan(order):
+        raise UsageError(f"norm_type={norm_type!r}: pass a number, such as 2.0, or 'inf'")
+    return order
+
+
+def check_limit(name: str, value: Any) -> float:
+    """What gradients are clipped to: a negative limit would turn them around."""
+    number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+    limit = float(value) if number else math.nan
+    if not limit >= 0:
+        raise UsageError(f"{name}={value!r}: pass a number, 0 or above")
+    return limit
+
+
+def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Said | None:
+    """What this rank has to say; None where it has no gradients."""
+    if not gradients:
+        return None
+    norm = nn.utils.get_total_norm(gradients, order, foreach=foreach)
+    return norm.item(), norm.dtype
+
+
+def join_norms(said: Iterable[Said | None], order: float) -> Tensor:
+    """The norm of all, from the norm of each."""
+    known = [each for each in said if each is not None]
+    if not known:
+        return torch.tensor(0.0)
+    if len(known) == 1:
+        return torch.tensor(known[0][0], dtype=known[0][1])
+    norms = torch.tensor([norm for norm, _ in known], dtype=torch.float64)
+    total = norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)  # of order 0: a count
+    return total.to(reduce(torch.promote_types, (dtype for _, dtype in known)))
+
+
+def check_finite(total: Tensor, order: float) -> None:
+    """On every rank alike, since all have the same total."""
+    if not torch.isfinite(total):
+        raise RunError(
+            f"the norm of order {order:g} of all gradients is {total.item()}, so they cannot be clipped by it; find "
+            f"the step's inf or nan, or leave error_if_nonfinite out to scale by it all the same"
+        )
+
+
+def scale_down(parameters: Iterable[nn.Parameter], limit: float, total: Tensor, foreach: bool | None) -> None:
+    """Scale the gradients by limit / total, where that is below 1."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    if held:
+        nn.utils.clip_grads_with_norm_(held, limit, total.to(held[0].device), foreach)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PeerFailure
+from penstock.schedule import Schedule, build
 
 
 class Counted(nn.Module):
@@ -27,7 +28,7 @@ class Counted(nn.Module):
         return out
 
 
-def run(schedule: str, recompute: str) -> tuple[Counter[int], list[Tensor]]:
+def run(schedule: str | Schedule, recompute: str) -> tuple[Counter[int], list[Tensor]]:
     torch.manual_seed(0)
     runs: Counter[int] = Counter()
     pipe = penstock.Pipeline(
@@ -53,6 +54,14 @@ def test_it_changes_nothing_but_how_often_layers_run(schedule: str) -> None:
         runs, found = run(schedule, recompute)
         assert runs == dict.fromkeys(range(4), times)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_the_schedule_says_which_stages_run_again(name: str) -> None:
+    _, wanted = run(name, "never")
+    runs, found = run(build(name, 4, 3).replace(recompute=[0, 2]), "never")
+    assert runs == {0: 12, 1: 6, 2: 12, 3: 6}
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_checkpoint_inside_is_recomputed_within_the_recomputation() -> None:

@@ -83,8 +83,9 @@ def test_auto_can_be_built_and_family_says_how_to_search() -> None:
     assert build("Auto", 3, 6, 2).stages == 6
     with pytest.raises(UsageError, match=r"penstock\.schedule\.search"):
         family("auto")
-    with pytest.raises(UsageError, match="skips"):
-        build("auto", 3, 6, skips=[(0, 2)])
+    skipping = build("auto", 3, 6, skips=[(0, 2)])
+    verify(lower(skipping))
+    assert skipping.topology.skips == ((0, 2),)
 
 
 def test_progress_is_told_and_never_goes_back() -> None:

@@ -176,6 +176,19 @@ def test_a_blank_line_at_the_end_of_csv_is_no_rank(tmp_path: Path) -> None:
     assert Schedule.load(tmp_path / "x.csv").ranks == 1
 
 
+def test_which_stages_recompute_is_part_of_the_file(tmp_path: Path) -> None:
+    schedule = build("zb-h1", 2, 3).replace(recompute=[0])
+    schedule.save(tmp_path / "some.json")
+    assert Schedule.load(tmp_path / "some.json") == schedule != build("zb-h1", 2, 3)
+    with pytest.raises(UsageError, match=r"CSV holds actions alone, not that stages \[0\] recompute; save it as .json"):
+        schedule.save(tmp_path / "some.csv")
+    with pytest.raises(ScheduleError, match="the file is for recompute of stages"):
+        Schedule.load(tmp_path / "some.json", recompute=[1])
+    for odd in ([2], [True], ["0"], 1):
+        with pytest.raises(UsageError, match="recompute"):
+            schedule.replace(recompute=odd)
+
+
 def test_csv_refuses_edges_that_no_row_tells(tmp_path: Path) -> None:
     schedule = build("1f1b", 3, 2, skips=[(0, 2)])
     with pytest.raises(UsageError, match=r"no transfer in the rows tells the edge 0 -> 2; save it as \.json"):

@@ -33,6 +33,12 @@ Activation = Annotated[str, typer.Option(metavar="NUMBER", help="Memory of one m
 Held = Annotated[
     str | None, typer.Option(metavar="NUMBER", help="What of it stays between I and W (default: all of it).")
 ]
+Kept = Annotated[
+    str, typer.Option(metavar="NUMBER", help="What of it a stage that recomputes keeps from F on: its input.")
+]
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Also try to run forwards again in the backward, where that saves memory.")
+]
 Sizes = Annotated[
     str, typer.Option("--stages-per-rank", "-v", metavar="N[,...]", help="Numbers of stages on a rank to try.")
 ]
@@ -55,6 +61,8 @@ def search(
     memory: Memory = None,
     activation: Activation = "1",
     held: Held = None,
+    kept: Kept = "0",
+    recompute: Recompute = False,
     stages_per_rank: Sizes = "1,2,3,4",
     placements: Placements = "loop,v",
     seconds: Seconds = "5",
@@ -80,6 +88,7 @@ def search(
         hop=amount("--hop", hop),
         activation=amount("--activation", activation),
         held=None if held is None else amount("--held", held),
+        kept=amount("--kept", kept),
     )
     limit = amount("--seconds", seconds)
     with _Bar(limit) as bar:
@@ -92,6 +101,7 @@ def search(
             tuple(name.strip() for name in placements.split(",")),
             seconds=limit,
             objective=objective,  # type: ignore[arg-type]  # refused there
+            recompute=recompute,
             seed=seed,
             progress=bar,
         )
@@ -110,6 +120,8 @@ def _write(found: Found, draw: bool, save: str | None) -> None:
     write(fold(title, columns))
     if draw:
         write(drawing(found.schedule, columns))
+    if chosen.recompute:
+        write(fold(f"recomputes stages {', '.join(map(str, chosen.recompute))}", columns))
     write("\n".join(_sentences(found)))
     if save is not None:
         write(f"saved to {save}")
@@ -152,12 +164,12 @@ def _sentences(found: Found) -> list[str]:
         f"idle share  {percent(timeline.bubble)}",
         f"peak memory {number(max(timeline.peak_memory))}",
         "",
-        "stages a rank  placement      best     bound    orders",
+        "stages a rank  placement  recompute      best     bound    orders",
     ]
     for tried in found.tried:
         best = number(tried.value) if tried.orders and tried.value < math.inf else "-"
         figures = f"{best:>10}{number(tried.lower_bound):>10}{tried.orders:>10}"
-        lines.append(f"{tried.stages_per_rank:>13}  {tried.placement:<9}{figures}")
+        lines.append(f"{tried.stages_per_rank:>13}  {tried.placement:<9}{len(tried.recompute) or '-':>11}{figures}")
     if any(not tried.orders for tried in found.tried):
         lines.append("- not tried: its bound is above what was found")
     return lines
@@ -174,6 +186,7 @@ def _document(found: Found) -> dict[str, Any]:
         "stages": found.schedule.stages,
         "microbatches": found.schedule.microbatches,
         "placement": list(found.schedule.placement),
+        "recompute": sorted(found.schedule.recompute),
         "objective": found.objective,
         "value": found.value,
         "makespan": timeline.makespan,

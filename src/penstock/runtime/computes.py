@@ -80,7 +80,7 @@ class Computes:
                 args,
                 kwargs,
                 split=(stage, microbatch) in self._split,
-                recompute=microbatch in given.recompute,
+                recompute=microbatch in given.recompute or stage in given.recompute_stages,
                 loss_of=loss_of,
             )
         if loss is not None:

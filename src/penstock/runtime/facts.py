@@ -17,7 +17,10 @@ def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
     schedule = pipe.schedule
     facts: dict[str, tuple[str, Any]] = {
         "microbatches": (str(schedule.microbatches), None),
-        "schedule": (f"{schedule.name or 'its own'} for {schedule.stages} stages", schedule.rows),
+        "schedule": (
+            f"{schedule.name or 'its own'} for {schedule.stages} stages",
+            (schedule.rows, sorted(schedule.recompute)),
+        ),
         "recompute": (pipe.recompute, None),
         "inputs": (pipe.inputs, None),
         "transport": (pipe.world.way or "no choice", None),

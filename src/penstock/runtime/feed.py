@@ -87,6 +87,7 @@ class Feed(OwnedState):
                 keep_outputs=outputs,
                 training=training,
                 recompute=frozenset(range(recomputed)),
+                recompute_stages=self.schedule.recompute if training else frozenset(),
             )
             for rank in self.crew.executors
         }

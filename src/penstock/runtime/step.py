@@ -28,6 +28,7 @@ class StepInput:
     keep_outputs: bool = False
     training: bool = True
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
+    recompute_stages: frozenset[int] = frozenset()  # stages for which all do
 
 
 @dataclass

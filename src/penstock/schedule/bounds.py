@@ -36,7 +36,7 @@ with the rank's first F: ways count from the rank's first stage and end there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -57,13 +57,14 @@ def lower_bound(
     memory: float | Sequence[float] | None = None,
     *,
     span: bool = False,
+    recompute: Iterable[int] = (),
 ) -> float:
     """A time that no schedule of this placement can beat. `costs` are by stage, as `simulate` takes them.
 
     `memory` is the cap on each rank's `peak_memory`, one number or one a rank. With `span`, the bound is on
-    the longest per-rank span, and not on the makespan.
+    the longest per-rank span, and not on the makespan. `recompute`: the stages that do.
     """
-    costs = costs or Costs()
+    costs = (costs or Costs()).recomputed(placement.stages, recompute)
     costs.check_edges(Topology.chain(placement.stages))
     caps = caps_of(memory, placement.ranks)
     ways = _Ways.of(placement, costs)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise
 
 from penstock.errors import UsageError
@@ -74,6 +75,12 @@ def _hop(timeline: Timeline) -> float:
     return max(0.0, min(gaps, default=0.0))
 
 
+def _full(timeline: Timeline, times: Mapping[tuple[Op, int], float], stage: int) -> float:
+    """A stage's full backward, without the forward that it runs again."""
+    again = times[Op.F, stage] if stage in timeline.schedule.recompute else 0.0
+    return max(0.0, times.get((Op.B, stage), 0.0) - again)
+
+
 def costs_of(timeline: Timeline) -> Costs:
     """The costs under which the simulator repeats the run; see `Costs.from_timeline`."""
     times = {key: statistics.median(values) for key, values in occupied(timeline).items()}
@@ -83,7 +90,10 @@ def costs_of(timeline: Timeline) -> Costs:
         raise UsageError(f"the timeline has no forward of stage {missing[0]}; record a whole step, on every rank")
     halves = {}
     for op in (Op.I, Op.W):  # a stage that only ran full backwards tells their sum alone
-        halves[op] = [times.get((op, stage), times.get((Op.B, stage), 0.0) / 2) for stage in stages]
+        halves[op] = [times.get((op, stage), _full(timeline, times, stage) / 2) for stage in stages]
+    for stage in timeline.schedule.recompute:
+        if (Op.I, stage) in times:
+            halves[Op.I][stage] = max(0.0, times[Op.I, stage] - times[Op.F, stage])
     return Costs(
         forward=[times[Op.F, stage] for stage in stages], input=halves[Op.I], weight=halves[Op.W], hop=_hop(timeline)
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 from penstock.errors import UsageError
@@ -16,7 +16,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.timeline import Timeline
 from penstock.schedule.topology import Topology
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "memory_by_op"]
 
 PerStage = float | Sequence[float]
 
@@ -54,6 +54,8 @@ class Costs:
                              number, one for each stage's output, or a mapping {(from, to): bytes}
     activation               memory that F takes and B or W gives back
     held                     what of it stays between I and W (default: all of it)
+    kept                     what a stage that recomputes keeps from F until its backward: its input. The
+                             backward then takes `forward` longer, and `activation` while it runs
     """
 
     forward: PerStage = 1.0
@@ -65,9 +67,10 @@ class Costs:
     bytes: float | Sequence[float] | Mapping[tuple[int, int], float] = 0.0
     activation: PerStage = 1.0
     held: PerStage | None = None
+    kept: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "input", "weight", "activation", "held", "bytes"):
+        for name in ("forward", "input", "weight", "activation", "held", "kept", "bytes"):
             value = getattr(self, name)
             if isinstance(value, Mapping) and name == "bytes":
                 object.__setattr__(self, name, ByEdge(value))
@@ -97,7 +100,7 @@ class Costs:
         return costs_of(timeline)
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
-        """One number for each stage of `forward`, `input`, `weight`, `activation` or `held`."""
+        """One number for each stage of `forward`, `input`, `weight`, `activation`, `held` or `kept`."""
         value = getattr(self, name)
         if name == "held" and value is None:
             return self.per_stage("activation", stages)
@@ -114,6 +117,24 @@ class Costs:
         forward, backward_input, weight = (self.per_stage(name, stages) for name in ("forward", "input", "weight"))
         full = tuple(i + w for i, w in zip(backward_input, weight, strict=True))
         return [forward, full, backward_input, weight]
+
+    def recomputed(self, stages: int, which: Iterable[int]) -> Costs:
+        """The same where some stages recompute: time and memory from F to the backward, without what it then takes."""
+        chosen = frozenset(which)
+        if not chosen:
+            return self
+        names = ("forward", "input", "activation", "held", "kept")
+        forward, backward, activation, held, kept = (self.per_stage(name, stages) for name in names)
+
+        def mixed(plain: Sequence[float], other: Iterable[float]) -> list[float]:
+            return [b if stage in chosen else a for stage, (a, b) in enumerate(zip(plain, other, strict=True))]
+
+        return replace(
+            self,
+            input=mixed(backward, map(sum, zip(backward, forward, strict=True))),
+            activation=mixed(activation, kept),
+            held=mixed(held, map(min, held, kept)),
+        )
 
     def check_edges(self, topology: Topology) -> None:
         """Refuse `bytes` for stages or edges that the topology does not have, or not for all it has."""
@@ -138,6 +159,21 @@ class Costs:
         else:
             size = self.bytes
         return size / self.bandwidth, self.latency
+
+
+def memory_by_op(costs: Costs, stages: int, recompute: Iterable[int] = ()) -> list[list[tuple[float, float]]]:
+    """By op and stage, for the four computes: (the room that it needs while it runs, what it adds for good)."""
+    chosen = frozenset(recompute)
+    activation, held, kept = (costs.per_stage(name, stages) for name in ("activation", "held", "kept"))
+    found: list[list[tuple[float, float]]] = [[], [], [], []]
+    for stage in range(stages):
+        whole, rest = activation[stage], held[stage]
+        early = kept[stage] if stage in chosen else whole
+        found[Op.F].append((early, early))
+        found[Op.B].append((whole - early, -early))
+        found[Op.I].append((max(whole, rest) - early, rest - early))
+        found[Op.W].append((0.0, -rest))
+    return found
 
 
 def _is_number(value: object) -> bool:

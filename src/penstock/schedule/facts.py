@@ -17,7 +17,7 @@ from penstock.schedule.topology import Topology
 
 __all__ = ["check_facts", "taken"]
 
-TAKEN = ("placement", "microbatches", "topology", "name", "passes")  # by a file that cannot say them
+TAKEN = ("placement", "microbatches", "topology", "recompute", "name", "passes")  # by a file that cannot say them
 KNOWN = ("ranks", "stages", "forward_only", *TAKEN)
 
 
@@ -45,7 +45,7 @@ def check_facts(schedule: Schedule, facts: dict[str, Any], *, whole: bool) -> li
             continue
         if name == "placement" and not isinstance(stated, Placement):
             stated = Placement(stated)
-        elif name == "passes":
+        elif name in ("passes", "recompute"):
             stated = frozenset(stated)
         if stated != says:
             found.append(Fault(f"the file is for {_text(name, says)}, not {_text(name, stated)}"))
@@ -87,6 +87,8 @@ def _text(name: str, value: Any) -> str:
         return f"{value} {name if value != 1 else name.removesuffix('es' if name == 'microbatches' else 's')}"
     if name == "topology":
         return f"the edges {' '.join(f'{source}->{target}' for source, target in value.edges)}"
+    if name == "recompute":
+        return f"recompute of stages {sorted(value)}"
     if name == "passes":
         return f"passes {', '.join(sorted(value)) or 'none'}"
     return f"{name}={value!r}" if name != "placement" else f"placement {value}"

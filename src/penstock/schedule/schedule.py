@@ -7,7 +7,8 @@ whose columns are time slots, a lowered program is a plain order with transfers 
 
 The constructor only arranges; whether the schedule is any good is `verify`'s to say, all
 faults at once. What cannot be told from the actions is kept beside them: the placement, how
-many microbatches are meant, which stages feed which, and which lowering passes have run.
+many microbatches are meant, which stages feed which, which of them recompute, and which lowering
+passes have run.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Schedule:
     microbatches: int
     topology: Topology
     forward_only: bool
+    recompute: frozenset[int]  # stages whose forward runs again in their backward, so that F keeps only its input
     name: str = field(compare=False)
     passes: frozenset[str] = field(compare=False)  # "transfers", "reductions", "shards"
 
@@ -56,6 +58,7 @@ class Schedule:
         microbatches: int | None = None,
         topology: Topology | None = None,
         forward_only: bool | None = None,
+        recompute: Iterable[int] = (),
         name: str = "",
         passes: Iterable[str] | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class Schedule:
             "microbatches": microbatches,
             "topology": topology,
             "forward_only": forward_only,
+            "recompute": _stages_of(recompute, placement.stages),
             "name": name,
             "passes": passes_seen(filled) if passes is None else _passes_of(passes),
         }.items():
@@ -237,6 +241,17 @@ def _rows_of(rows: Iterable[Iterable[Action | None]]) -> tuple[Row, ...]:
 
 
 _CELLS = frozenset((Action, type(None)))
+
+
+def _stages_of(recompute: Iterable[int], stages: int) -> frozenset[int]:
+    try:
+        found = frozenset(recompute)
+    except TypeError:
+        raise UsageError(f"recompute is a list of stages, such as [0, 1]; got {recompute!r}") from None
+    odd = [stage for stage in found if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages]
+    if odd:
+        raise UsageError(f"recompute names stage {odd[0]!r}; the stages are 0 to {stages - 1}")
+    return found
 
 
 def _passes_of(passes: Iterable[str]) -> frozenset[str]:

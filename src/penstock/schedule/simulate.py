@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.align import stuck_faults
-from penstock.schedule.costs import Costs
+from penstock.schedule.costs import Costs, memory_by_op
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timeline import Span, Timeline, peaks
@@ -35,7 +35,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     _check(schedule, costs, jitter)
     rows = _opened(schedule)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
-    times = costs.by_op(schedule.stages)
+    times = costs.recomputed(schedule.stages, schedule.recompute).by_op(schedule.stages)
     wires = Wires(schedule, table, costs)
     alone, joined, busy_until = wires.alone, wires.joined, wires.busy_until
     noise = random.Random(seed)
@@ -115,23 +115,15 @@ def _opened(schedule: Schedule) -> Sequence[Sequence[Action | None]]:
 
 
 def _peak_memory(rows: Sequence[Sequence[Action | None]], schedule: Schedule, costs: Costs) -> tuple[float, ...]:
-    activation = costs.per_stage("activation", schedule.stages)
-    held = costs.per_stage("held", schedule.stages)
-    change = {
-        Op.F: activation,
-        Op.B: tuple(-size for size in activation),
-        Op.I: tuple(kept - size for size, kept in zip(activation, held, strict=True)),
-        Op.W: tuple(-kept for kept in held),
-    }
+    needs = memory_by_op(costs, schedule.stages, schedule.recompute)
     found = []
     for row in rows:
         now = most = 0.0
         for action in row:
             if action is not None and action[1] <= Op.W:
-                now += change[action[1]][action[0]]
-                most = max(most, now)
-                if schedule.forward_only:
-                    now = 0.0
+                room, change = needs[action[1]][action[0]]
+                most = max(most, now + room)
+                now = 0.0 if schedule.forward_only else now + change
         found.append(most)
     return tuple(found)
 

@@ -152,6 +152,10 @@ def to_csv(schedule: Schedule) -> str:
             f"CSV holds actions alone, and no transfer in the rows tells the edge {shown}; save it as .json "
             "(or write the rows yourself, and load them with topology=)"
         )
+    if schedule.recompute:
+        raise UsageError(
+            f"CSV holds actions alone, not that stages {sorted(schedule.recompute)} recompute; save it as .json"
+        )
     return rows_to_csv(schedule.rows)
 
 
@@ -188,6 +192,7 @@ def to_json(schedule: Schedule) -> str:
         "microbatches": schedule.microbatches,
         "edges": [list(edge) for edge in schedule.topology.edges],
         "forward_only": schedule.forward_only,
+        "recompute": sorted(schedule.recompute),
         "passes": sorted(schedule.passes),
     }
     head = json.dumps(document, indent=2)[:-2]
@@ -216,6 +221,7 @@ def from_json(text: str) -> Schedule:
             "microbatches": document["microbatches"],
             "topology": Topology(len(document["placement"]), [(source, to) for source, to in document["edges"]]),
             "forward_only": document["forward_only"],
+            "recompute": document.get("recompute", []),  # files of before have none
             "name": document["name"],
             "passes": frozenset(document["passes"]),
         }

@@ -160,10 +160,10 @@ def _searched(
 ) -> Schedule:
     from penstock.schedule.search import search  # which looks at every family here
 
-    if skips:
-        raise UsageError(f"auto searches chains of stages, and this model has skips {list(skips)}; name a family")
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    return search(ranks, microbatches, memory=ranks, stages_per_rank=sizes, seconds=0)
+    found = search(ranks, microbatches, memory=ranks, stages_per_rank=sizes, seconds=0)
+    # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
+    return align(found.replace(topology=Topology.chain(found.stages, skips))) if skips else found
 
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:

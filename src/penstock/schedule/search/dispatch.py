@@ -15,7 +15,8 @@ Two things make this a search and not one heuristic:
 Why it never gets stuck, whatever the rule: of the microbatches that have not passed all of a
 rank's stages, the oldest has its remaining memory reserved; any other may take only what is
 left beside that. So the oldest always can go forward on every rank, then backward, which needs
-no memory, and then its W gives back at least what the next oldest needs.
+no memory (or what forwards leave alone for recomputing, once the W that are owed have run), and
+then its W gives back at least what the next oldest needs.
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ class _Dispatch:
         elif forward_turn and blocked and owed:
             self._run_weight(rank, now)  # it is the forward's turn: make room for it
         elif inputs:
-            self._run_input(rank, now, self._pick(rank, inputs, self.inputs, rule.input, self.problem.stages))
+            stage = self._pick(rank, inputs, self.inputs, rule.input, self.problem.stages)
+            if owed and self.held[rank] + self.problem.input_room[stage] > self.caps[rank]:
+                self._run_weight(rank, now)  # it recomputes, and there is no room
+            else:
+                self._run_input(rank, now, stage)
         elif forwards and not (not forward_turn and next_input - now < self.patience):
             self._run_forward(rank, now, self._pick(rank, forwards, self.forwards, rule.forward, 0))
         elif owed and not forwards:
@@ -131,7 +136,7 @@ class _Dispatch:
         stages, most, done = self.stages_of[rank], self.problem.most, self.done
         oldest = done[stages[-1]]  # of those that have not passed all stages here
         reserved = sum([most[stage] for stage in stages if done[stage] <= oldest])
-        room = self.caps[rank] - self.held[rank]
+        room = self.caps[rank] - self.problem.spare[rank] - self.held[rank]
         there, soon, blocked = [], NEVER, False
         for stage in stages:
             queue = self.forwards[stage]

@@ -91,6 +91,7 @@ class _Run:
         """Run one rank until it must wait for an action that has not run; False when memory runs over."""
         problem, order, at, waiting = self.problem, self.orders[rank], self.at, self.waiting
         size, time, takes, feeds, wires = problem.size, problem.time, problem.takes, problem.feeds, problem.wires
+        room = problem.room
         cap, keep, owed, clock, held = (
             problem.caps[rank],
             self.keep,
@@ -106,10 +107,10 @@ class _Run:
                 waiting[x] = rank
                 self.places[rank] = place
                 break
-            need = takes[x]
+            need = room[x]
             while paid < len(owed):
                 weight = owed[paid] + size
-                if arrival - clock >= keep * time[weight] - EPSILON or (x < size and held + need > cap):
+                if arrival - clock >= keep * time[weight] - EPSILON or held + need > cap:
                     clock += time[weight]
                     held += takes[weight]
                     paid += 1
@@ -119,7 +120,7 @@ class _Run:
                     break
             if need > 0.0 and held + need > cap:
                 return False
-            held += need
+            held += takes[x]
             if filling and x >= size:
                 owed.append(x)
             if logging:

@@ -46,7 +46,12 @@ class Hunt:
     def __init__(self, problem: Problem, kind: str, generator: random.Random) -> None:
         self.problem, self.kind, self.generator = problem, kind, generator
         self.bound = lower_bound(
-            problem.placement, problem.microbatches, problem.costs, problem.memory, span=problem.span
+            problem.placement,
+            problem.microbatches,
+            problem.costs,
+            problem.memory,
+            span=problem.span,
+            recompute=problem.recompute,
         )
         self.best: list[Candidate] = []
         self.rule: Rule | None = None  # the one that did best

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import align
-from penstock.schedule.costs import Costs
+from penstock.schedule.costs import Costs, memory_by_op
 from penstock.schedule.dependencies import Value, needs
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ __all__ = ["ROUNDING", "Orders", "Problem", "stage_costs"]
 ROUNDING = 1e-9  # relative: sums of thirds
 Orders = list[list[int]]  # of each rank, its actions in order, as numbers
 OPS = (Op.F, Op.I, Op.W)
-SHARED = ("forward", "input", "weight", "activation", "held")
+SHARED = ("forward", "input", "weight", "activation", "held", "kept")
 
 
 def stage_costs(costs: Costs, stages_per_rank: int) -> Costs:
@@ -51,32 +51,56 @@ class Problem:
     x: the number of an action
     time[x]   how long it takes        wires[x]   (time on the link, delay after that, link) of what it makes
     feeds[x]  whom it feeds, or -1     takes[x]   memory that it adds, below 0 where it gives back
+                                       room[x]    memory that must be free for it
+
+    A backward that recomputes needs room. So that it always gets it, the forwards of its rank leave `spare` alone.
     """
 
     def __init__(
-        self, placement: Placement, microbatches: int, costs: Costs, caps: Sequence[float], *, span: bool = False
+        self,
+        placement: Placement,
+        microbatches: int,
+        costs: Costs,
+        caps: Sequence[float],
+        *,
+        span: bool = False,
+        recompute: frozenset[int] = frozenset(),
     ) -> None:
         self.placement, self.microbatches, self.costs, self.span = placement, microbatches, costs, span
+        self.recompute = recompute
         self.ranks, self.stages = placement.ranks, placement.stages
         self.size = self.stages * microbatches
         self.memory = tuple(caps)
         self.caps = [cap * (1 + ROUNDING) for cap in caps]
         self.topology = Topology.chain(self.stages)
         costs.check_edges(self.topology)
-        forward, _, backward, weight = costs.by_op(self.stages)
-        activation, self.held = costs.per_stage("activation", self.stages), costs.per_stage("held", self.stages)
-        # were `held` the larger one, I would need room too; counted from F on, only F does
-        self.most = tuple(max(pair) for pair in zip(activation, self.held, strict=True))
-        kept = [after - before for after, before in zip(self.held, self.most, strict=True)]
+        forward, _, backward, weight = costs.recomputed(self.stages, recompute).by_op(self.stages)
+        self._count_memory()
         self.time = self._spread([*forward, *backward, *weight])
-        self.takes = self._spread([*self.most, *kept, *(-value for value in self.held)])
         self.feeds, self.wires = self._links()
         work = [sum(times) for times in zip(forward, backward, weight, strict=True)]
         self.busiest = max(sum(work[stage] for stage in placement.stages_of(rank)) for rank in range(self.ranks))
 
     def shorter(self, microbatches: int) -> Problem:
         """The same with another number of microbatches."""
-        return Problem(self.placement, microbatches, self.costs, self.memory, span=self.span)
+        return Problem(self.placement, microbatches, self.costs, self.memory, span=self.span, recompute=self.recompute)
+
+    def _count_memory(self) -> None:
+        forward, _, backward, _ = memory_by_op(self.costs, self.stages, self.recompute)
+        self.held = self.costs.per_stage("held", self.stages)
+        # were `held` the larger one, I would need room too; counted from F on, only F does
+        self.most = tuple(
+            size if stage in self.recompute else max(size, self.held[stage]) for stage, (size, _) in enumerate(forward)
+        )
+        self.input_room = [room if stage in self.recompute else 0.0 for stage, (room, _) in enumerate(backward)]
+        owned = [self.placement.stages_of(rank) for rank in range(self.ranks)]
+        self.spare = [max(0.0, *(self.input_room[stage] for stage in stages)) for stages in owned]
+        after = [held - most for held, most in zip(self.held, self.most, strict=True)]
+        given_back = [-held for held in self.held]
+        spare = [self.spare[rank] for rank in self.placement.by_stage]
+        needed = [most + left for most, left in zip(self.most, spare, strict=True)]
+        self.takes = self._spread([*self.most, *after, *given_back])
+        self.room = self._spread([*needed, *self.input_room, *given_back])
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:
         return [value for value in by_place for _ in range(self.microbatches)]
@@ -103,7 +127,7 @@ class Problem:
 
     def least_memory(self, rank: int) -> float:
         """What one microbatch holds on a rank when it has passed all stages."""
-        return sum(self.most[stage] for stage in self.placement.stages_of(rank))
+        return sum(self.most[stage] for stage in self.placement.stages_of(rank)) + self.spare[rank]
 
     # -- to and from actions
 
@@ -142,6 +166,7 @@ class Problem:
                 microbatches=self.microbatches,
                 topology=self.topology,
                 forward_only=False,
+                recompute=self.recompute,
                 name=name,
                 passes=(),
             )

@@ -50,6 +50,7 @@ class Tried:
     value: float  # the objective of the best order; infinite where none fits
     lower_bound: float
     orders: int  # how many were priced
+    recompute: tuple[int, ...] = ()  # the stages that run their forward again
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,13 @@ class Found:
     def chosen(self) -> Tried:
         """The entry of `tried` that the schedule is of."""
         placement = self.schedule.placement
-        size = placement.stages_per_rank
-        named = {entry.placement: entry for entry in self.tried if entry.stages_per_rank == size}
-        return next(entry for kind, entry in named.items() if PLACEMENTS[kind](placement.ranks, size) == placement)
+        size, again = placement.stages_per_rank, tuple(sorted(self.schedule.recompute))
+        return next(
+            entry
+            for entry in self.tried
+            if (entry.stages_per_rank, entry.recompute) == (size, again)
+            and PLACEMENTS[entry.placement](placement.ranks, size) == placement
+        )
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -106,6 +111,7 @@ def search(
     *,
     seconds: float = 5.0,
     objective: Objective = "makespan",
+    recompute: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Schedule:
@@ -116,6 +122,8 @@ def search(
     memory     the cap on a rank's peak memory, one number or one for each rank, in the unit of `costs.activation`:
                microbatches of a whole rank where that is 1. What F takes is held until I, `costs.held` until W
     objective  "makespan", or "span" for the longest time from a rank's own first start to its own end
+    recompute  also try to run the forwards of some or all stages again in their backwards, which then keep only
+               `costs.kept` until there; the schedule's `recompute` names these stages
     progress   called with (seconds so far, best value so far, lower bound)
     """
     return search_report(
@@ -127,6 +135,7 @@ def search(
         placements,
         seconds=seconds,
         objective=objective,
+        recompute=recompute,
         seed=seed,
         progress=progress,
     ).schedule
@@ -142,6 +151,7 @@ def search_report(
     *,
     seconds: float = 5.0,
     objective: Objective = "makespan",
+    recompute: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Found:
@@ -154,7 +164,7 @@ def search_report(
     sizes = (stages_per_rank,) if isinstance(stages_per_rank, int) else tuple(stages_per_rank)
     kinds = (placements,) if isinstance(placements, str) else tuple(placements)
     _check(ranks, microbatches, sizes, kinds)
-    problems = _problems(ranks, microbatches, costs or Costs(), memory, sizes, kinds, objective == "span")
+    problems = _problems(ranks, microbatches, costs or Costs(), memory, sizes, kinds, objective == "span", recompute)
     generator = random.Random(seed)
     effort = _Effort([Hunt(problem, kind, generator) for kind, problem in problems], begin, seconds, progress)
     with _uncollected():
@@ -166,7 +176,7 @@ def search_report(
         objective,
         hunt.value,
         effort.bound,
-        tuple(Tried(hunt.stages_per_rank, hunt.kind, hunt.value, hunt.bound, hunt.orders) for hunt in effort.hunts),
+        tuple(_tried(hunt) for hunt in effort.hunts),
         time.thread_time() - begin,
     )
 
@@ -203,6 +213,7 @@ def _problems(
     sizes: tuple[int, ...],
     kinds: tuple[str, ...],
     span: bool,
+    recompute: bool,
 ) -> list[tuple[str, Problem]]:
     """Each placement once, fewest stages first; refused when none can hold even one microbatch."""
     caps = caps_of(memory, ranks)
@@ -224,18 +235,36 @@ def _problems(
             placement = PLACEMENTS[kind](ranks, size)
             if any(problem.placement == placement for _, problem in found):
                 continue
-            problem = Problem(placement, microbatches, stage_costs(costs, size), caps, span=span)
-            short = [rank for rank in range(ranks) if problem.least_memory(rank) > problem.caps[rank]]
-            if not short:
-                found.append((kind, problem))
-            elif problem.least_memory(short[0]) < least:
-                least, where = problem.least_memory(short[0]), short[0]
+            for again in _choices(placement) if recompute and memory is not None else [frozenset[int]()]:
+                problem = Problem(placement, microbatches, stage_costs(costs, size), caps, span=span, recompute=again)
+                short = [rank for rank in range(ranks) if problem.least_memory(rank) > problem.caps[rank]]
+                if not short:
+                    found.append((kind, problem))
+                elif problem.least_memory(short[0]) < least:
+                    least, where = problem.least_memory(short[0]), short[0]
     if not found:
+        other = "" if recompute else ", recompute=True,"
         raise UsageError(
             f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there; "
-            "give at least that much, or cut the model for more ranks"
+            f"give at least that much{other} or cut the model for more ranks"
         )
     return found
+
+
+def _choices(placement: Placement) -> list[frozenset[int]]:
+    """Which stages to recompute: none; those of the first ranks or the first of each rank, which wait longest; all."""
+    ranks, size = placement.ranks, placement.stages_per_rank
+    owned = [placement.stages_of(rank) for rank in range(ranks)]
+    first_ranks = [owned[: ranks * quarters // 4] for quarters in (1, 2, 3)]
+    first_of_each = [[stages[:count] for stages in owned] for count in range(1, size)]
+    sets = [frozenset(stage for stages in chosen for stage in stages) for chosen in [*first_ranks, *first_of_each]]
+    return list(dict.fromkeys([frozenset[int](), *sets, frozenset(range(placement.stages))]))
+
+
+def _tried(hunt: Hunt) -> Tried:
+    """What came of a hunt."""
+    again = tuple(sorted(hunt.problem.recompute))
+    return Tried(hunt.stages_per_rank, hunt.kind, hunt.value, hunt.bound, hunt.orders, again)
 
 
 class _Effort:

@@ -20,10 +20,16 @@ if TYPE_CHECKING:
     from penstock.runtime.microbatch import Microbatches as Microbatches
     from penstock.runtime.microbatch import Shared as Shared
     from penstock.runtime.randomness import randomness as randomness
+    from penstock.train.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from penstock.train.checkpoint.checkpointer import Loaded as Loaded
+    from penstock.train.checkpoint.checkpointer import load as load
+    from penstock.train.checkpoint.checkpointer import save as save
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpointer": "penstock.train.checkpoint.checkpointer",
+    "Loaded": "penstock.train.checkpoint.checkpointer",
     "Microbatches": "penstock.runtime.microbatch",
     "Pipeline": "penstock.pipeline",
     "Routed": "penstock.model.split",
@@ -31,12 +37,16 @@ _HOMES = {
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
     "lazy": "penstock.model.lazy",
+    "load": "penstock.train.checkpoint.checkpointer",
     "parameter_groups": "penstock.runtime.groups",
     "parity": "penstock.check",
     "randomness": "penstock.runtime.randomness",
+    "save": "penstock.train.checkpoint.checkpointer",
 }
 
 __all__ = [
+    "Checkpointer",
+    "Loaded",
     "Microbatches",
     "Pipeline",
     "Routed",
@@ -45,9 +55,11 @@ __all__ = [
     "__version__",
     "add_loss",
     "lazy",
+    "load",
     "parameter_groups",
     "parity",
     "randomness",
+    "save",
 ]
 
 

@@ -8,6 +8,7 @@
     │   └── NotationError   text that is not an action, with row and column (both ValueError)
     ├── ModelError          a model, split or batch that the pipeline cannot take (ValueError)
     ├── ParityError         a pipelined result differs from the plain one (AssertionError)
+    ├── CheckpointError     a checkpoint that is damaged or does not fit, or could not be written (RuntimeError)
     └── RunError            something went wrong while a step ran (RuntimeError)
         ├── MessageError    a message arrived that is not the one that was due
         └── PeerFailure     another rank failed, died or stalled; says which, where and why
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "CheckpointError",
     "Fault",
     "MessageError",
     "ModelError",
@@ -94,6 +96,17 @@ class ModelError(PenstockError, ValueError):
 
 class ParityError(PenstockError, AssertionError):
     """The pipelined run and the plain run disagree."""
+
+
+class CheckpointError(PenstockError, RuntimeError):
+    """A checkpoint that cannot be taken as it is, or that could not be written; `path` is where it is or was to be."""
+
+    def __init__(self, message: str, path: Any = None) -> None:
+        self.path = path
+        super().__init__(message)
+
+    def __reduce__(self) -> Any:
+        return CheckpointError, (str(self), self.path)
 
 
 class RunError(PenstockError, RuntimeError):

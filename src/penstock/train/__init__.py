@@ -1,0 +1,1 @@
+"""Training beyond the step: checkpoints that resume exactly."""

@@ -1,0 +1,142 @@
+"""The tensors of one process: a copy of them, and the safetensors file that the copy becomes.
+
+The copy is the only thing that training waits for, so it is laid out as the body of the file from the start: one block
+of memory, used again at the next save, whose pages are then there already. Widest types come first, so that every
+tensor is aligned and none needs padding. A background thread writes the block, and no part of that holds Python's
+lock: the training loop is not in its way. (safetensors' own writer holds it for the whole file.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import UsageError
+
+__all__ = ["TYPES", "Body", "Entry", "Layout", "name_of_type", "write_file"]
+
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+PIECE = 8 * 2**20  # bytes that are written and summed at a time: they stay in the cache between the two
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A piece of a tensor as the file has it: `shape` of the piece, `offsets` of the piece in the whole tensor."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def name_of_type(dtype: torch.dtype, key: str) -> str:
+    """The type as safetensors calls it."""
+    name = TYPES.get(dtype)
+    if name is None:
+        raise UsageError(f"{key} has type {dtype}, which safetensors does not have; save it as another type")
+    return name
+
+
+class Layout:
+    """Where each entry stands in the body, and the header that says so."""
+
+    def __init__(self, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+        self.entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+        self.begins: list[int] = []
+        header: dict[str, Any] = {"__metadata__": dict(metadata)}
+        end = 0
+        for entry in self.entries:
+            self.begins.append(end)
+            end += entry.bytes
+            header[entry.key] = {
+                "dtype": name_of_type(entry.dtype, entry.key),
+                "shape": list(entry.shape),
+                "data_offsets": [self.begins[-1], end],
+            }
+        self.bytes = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self.header = len(text).to_bytes(8, "little") + text
+
+
+class Body:
+    """One block of memory for the copies of all entries."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def fill(self, layout: Layout, value_of: Callable[[Entry], Tensor]) -> None:
+        """Copy every entry into its place; memory is asked for only where there is not enough."""
+        if self._flat.numel() < layout.bytes:
+            self.release()
+            self._memory = mmap.mmap(-1, layout.bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB and not for 4 KiB
+            self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
+        for entry, begin in zip(layout.entries, layout.begins, strict=True):
+            if entry.bytes:
+                place = self._flat[begin : begin + entry.bytes].view(entry.dtype).view(entry.shape)
+                place.copy_(value_of(entry), non_blocking=True)
+        if torch.cuda.is_available():  # not run here: no GPU
+            torch.cuda.synchronize()
+
+    def view(self, size: int) -> memoryview:
+        """The first `size` bytes, for writing them out."""
+        return memoryview(self._memory if self._memory is not None else b"")[:size]
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._memory = None
+
+
+def write_file(path: Path, pieces: Sequence[bytes | memoryview]) -> tuple[int, str]:
+    """Write, and make sure that the disk has it; returns (bytes, CRC-32 in hex)."""
+    size, value = 0, 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            view = memoryview(piece)
+            for begin in range(0, len(view), PIECE):
+                part = view[begin : begin + PIECE]
+                value = zlib.crc32(part, value)
+                size += len(part)
+                while len(part):
+                    part = part[os.write(descriptor, part) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return size, f"{value:08x}"

@@ -1,0 +1,191 @@
+"""Loading: choose a checkpoint that is whole, compare, then read and hand out."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import CheckpointError
+from penstock.train.checkpoint.collecting import Given, layout_of, state_of
+from penstock.train.checkpoint.generators import restore_generators
+from penstock.train.checkpoint.manifest import Manifest, damages, newest_first, read_manifest
+from penstock.train.checkpoint.processes import Processes
+from penstock.train.checkpoint.reading import Contents
+from penstock.train.checkpoint.restoring import take_model, take_optimizers
+from penstock.train.checkpoint.state import model_entries, optimizers_of
+from penstock.train.checkpoint.values import decode
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Loaded", "load_into", "say"]
+
+logger = logging.getLogger("penstock.checkpoint")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded. `step` is the number that was given to `save`, so the next step to train is the one after."""
+
+    step: int
+    path: Path
+    extra: Any = None
+    config: Any = None
+    layout: dict[str, Any] = field(default_factory=dict)
+    same_layout: bool = True
+    generators: str = "own"  # the random generators: each process's own, one for all, or left alone
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+def say(problems: list[str]) -> None:
+    """What was passed over, for the log."""
+    for problem in problems:
+        logger.warning("passed over: %s", problem)
+
+
+def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
+    """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
+    processes = Processes(pipe)
+    path, manifest = _choose(processes, place, newest)
+    contents, _ = processes.together(lambda: (Contents(path), None), path)
+    (targets, finish), _ = processes.together(lambda: (_prepare(pipe, given, contents), None), path)
+    processes.together(lambda: (contents.fill(targets), None), path)
+    loaded: Loaded = finish(processes, manifest, targets)
+    return loaded
+
+
+def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Manifest]:
+    def candidates() -> list[Path]:
+        if not newest:
+            return [place]
+        whole, problems = newest_first(place)
+        say(problems)
+        if not whole:
+            more = f"; {len(problems)} are damaged" if problems else ""
+            raise CheckpointError(f"{place} has no whole checkpoint{more}", path=place)
+        return [path for path, _ in whole]
+
+    _, told = processes.together(lambda: (None, candidates() if processes.first else None), place)
+    for number, path in enumerate(told[0]):
+        manifest: Manifest | None = None
+        try:
+            manifest = read_manifest(path)
+            wrong = list(damages(path, manifest, sums=True, part=(processes.number, processes.count)))
+        except CheckpointError as error:
+            wrong = [str(error)]
+        problems = list(dict.fromkeys(line for lines in processes.exchange(wrong) for line in lines))
+        if not problems and manifest is not None:
+            return path, manifest
+        if number + 1 == len(told[0]):
+            raise CheckpointError("\n  ".join([f"{path} is not whole:", *problems]), path=path)
+        say(problems if processes.first else [])
+    raise AssertionError("unreachable")
+
+
+def _prepare(pipe: Pipeline, given: Given, contents: Contents) -> Any:
+    path, plains = contents.path, contents.index["processes"]
+    joined = _joined(plains)
+    targets = take_model(pipe, contents.tensors, joined["model"], path)
+    optimizers = optimizers_of(given.optimizer)
+    finish_optimizers = None
+    if optimizers:
+        more, finish_optimizers = take_optimizers(pipe, optimizers, contents.tensors, joined["optimizer"], path)
+        targets |= more
+    for name in ("scheduler", "scaler"):
+        if getattr(given, name) is not None:
+            state_of(getattr(given, name), name)
+            if name not in plains[0]:
+                raise CheckpointError(f"{path} was saved without a {name}; load it without {name}=", path=path)
+    if given.data is not None:
+        state_of(given.data, "data")
+        if not any("data" in plain for plain in plains):
+            raise CheckpointError(f"{path} was saved without data; load it without data=", path=path)
+
+    def finish(processes: Processes, manifest: Manifest, filled: dict[str, Any]) -> Loaded:
+        def tensor(key: str) -> Any:
+            return filled[key] if key in filled else contents.tensor(key)
+
+        _take_extra_state(pipe, joined["model"], tensor)
+        pipe._without_values = set()
+        if finish_optimizers is not None:
+            finish_optimizers(tensor)
+        for name in ("scheduler", "scaler"):
+            if getattr(given, name) is not None:
+                getattr(given, name).load_state_dict(decode(plains[0][name], tensor))
+        here = layout_of(pipe, processes.count)
+        same = all(here[name] == manifest.layout.get(name) for name in ("processes", "placement"))
+        if given.data is not None:
+            own = plains[processes.number] if same else {}
+            found = own if "data" in own else next(plain for plain in plains if "data" in plain)
+            given.data.load_state_dict(decode(found["data"], tensor))
+        clock = plains[0]["clock"]
+        pipe.clock.seed, pipe.clock.step = clock["seed"], clock["step"]
+        pipe.clock.evaluations = clock["evaluations"]
+        return Loaded(
+            step=manifest.step,
+            path=path,
+            extra=decode(plains[0]["extra"], tensor),
+            config=decode(manifest.config, tensor),
+            layout=dict(manifest.layout),
+            same_layout=same,
+            generators=_restore_generators(plains, processes, same, tensor),
+            versions=dict(manifest.versions),
+        )
+
+    return targets, finish
+
+
+def _joined(plains: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all processes said of the model and the optimizer, as one."""
+    model = {name: value for plain in plains for name, value in plain.get("model", {}).items()}
+    parts = [plain["optimizer"] for plain in plains if "optimizer" in plain]
+    if not parts:
+        return {"model": model, "optimizer": None}
+    names = {part["class"] for part in parts if part["groups"]}
+    return {
+        "model": model,
+        "optimizer": {
+            "class": ", ".join(sorted(names)),
+            "groups": [group for part in parts for group in part["groups"]],
+            "state": {name: state for part in parts for name, state in part["state"].items()},
+        },
+    }
+
+
+def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> None:
+    wanted = {name for name, value in model_entries(pipe) if name in saved}
+    if not wanted:
+        return
+    for index, module in pipe.crew.modules().items():
+        names = pipe.split.parts[index].names
+        for place, holder in module.named_modules():
+            name = f"{place}._extra_state" if place else "_extra_state"
+            full = names.get(name, name)
+            if full in wanted:
+                holder.set_extra_state(decode(saved[full], tensor))
+
+
+def _restore_generators(plains: list[dict[str, Any]], processes: Processes, same: bool, tensor: Any) -> str:
+    """Each process its own where the layout is the same; else all the one state that all had, if they had one."""
+    if same:
+        restore_generators(decode(plains[processes.number]["generators"], tensor))
+        return "own"
+    states = [decode(plain["generators"], tensor) for plain in plains]
+    if all(_same(states[0], other) for other in states[1:]):
+        restore_generators(states[0])
+        return "one for all"
+    return "left alone"
+
+
+def _same(one: Any, other: Any) -> bool:
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

@@ -1,0 +1,223 @@
+"""What a checkpoint is on disk, and whether one is whole.
+
+::
+
+    step-00000100/
+      manifest.json               step, config, layout, versions; size and checksum of all files, itself included
+      index.json                  every tensor: type, shape, which file has which piece; and all plain values
+      process-00000.safetensors   the tensors that process 0 wrote
+
+A directory gets its name by a rename when all of that is on the disk, so a name without a dot is a whole checkpoint
+unless something damaged it later. Nothing here is a pickle, and reading runs no code from a checkpoint, whoever made
+it. The checksum is CRC-32, which finds every flipped bit and every torn file at 2 GB/s; against forgery there is
+nothing to protect, because a forged checkpoint can only hold other numbers.
+
+Which of several is the newest is said by a serial number and not by the step: who goes back to step 100 and trains on
+has abandoned step 300.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CheckpointError
+
+__all__ = [
+    "INDEX",
+    "MANIFEST",
+    "Manifest",
+    "Named",
+    "checkpoints_in",
+    "checksum_of",
+    "damages",
+    "find_newest",
+    "newest_first",
+    "read_index",
+    "read_manifest",
+    "seal",
+]
+
+MANIFEST = "manifest.json"
+INDEX = "index.json"
+FORMAT = "penstock checkpoint"
+VERSION = 1
+PIECE = 16 * 2**20  # bytes that are read and summed at a time
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says. `files` maps a name to (bytes, CRC-32 in hex)."""
+
+    step: int
+    serial: int
+    saved_at: str
+    config: Any
+    layout: Mapping[str, Any]
+    versions: Mapping[str, str]
+    files: Mapping[str, tuple[int, str]]
+    origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
+
+    @property
+    def bytes(self) -> int:
+        """What the files take, without the manifest."""
+        return sum(size for size, _ in self.files.values())
+
+
+@dataclass(frozen=True, order=True)
+class Named:
+    """A directory that is called like a checkpoint of a step, whatever is in it."""
+
+    step: int
+    again: int  # a step that is saved anew gets another name, so that the rename takes nothing away
+    path: Path
+
+
+def folder_name(step: int, again: int = 0) -> str:
+    """What the directory of a step is called."""
+    return f"step-{step:08d}" + (f".{again}" if again else "")
+
+
+def checkpoints_in(directory: Path) -> list[Named]:
+    """By step; hidden ones (being written, or being deleted) are not there."""
+    if not directory.is_dir():
+        return []
+    found = []
+    for path in directory.iterdir():
+        match = FOLDER.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append(Named(int(match[1]), int(match[2] or 0), path))
+    return sorted(found)
+
+
+def seal(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest, with its own checksum in it."""
+    body = {"format": FORMAT, "version": VERSION, **document}
+    return json.dumps({**body, "checksum": _own_checksum(body)}, indent=1).encode() + b"\n"
+
+
+def _own_checksum(body: Mapping[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(body, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest, if it is one and is whole; the files that it lists are not looked at."""
+    file = path / MANIFEST
+    document = _json(file, f"{path} is not a checkpoint of Penstock, or was torn before it was whole")
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
+    body = {name: value for name, value in document.items() if name != "checksum"}
+    if document.get("checksum") != _own_checksum(body):
+        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content", path=path)
+    if body.get("version") != VERSION:
+        raise CheckpointError(
+            f"{file} has format version {body.get('version')!r}; this Penstock reads {VERSION}", path=path
+        )
+    try:
+        files = {name: (int(size), str(crc)) for name, (size, crc) in body["files"].items()}
+        for name in files:
+            if not PLAIN_NAME.fullmatch(name):
+                raise CheckpointError(f"{file} lists {name!r}, which is not a plain file name", path=path)
+        return Manifest(
+            step=int(body["step"]),
+            serial=int(body["serial"]),
+            saved_at=str(body["saved_at"]),
+            config=body["config"],
+            layout=dict(body["layout"]),
+            versions=dict(body["versions"]),
+            files=files,
+            origin=body.get("origin"),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} lacks what a manifest has: {error!r}", path=path) from error
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The index of a checkpoint whose files have been verified."""
+    document = _json(path / INDEX, f"{path} has no index")
+    if not isinstance(document, dict) or not isinstance(document.get("tensors"), dict):
+        raise CheckpointError(f"{path / INDEX} is not the index of a Penstock checkpoint", path=path)
+    return document
+
+
+def _json(file: Path, otherwise: str) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{otherwise}: {file} is not there", path=file.parent) from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{file.parent} is a file; a checkpoint is a directory", path=file.parent) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}", path=file.parent) from error
+
+
+def damages(path: Path, manifest: Manifest, *, sums: bool, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """What is wrong with the files, each by name; `sums` reads them all, else sizes alone are compared.
+
+    `part` is (which, of how many): processes share the reading.
+    """
+    for number, (name, (size, crc)) in enumerate(sorted(manifest.files.items())):
+        if number % part[1] != part[0]:
+            continue
+        file = path / name
+        try:
+            status = os.lstat(file)
+        except FileNotFoundError:
+            yield f"{file} is missing"
+            continue
+        except OSError as error:
+            yield f"{file} cannot be read: {error.strerror}"
+            continue
+        if os.path.islink(file) or not os.path.isfile(file):
+            yield f"{file} is not a plain file"
+        elif status.st_size != size:
+            yield f"{file} has {status.st_size} bytes, and the manifest says {size}: truncated or foreign"
+        elif sums:
+            try:
+                found = checksum_of(file)
+            except OSError as error:
+                yield f"{file} cannot be read: {error.strerror}"
+                continue
+            if found != crc:
+                yield f"{file} is damaged: its CRC-32 is {found}, and the manifest says {crc}"
+
+
+def checksum_of(file: Path) -> str:
+    """The CRC-32 of a file, in hex."""
+    value = 0
+    with file.open("rb", buffering=0) as stream:
+        while piece := stream.read(PIECE):
+            value = zlib.crc32(piece, value)
+    return f"{value:08x}"
+
+
+def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
+    """The checkpoints of a directory whose manifest and sizes are right, and what is wrong with the others."""
+    whole, problems = [], []
+    for named in checkpoints_in(directory):
+        try:
+            manifest = read_manifest(named.path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        wrong = list(damages(named.path, manifest, sums=False))
+        if wrong:
+            problems.extend(wrong)
+        else:
+            whole.append((named.path, manifest))
+    whole.sort(key=lambda pair: pair[1].serial, reverse=True)
+    return whole, problems
+
+
+def find_newest(directory: Path) -> tuple[Path | None, list[str]]:
+    """The newest whole checkpoint, and why others were passed over."""
+    whole, problems = newest_first(directory)
+    return (whole[0][0] if whole else None), problems

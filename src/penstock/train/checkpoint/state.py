@@ -1,0 +1,149 @@
+"""A pipeline and its optimizer as named tensors, and back: under the model's own names, in any layout.
+
+A parameter has one name, whatever the layout: that of its first place in the model. So a tied weight is saved once, and
+every place that has it loads that one. Optimizer state goes by the name of its parameter, and so do the options of
+parameter groups: who loads may have its parameters in other processes and other groups, as long as all parameters of
+one group were saved under the same options.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.model.lazy import stands_for
+from penstock.train.checkpoint.values import TENSOR, encode
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = [
+    "Optimizers",
+    "Saved",
+    "class_of",
+    "model_entries",
+    "name_of",
+    "names_by_parameter",
+    "optimizers_of",
+    "own_names",
+]
+
+Optimizers = list[torch.optim.Optimizer]
+NOT_OPTIONS = ("params", "param_names")
+
+
+class Saved:
+    """What one process saves: tensors by key, and plain values whose tensors are among them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.plain: dict[str, Any] = {}
+        self._aside: Counter[str] = Counter()
+
+    def add(self, section: str, value: Any, place: str, owner: str = "") -> Any:
+        """JSON for a value; its tensors get keys that begin with `owner` and the section."""
+
+        def set_aside(tensor: Tensor) -> str:
+            key = f"{owner}{section}.{self._aside[owner + section]}"
+            self._aside[owner + section] += 1
+            self.tensors[key] = tensor.detach()
+            return key
+
+        return encode(value, set_aside, place)
+
+    def add_model(self, pipe: Pipeline) -> None:
+        """Parameters, persistent buffers and extra state of this process's stages."""
+        for name, value in model_entries(pipe):
+            if isinstance(value, Tensor):
+                self.tensors[f"model.{name}"] = value.detach()
+            else:
+                self.plain.setdefault("model", {})[name] = self.add(
+                    f"model-extra.{name}", value, f"the extra state {name}"
+                )
+
+    def add_optimizers(self, pipe: Pipeline, optimizers: Optimizers) -> None:
+        """State and options, by parameter name."""
+        names = names_by_parameter(pipe)
+        groups: list[dict[str, Any]] = []
+        states: dict[str, dict[str, Any]] = {}
+        for optimizer in optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                members = [name_of(parameter, names, number) for parameter in group["params"]]
+                options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+                section = f"optimizer-options.{members[0] if members else len(groups)}"
+                groups.append(
+                    {"names": members, "options": self.add(section, options, f"options of parameter group {number}")}
+                )
+                for name, parameter in zip(members, group["params"], strict=True):
+                    states[name] = self._add_state(name, optimizer.state.get(parameter, {}))
+        self.plain["optimizer"] = {"class": class_of(optimizers), "groups": groups, "state": states}
+
+    def _add_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                self.tensors[f"optimizer.{name}.{key}"] = value.detach()
+                found[key] = {TENSOR: f"optimizer.{name}.{key}"}
+            else:
+                found[key] = self.add(f"optimizer-plain.{name}.{key}", value, f"optimizer state {key!r} of {name}")
+        return found
+
+
+def optimizers_of(optimizer: Any) -> Optimizers:
+    """One, several or none."""
+    found = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise UsageError(f"optimizer={each!r}: pass a torch.optim.Optimizer, or a list of them")
+    return found
+
+
+def class_of(optimizers: Optimizers) -> str:
+    return ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+
+
+def own_names(pipe: Pipeline) -> dict[str, str]:
+    """Of every parameter that stands in several places of the whole model: other name -> first name."""
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}
+    for part in pipe.split.parts:
+        for name, parameter in part.module.named_parameters(remove_duplicate=False):
+            full = part.names[name]
+            full = pipe.split.aliases.get(full, full)
+            known = first.setdefault(id(stands_for(parameter)), full)
+            if known != full:
+                others[full] = known
+    return {**{name: others.get(own, own) for name, own in pipe.split.aliases.items()}, **others}
+
+
+def model_entries(pipe: Pipeline) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that the stages of this process have in their state, each name once."""
+    others, seen = own_names(pipe), set()
+    for index, module in pipe.crew.modules().items():
+        names = pipe.split.parts[index].names
+        for name, value in module.state_dict(keep_vars=True).items():
+            full = names.get(name, name)
+            if isinstance(value, nn.Parameter):
+                full = others.get(full, full)
+            if full not in seen:
+                seen.add(full)
+                yield full, value
+
+
+def names_by_parameter(pipe: Pipeline) -> dict[int, str]:
+    return {id(value): name for name, value in model_entries(pipe) if isinstance(value, nn.Parameter)}
+
+
+def name_of(parameter: Tensor, names: Mapping[int, str], group: int) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise UsageError(
+            f"parameter group {group} of the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+            f"pipeline does not own; make the optimizer from pipe.parameters()"
+        )
+    return name

@@ -1,0 +1,101 @@
+"""Resume: bit for bit in the same layout, to rounding in any other, the optimizer included."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from processes import on_processes
+from train_runs import LAYOUTS, Run
+
+import penstock
+
+
+def saved_and_next(folder: Path, name: str) -> list[float]:
+    """Train three steps in a layout, save, and go on: the losses that a resumed run must have."""
+    run = Run(**LAYOUTS[name])
+    run.steps(3)
+    penstock.save(folder / name, run.pipe, run.optimizer, step=3, extra={"from": name}, **run.parts())
+    after = run.steps(3)
+    run.close()
+    return after
+
+
+@pytest.fixture(scope="module")
+def on_threads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, {name: saved_and_next(folder, name) for name in LAYOUTS}
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_every_layout_resumes_from_every_other(
+    source: str, target: str, on_threads: tuple[Path, dict[str, list[float]]]
+) -> None:
+    folder, after = on_threads
+    run = Run(seed=5, **LAYOUTS[target])
+    loaded = penstock.load(folder / source, run.pipe, run.optimizer, **run.parts())
+    assert loaded.step == 3
+    assert loaded.extra == {"from": source}
+    losses = run.steps(3)
+    run.close()
+    assert loaded.same_layout == (source == target)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(after[source]), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_same_layout_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Untied here: on threads, autograd adds the two gradients of a tied weight in the order in which they come."""
+    run = Run(tied=False, **LAYOUTS[name])
+    run.steps(3)
+    penstock.save(tmp_path / "it", run.pipe, run.optimizer, step=3, **run.parts())
+    after = run.steps(3)
+    run.close()
+    run = Run(seed=5, tied=False, **LAYOUTS[name])
+    assert penstock.load(tmp_path / "it", run.pipe, run.optimizer, **run.parts()).same_layout
+    assert run.steps(3) == after
+    run.close()
+
+
+def on_each_process(folder: str, after: dict[str, list[float]], ranks: int) -> dict[str, list[float]]:
+    """Load what threads saved, in every layout that fits; save; load that again."""
+    place = Path(folder)
+    mine = {}
+    for name, layout in LAYOUTS.items():
+        if layout.get("ranks", layout["stages"]) != ranks:
+            continue
+        for source in after:
+            run = Run(seed=7, **layout)
+            penstock.load(place / source, run.pipe, run.optimizer, **run.parts())
+            again = run.steps(3)
+            torch.testing.assert_close(torch.tensor(again), torch.tensor(after[source]), rtol=2e-5, atol=1e-6)
+            run.close()
+        run = Run(seed=7, **layout)
+        run.steps(3)
+        penstock.save(place / f"processes {name}", run.pipe, run.optimizer, step=3, **run.parts())
+        mine[f"processes {name}"] = run.steps(3)
+        run.close()
+        run = Run(seed=8, **layout)
+        loaded = penstock.load(place / f"processes {name}", run.pipe, run.optimizer, **run.parts())
+        assert loaded.same_layout
+        assert run.steps(3) == mine[f"processes {name}"]  # bit for bit
+        run.close()
+    return mine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_threads_and_processes_resume_from_each_other(
+    ranks: int, on_threads: tuple[Path, dict[str, list[float]]]
+) -> None:
+    folder, after = on_threads
+    told = on_processes(ranks, on_each_process, str(folder), after, ranks)
+    assert all(each == told[0] for each in told)
+    assert told[0]
+    for source, losses in told[0].items():
+        for target in LAYOUTS:
+            run = Run(seed=5, **LAYOUTS[target])
+            penstock.load(folder / source, run.pipe, run.optimizer, **run.parts())
+            torch.testing.assert_close(torch.tensor(run.steps(3)), torch.tensor(losses), rtol=2e-5, atol=1e-6)
+            run.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
 from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares
 from penstock.runtime.microbatch import Batch, split_batch
+from penstock.runtime.precision import Precision
 from penstock.runtime.randomness import randomness, unit_stream
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
@@ -227,6 +228,11 @@ def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
 
 
 def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace) -> None:
+    with pipe.crew.precise() as precisions:
+        _accumulate(pipe, split, batch, trace, precisions[0])
+
+
+def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, precision: Precision | None) -> None:
     shares = loss_shares(batch, pipe.loss_reduction, pipe.loss_weight)
     for part in split.parts:
         part.around = unit_stream
@@ -235,7 +241,7 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace) -> Non
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
-                loss, extra = _plain_forward(pipe, split, batch, step, number, trace)
+                loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision)
                 roots = [(loss, shares[number]), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad]
                 seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
@@ -246,7 +252,7 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace) -> Non
 
 
 def _plain_forward(
-    pipe: Pipeline, split: Split, batch: Batch, step: int, number: int, trace: _Trace
+    pipe: Pipeline, split: Split, batch: Batch, step: int, number: int, trace: _Trace, precision: Precision | None
 ) -> tuple[Tensor, list[Tensor]]:
     """The loss of one microbatch, and all extra losses."""
     payloads: dict[tuple[int, int], Any] = {}
@@ -254,7 +260,8 @@ def _plain_forward(
     result: Tensor | None = None
     for part in split.parts:
         arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
-        with randomness(pipe.clock.seed, step, number, part.stream), ExtraLosses() as collected:
+        stream = randomness(pipe.clock.seed, step, number, part.stream)
+        with stream, ExtraLosses() as collected, nullcontext() if precision is None else precision():
             emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
             if OUTPUT in emitted:
                 result = emitted[OUTPUT]

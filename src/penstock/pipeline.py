@@ -24,6 +24,7 @@ from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput
 from penstock.runtime.feed import Feed, StepResult
 from penstock.runtime.microbatch import count_for
+from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.tied import TiedParameters
@@ -59,6 +60,7 @@ class Pipeline(Feed):
         transport: str | None = None,
         devices: Sequence[torch.device | str] | None = None,
         recompute: str = "never",
+        precision: str | torch.dtype | None = None,
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
         init: Callable[[str, Tensor], Any] | None = None,
@@ -89,6 +91,7 @@ class Pipeline(Feed):
             self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
             self.clock = Clock(torch.initial_seed() if seed is None else seed)
             self.crew = Crew(self.split, self.schedule.placement, transports, self.clock, self.devices)
+            self.crew.precision = precision_of(precision)
             self._without_values = self._materialise(init)
             world.agree(self)
         self.tied = TiedParameters(self.split, self.schedule.placement, world.transport)

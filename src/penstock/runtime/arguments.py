@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.losses import REDUCTIONS
+from penstock.runtime.precision import precision_of
 from penstock.schedule import Op, Schedule
 
 __all__ = ["check_arguments", "op_of"]
@@ -32,6 +33,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     for name, choices in CHOICES.items():
         if given[name] not in choices:
             raise UsageError(f"{name}={given[name]!r}: choose one of {', '.join(map(repr, choices))}")
+    precision_of(given["precision"])
     for name, (fits, would_work) in RULES.items():
         if given[name] is not None and not fits(given[name]):
             raise UsageError(f"{name}={given[name]!r}: {would_work}")

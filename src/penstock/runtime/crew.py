@@ -2,7 +2,7 @@
 
 `Pipeline` speaks to a `Crew` and does not know which it is. On threads, every rank has its
 own worker, kept for the pipeline's life, because torch keeps thread pools of its own for each
-thread that computes. What the caller's thread has set for autocast holds for the workers too.
+thread that computes. What the caller's thread has set for autocast holds for the workers' forwards too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
@@ -24,6 +24,7 @@ from penstock.model.part import StagePart
 from penstock.model.split import Split
 from penstock.runtime.executor import Executor, StepInput, StepReport
 from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.randomness import Room, Turns, seed_generators, seed_of, unit_stream
 from penstock.runtime.recorder import Begun
 from penstock.runtime.stage import Stage
@@ -54,6 +55,8 @@ class Clock:
 
 class Crew:
     """The local ranks: one executor for each transport that was given."""
+
+    precision: torch.dtype | None = None  # of forwards, float32 for no autocast; None: what the caller has
 
     def __init__(
         self,
@@ -90,7 +93,9 @@ class Crew:
         """A crew for another cut, on the same transports; this one must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        return Crew(split, placement, self.transports, self.clock, self._devices)
+        after = Crew(split, placement, self.transports, self.clock, self._devices)
+        after.precision = self.precision
+        return after
 
     def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
         clock, stage = self.clock, part.stream
@@ -117,7 +122,7 @@ class Crew:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
         try:
-            with ROOM.kept():
+            with ROOM.kept(), self.precise():
                 if not self._threads:
                     ((rank, executor),) = self.executors.items()
                     return executor.run(program, lambda: given()[rank], record=record)
@@ -126,16 +131,42 @@ class Crew:
         finally:
             self._inside = False
 
+    @contextmanager
+    def precise(self) -> Iterator[list[Precision | None]]:
+        """Inside, forwards are under `precision`, or else under the autocast that the caller has; nothing else is."""
+        caller = caller_precision()
+        chosen: list[Precision | None] = []
+        for rank, executor in self.executors.items():
+            own = caller if self.precision is None else Precision.on(self.precision, self._kinds(rank, executor))
+            chosen.append(own)
+            for stage in executor.stages.values():
+                stage.precision = own
+        if caller is None and self.precision is None:
+            yield chosen
+            return
+        empty_cache()
+        try:
+            with nullcontext() if caller is None else caller.off():
+                yield chosen
+        finally:
+            empty_cache()
+
+    def _kinds(self, rank: int, executor: Executor) -> set[str]:
+        """On what a rank computes: where it was put, or else where its parameters are."""
+        device = self._devices.get(rank)
+        if device is not None:
+            return {device.type}
+        modules = [stage.module for stage in executor.stages.values()]
+        return {parameter.device.type for module in modules for parameter in module.parameters()} or {"cpu"}
+
     def _run_threads(self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None) -> list[StepReport]:
         if self._workers is None:
             self._workers = _Workers(list(self.executors))
             weakref.finalize(self, self._workers.stop)
             self._patience.ranks = self._workers.ranks
-        autocast = _caller_autocast()
 
         def work(executor: Executor) -> list[StepReport]:
-            with autocast():
-                return executor.run(program, lambda: given[executor.rank], record=record)
+            return executor.run(program, lambda: given[executor.rank], record=record)
 
         futures: list[Future[list[StepReport]]] = []
         errors: list[BaseException] = []
@@ -270,20 +301,3 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         except BaseException as error:
             future.set_exception(error)
         del entry, job, future  # an idle worker holds nothing of a step
-
-
-def _caller_autocast() -> Callable[[], Any]:
-    """What enters, on another thread, the autocast that this thread has."""
-    found = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        if not found:
-            yield
-        elif len(found) == 1:
-            with torch.autocast(found[0][0], dtype=found[0][1]):
-                yield
-        else:
-            raise RunError("autocast is on for cpu and cuda at once; choose one around step()")
-
-    return enter

@@ -22,6 +22,7 @@ def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
             (schedule.rows, sorted(schedule.recompute)),
         ),
         "recompute": (pipe.recompute, None),
+        "precision": (str(pipe.crew.precision or "the caller's"), None),
         "inputs": (pipe.inputs, None),
         "transport": (pipe.world.way or "no choice", None),
         "timeout": (str(pipe.world.timeout), None),

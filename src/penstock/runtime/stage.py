@@ -24,6 +24,7 @@ from penstock.runtime.backward import DeferredWeights, StageParameters
 from penstock.runtime.buffers import Buffers
 from penstock.runtime.losses import ExtraLosses, check_loss
 from penstock.runtime.payload import Outgoing, Received, afresh, check_unwritten, versions
+from penstock.runtime.precision import Precision
 
 __all__ = ["LossOf", "Record", "Stage"]
 
@@ -73,6 +74,7 @@ class Stage:
         self.module = part.module
         self.turn = turn
         self.is_last = is_last
+        self.precision: Precision | None = None  # that of the step which runs
         self.records: dict[int, Record] = {}
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
@@ -97,9 +99,8 @@ class Stage:
     ) -> Forward:
         """A forward that keeps nothing."""
         with torch.no_grad(), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra:
-            emitted = self._call(arrived, args, kwargs)
-            loss = None if loss_of is None else loss_of(emitted[OUTPUT])
-        return emitted, None if loss is None else check_loss(loss), extra.found
+            emitted, loss = self._compute(arrived, args, kwargs, loss_of)
+        return emitted, loss, extra.found
 
     def forward(
         self,
@@ -142,8 +143,10 @@ class Stage:
         check_unwritten(self.part.index, inputs)
         self._buffers.after(buffers)
         record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
+        precision = self.precision
 
         def again() -> None:
+            self.precision = precision
             with self._buffers.as_they_were(buffers):
                 own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
                 self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of)
@@ -190,8 +193,14 @@ class Stage:
     def _compute(
         self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_of: LossOf | None
     ) -> tuple[dict[int, Any], Tensor | None]:
-        emitted = self._call(arrived, args, kwargs)
-        return emitted, None if loss_of is None else check_loss(loss_of(emitted[OUTPUT]))
+        if self.precision is None:
+            emitted = self._call(arrived, args, kwargs)
+            loss = None if loss_of is None else loss_of(emitted[OUTPUT])
+        else:
+            with self.precision():
+                emitted = self._call(arrived, args, kwargs)
+                loss = None if loss_of is None else loss_of(emitted[OUTPUT])
+        return emitted, None if loss is None else check_loss(loss)
 
     def _call(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Run the part on what may be written to, and see to it that what it emits may leave."""

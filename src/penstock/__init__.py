@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.runtime.microbatch import Microbatches as Microbatches
     from penstock.runtime.microbatch import Shared as Shared
     from penstock.runtime.randomness import randomness as randomness
+    from penstock.runtime.scaler import GradScaler as GradScaler
     from penstock.train.checkpoint.checkpointer import Checkpointer as Checkpointer
     from penstock.train.checkpoint.checkpointer import Loaded as Loaded
     from penstock.train.checkpoint.checkpointer import load as load
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "penstock.train.checkpoint.checkpointer",
+    "GradScaler": "penstock.runtime.scaler",
     "Loaded": "penstock.train.checkpoint.checkpointer",
     "Microbatches": "penstock.runtime.microbatch",
     "Pipeline": "penstock.pipeline",
@@ -46,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpointer",
+    "GradScaler",
     "Loaded",
     "Microbatches",
     "Pipeline",

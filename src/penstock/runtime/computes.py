@@ -44,7 +44,7 @@ class Computes:
         self.given = given
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         if given.training:
-            self._seeds = Seeds(given.shares)
+            self._seeds = Seeds(given.shares, given.scale)
 
     def fetch(self, op: Op, stage: int, microbatch: int) -> Any:
         """Wait for what a compute needs, and keep it for that compute."""

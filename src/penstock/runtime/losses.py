@@ -69,13 +69,15 @@ class Seeds:
     A microbatch without a share takes no part: its own mean may well be nan, and 0 * nan would reach the weights.
     """
 
-    def __init__(self, shares: Sequence[float]) -> None:
-        self._shares = torch.tensor(shares, dtype=torch.float64)
+    def __init__(self, shares: Sequence[float], scale: float = 1.0) -> None:
+        self._shares = torch.tensor(shares, dtype=torch.float64) * scale
         self._counts = [share != 0 for share in shares]
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         self._seeds: tuple[Tensor, ...] = ()
-        self.extra = torch.tensor(1.0 / len(shares), dtype=torch.float64)  # for named losses: a mean over microbatches
+        self.extra = torch.tensor(
+            scale / len(shares), dtype=torch.float64
+        )  # for named losses: a mean over microbatches
 
     def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
         if not self._counts[microbatch]:

@@ -7,7 +7,7 @@ modes, restricted to the stages that live here. On threads that is all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from penstock.runtime.norms import check_finite, check_limit, join_norms, norm_o
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 
+if TYPE_CHECKING:
+    from penstock.runtime.scaler import GradScaler
+
 __all__ = ["OwnedState"]
 
 
@@ -33,6 +36,7 @@ class OwnedState:
     world: World
     tied: TiedParameters
     devices: dict[int, torch.device]
+    scaler: GradScaler | None = None  # puts itself here
     _without_values: set[str]
     _nothing = nn.Parameter(torch.empty(0))  # never has a gradient
 
@@ -128,6 +132,8 @@ class OwnedState:
         On every rank: the norm is that of all ranks' gradients, with each tied parameter counted once.
         """
         limit, order = check_limit("max_norm", max_norm), norm_order(norm_type)
+        if self.scaler is not None:
+            self.scaler.check_unscaled("clip_grad_norm_()")
         total = self.grad_norm(order, foreach)
         if error_if_nonfinite:
             check_finite(total, order)
@@ -137,6 +143,8 @@ class OwnedState:
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
         """Clamp every entry of the gradients to [-clip_value, clip_value]; each rank does its own."""
         limit = check_limit("clip_value", clip_value)
+        if self.scaler is not None:
+            self.scaler.check_unscaled("clip_grad_value_()")
         held = [parameter for parameter in self.parameters() if parameter.grad is not None]
         if held:  # torch has an error for none
             nn.utils.clip_grad_value_(held, limit, foreach)

@@ -27,6 +27,7 @@ class StepInput:
     loss_fn: Callable[..., Any] | None = None
     keep_outputs: bool = False
     training: bool = True
+    scale: float = 1.0  # of the gradients, for float16
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
     recompute_stages: frozenset[int] = frozenset()  # stages for which all do
 

@@ -1,0 +1,24 @@
+"""Every program in examples/ runs as it is, in its own process; what it claims, it asserts itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], env=os.environ, capture_output=True, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES

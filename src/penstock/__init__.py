@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.check import parity as parity
+    from penstock.gpipe import GPipe as GPipe
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
     from penstock.pipeline import Pipeline as Pipeline
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.runtime.losses import add_loss as add_loss
     from penstock.runtime.microbatch import Microbatches as Microbatches
     from penstock.runtime.microbatch import Shared as Shared
+    from penstock.runtime.phase import current_microbatch as current_microbatch
+    from penstock.runtime.phase import is_checkpointing as is_checkpointing
+    from penstock.runtime.phase import is_recomputing as is_recomputing
     from penstock.runtime.randomness import randomness as randomness
     from penstock.runtime.scaler import GradScaler as GradScaler
     from penstock.train.checkpoint.checkpointer import Checkpointer as Checkpointer
@@ -30,6 +34,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpointer": "penstock.train.checkpoint.checkpointer",
+    "GPipe": "penstock.gpipe",
     "GradScaler": "penstock.runtime.scaler",
     "Loaded": "penstock.train.checkpoint.checkpointer",
     "Microbatches": "penstock.runtime.microbatch",
@@ -38,6 +43,9 @@ _HOMES = {
     "Shared": "penstock.runtime.microbatch",
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
+    "current_microbatch": "penstock.runtime.phase",
+    "is_checkpointing": "penstock.runtime.phase",
+    "is_recomputing": "penstock.runtime.phase",
     "lazy": "penstock.model.lazy",
     "load": "penstock.train.checkpoint.checkpointer",
     "parameter_groups": "penstock.runtime.groups",
@@ -48,6 +56,7 @@ _HOMES = {
 
 __all__ = [
     "Checkpointer",
+    "GPipe",
     "GradScaler",
     "Loaded",
     "Microbatches",
@@ -57,6 +66,9 @@ __all__ = [
     "StepResult",
     "__version__",
     "add_loss",
+    "current_microbatch",
+    "is_checkpointing",
+    "is_recomputing",
     "lazy",
     "load",
     "parameter_groups",

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import RunError
 from penstock.runtime.deferred import HANDLERS, PLAIN, Cut, Use, cast
 
-__all__ = ["DeferredWeights", "StageParameters", "backward_full", "backward_input"]
+__all__ = ["DeferredWeights", "StageParameters", "backward_full", "backward_input", "leaves_in_graph"]
 
 # Weight gradients that wait together for one pass of accumulation: few passes for small weights, and never many bytes
 # of gradients beside the accumulated ones.
@@ -121,6 +121,20 @@ def _uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
                 seen.add(node)
                 nodes.append(node)
     return uses
+
+
+def leaves_in_graph(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """All leaves in the graph behind some nodes."""
+    waiting = list(nodes)
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, _LEAF):
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 class DeferredWeights:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.errors import RunError
 from penstock.model.split import OUTPUT
 from penstock.runtime.losses import Seeds, own_loss, sum_in_order
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.stage import LossOf, Stage
 from penstock.runtime.step import StepInput, StepReport
+from penstock.runtime.transport.share import alias
 from penstock.schedule import Op
 
 __all__ = ["Computes"]
@@ -70,7 +72,7 @@ class Computes:
         given, owner = self.given, self.stages[stage]
         arrived = self._await(Op.F, stage, microbatch)
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
-        loss_of = self._loss_of(microbatch) if owner.is_last else None
+        loss_of = self._loss_of(microbatch) if owner.is_last and not given.returns else None
         if not given.training:
             emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of)
         else:
@@ -85,12 +87,17 @@ class Computes:
             )
         if loss is not None:
             self.losses[microbatch] = loss.detach().clone()  # mse_loss gives a scalar in a storage of the output's size
+        if extra and given.returns:
+            raise RunError(
+                f"add_loss({extra[0][0]!r}) under GPipe: it has no loss to add to; return the value as an output of "
+                f"the model, and add it to your own loss"
+            )
         for name, value in extra:
             self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
         if owner.is_last:
             output = emitted.pop(OUTPUT)
             if given.keep_outputs:
-                self._outputs[microbatch] = _detached(output)
+                self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
         self.mailbox.put_outputs(stage, microbatch, emitted)
 
     def _loss_of(self, microbatch: int) -> LossOf | None:
@@ -108,6 +115,8 @@ class Computes:
         split = (stage, microbatch) in self._split
         gradients = self._await(Op.I if split else Op.B, stage, microbatch)
         owner, seeds, seed = self.stages[stage], self._seeds, None
+        if owner.is_last and self.given.returns:
+            gradients[OUTPUT] = self.given.output_gradients[microbatch]
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             seed = seeds.of(microbatch, loss)
         back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,7 +25,7 @@ from penstock.model.split import Split
 from penstock.runtime.executor import Executor, StepInput, StepReport
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.precision import Precision, caller_precision, empty_cache
-from penstock.runtime.randomness import Room, Turns, seed_generators, seed_of, unit_stream
+from penstock.runtime.randomness import Room, Turns, held, seed_generators, seed_of, unit_stream
 from penstock.runtime.recorder import Begun
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport import ThreadTransport, Transport
@@ -65,20 +65,23 @@ class Crew:
         transports: Sequence[Transport],
         clock: Clock,
         devices: Mapping[int, torch.device | None],
+        stage_type: type[Stage] = Stage,
     ) -> None:
         self.clock = clock
+        self._stage_type = stage_type
         self._devices = devices
         self.transports = list(transports)
         self._threads = len(transports) > 1
         self._inside = False
         self._patience = _Patience(transports)
-        self._turns = Turns(ROOM, clock.seed_for, self._patience.waits)
+        self._takes_turns = self._threads or stage_type.returns
+        self.turns = Turns(ROOM, clock.seed_for, self._patience.waits)
         self._late: set[Future[list[StepReport]]] = set()  # ranks that have not left a failed step yet
         self.executors: dict[int, Executor] = {}
         for transport in transports:
             rank = transport.rank
             stages = {
-                index: Stage(
+                index: stage_type(
                     split.parts[index],
                     self._turn(split.parts[index], devices.get(rank)),
                     is_last=index == split.stages - 1,
@@ -93,15 +96,15 @@ class Crew:
         """A crew for another cut, on the same transports; this one must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        after = Crew(split, placement, self.transports, self.clock, self._devices)
+        after = Crew(split, placement, self.transports, self.clock, self._devices, self._stage_type)
         after.precision = self.precision
         return after
 
     def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
         clock, stage = self.clock, part.stream
         part.around = unit_stream
-        if self._threads:
-            return self._turns.of(part.index, stage, part.module, device)
+        if self._takes_turns:
+            return self.turns.of(part.index, stage, part.module, device)
 
         on_cpu = device is None or device.type != "cuda"
         seed: Callable[[int], object] = (
@@ -115,18 +118,29 @@ class Crew:
         return seeded
 
     def run(
-        self, program: Schedule, given: Callable[[], Mapping[int, StepInput]], *, record: Begun | None = None
+        self,
+        program: Schedule,
+        given: Callable[[], Mapping[int, StepInput]],
+        *,
+        record: Begun | None = None,
+        alone: Iterable[tuple[int, int]] = (),
     ) -> list[StepReport]:
-        """One step on all local ranks; every rank's report, or the one failure that ended it."""
+        """One step on all local ranks; every rank's report, or the one failure that ended it.
+
+        `alone` is for the backward of a step whose forward ran by itself: which computes of it drew (`turns.alone`).
+        """
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
         try:
-            with ROOM.kept(), self.precise():
+            room = ROOM.here()
+            with room.kept(), self.precise():
+                if self._takes_turns:
+                    self.turns.begin(room, alone)
                 if not self._threads:
                     ((rank, executor),) = self.executors.items()
-                    return executor.run(program, lambda: given()[rank], record=record)
-                self._turns.begin()
+                    with nullcontext() if self._takes_turns else held(quietly=False):
+                        return executor.run(program, lambda: given()[rank], record=record)
                 return self._run_threads(program, given(), record)
         finally:
             self._inside = False

@@ -60,12 +60,14 @@ def split_batch(
     loss_kwargs: Mapping[str, Any],
     dims: Dims,
     whole: bool = True,
+    attached: bool = False,
 ) -> Batch:
     """Cut everything into `count` microbatches; `dims` says along which dimension where it is not 0.
 
-    Not `whole`: what one rank needs of a batch, which was checked where all of it is.
+    Not `whole`: what one rank needs of a batch, which was checked where all of it is. `attached`: the pieces stay in
+    the graph of what they are pieces of.
     """
-    splitter = _Splitter(count, dims)
+    splitter = _Splitter(count, dims, attached=attached)
     columns = [splitter.split(position, value) for position, value in enumerate(args)]
     named = {name: splitter.split(name, value) for name, value in kwargs.items()}
     arguments = splitter.rows_by_name()
@@ -114,8 +116,8 @@ def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[
 
 
 class _Splitter:
-    def __init__(self, count: int, dims: Dims, strict: bool = True) -> None:
-        self.count, self.dims, self.strict = count, dims, strict
+    def __init__(self, count: int, dims: Dims, strict: bool = True, attached: bool = False) -> None:
+        self.count, self.dims, self.strict, self.attached = count, dims, strict, attached
         self.total: int | None = None
         self._said_by = ""
         self._ready_rows: dict[str, list[int]] = {}  # of what came split already, where it has rows
@@ -131,7 +133,7 @@ class _Splitter:
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
-            else (_uncut(label, leaf, leaf_dim is not None),) * self.count
+            else (self._uncut(label, leaf, leaf_dim is not None),) * self.count
             for leaf, leaf_dim in zip(leaves, wanted, strict=True)
         ]
         return [pytree.tree_unflatten([column[number] for column in columns], spec) for number in range(self.count)]
@@ -158,6 +160,10 @@ class _Splitter:
                 f"wrap it in penstock.Shared(...) if every microbatch needs it whole, or say where its rows "
                 f"are with batch_dims={{{label!r}: ...}}"
             )
+        if self.attached and value.requires_grad:
+            size, larger = divmod(rows, self.count)
+            sizes = [size + 1] * larger + [size] * (self.count - larger)
+            return torch.split_with_sizes(value, sizes, dim)  # one node of the graph, not one a piece
         return value.detach().tensor_split(self.count, dim)
 
     def _ready(self, label: str | int, value: Microbatches) -> list[Any]:
@@ -168,7 +174,11 @@ class _Splitter:
         rows = [each for each in found if each is not None]
         if len(rows) == len(found):
             self._ready_rows[_name(label)] = rows
-        return [pytree.tree_map(lambda leaf: _uncut(label, leaf, False), item) for item in value]
+        return [pytree.tree_map(lambda leaf: self._uncut(label, leaf, False), item) for item in value]
+
+    def _uncut(self, label: str | int, leaf: Any, searched: bool) -> Any:
+        found = _uncut(label, leaf, searched)
+        return found if self.attached else _apart(found)
 
     def cut_rows(self) -> list[int] | None:
         """How many rows of the tensors that are cut here each microbatch gets."""
@@ -214,9 +224,9 @@ def _rows_of(item: Any, dim: Any) -> int | None:
 def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
     """A leaf that goes whole to where it goes; `searched` for tensors that it must not hide."""
     if isinstance(leaf, Tensor):
-        return leaf.detach() if leaf.requires_grad else leaf
+        return leaf
     if isinstance(leaf, Shared):
-        return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, leaf.value)
+        return leaf.value
     if isinstance(leaf, Microbatches):
         raise UsageError(
             f"{_name(label)} has penstock.Microbatches inside a container; it marks a whole argument: "
@@ -230,6 +240,11 @@ def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
             f"yourself in penstock.Microbatches([...]), or pass it whole to every microbatch in penstock.Shared(...)"
         )
     return leaf
+
+
+def _apart(value: Any) -> Any:
+    """Without the graph behind it."""
+    return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, value)
 
 
 def _dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:

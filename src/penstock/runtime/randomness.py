@@ -13,7 +13,7 @@ compute draws after all is noticed and refused, because then masks would depend 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.errors import RunError
 
-__all__ = ["Room", "Turns", "randomness", "seed_of", "unit_stream"]
+__all__ = ["Room", "Turns", "held", "randomness", "seed_of", "unit_stream"]
 
 _MASK = 2**64 - 1
 RESTING = 0  # the seed of the generator while nothing draws; `seed_of` never gives it
@@ -92,6 +92,20 @@ def unit_stream(number: int) -> Iterator[None]:
         torch.set_rng_state(around)
 
 
+_holding = threading.local()  # .quietly: a compute on this thread has the generator, alone or (quietly) beside others
+
+
+@contextmanager
+def held(quietly: bool) -> Iterator[None]:
+    """Around a compute that has the generator."""
+    before = getattr(_holding, "quietly", None)
+    _holding.quietly = quietly
+    try:
+        yield
+    finally:
+        _holding.quietly = before
+
+
 class Room:
     """Who may use the one generator of this process now: one compute alone, or several that draw nothing.
 
@@ -100,7 +114,8 @@ class Room:
     backward changes nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet  # nothing in it may draw
         self._changed = threading.Condition()
         self._who: list[int] = []  # the threads inside
         self._readers = 0
@@ -110,6 +125,11 @@ class Room:
         self._rest = torch.Generator().manual_seed(RESTING).get_state()
         self._inside = 0
         self._users: Tensor
+
+    def here(self) -> Room:
+        """This room; or, in a compute that has it, one for a pipeline inside that compute, which has it no less."""
+        quietly = getattr(_holding, "quietly", None)
+        return self if quietly is None else Room(quietly)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -153,7 +173,8 @@ class Room:
             self._writing = True
             self._at_rest = False
         try:
-            yield
+            with held(quietly=False):
+                yield
         finally:
             with self._changed:
                 self._writing = False
@@ -169,7 +190,8 @@ class Room:
                 self._at_rest = True
             self._readers += 1
         try:
-            yield self._moved
+            with held(quietly=True):
+                yield self._moved
         finally:
             with self._changed:
                 self._readers -= 1
@@ -197,7 +219,7 @@ class Turns:
         self._modules: dict[int, list[torch.nn.Module]] = {}
         self._modes: dict[int, object] = {}
         self._draws: dict[tuple[int, object], bool] = {}
-        self._alone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward had the generator alone
+        self.alone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward had the generator alone
         self._suspect = False
 
     def of(
@@ -207,18 +229,25 @@ class Turns:
         self._modules[stage] = list(module.modules())
         return partial(self._turn, stage, stream, device)
 
-    def begin(self) -> None:
-        """Before a step."""
+    def begin(self, room: Room, alone: Iterable[tuple[int, int]] = ()) -> None:
+        """Before a step, or the second half of one: `alone` is then what the first half left."""
+        self._room = room
         self._modes = {stage: tuple([m.training for m in modules]) for stage, modules in self._modules.items()}
-        self._alone.clear()
+        self.alone = set(alone)
+
+    @property
+    def draw(self) -> bool:
+        """Whether a forward of the step that ran last draws."""
+        return any(self._draws.get((stage, modes), False) for stage, modes in self._modes.items())
 
     @contextmanager
     def _turn(self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int) -> Iterator[None]:
         forward, known = kind == "F", (stage, self._modes[stage])
-        if (self._suspect or self._draws.get(known, True)) if forward else (stage, microbatch) in self._alone:
+        takes = (self._suspect or self._draws.get(known, True)) if forward else (stage, microbatch) in self.alone
+        if takes and not self._room.quiet:
             with self._room.alone(self._waits):
                 seed_generators(self._seed_for(microbatch, stream), device)
-                self._alone.add((stage, microbatch))
+                self.alone.add((stage, microbatch))
                 before = None if not forward or known in self._draws else torch.get_rng_state()
                 _drawn.drew = False
                 yield

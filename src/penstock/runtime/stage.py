@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
@@ -24,50 +23,24 @@ from penstock.runtime.backward import DeferredWeights, StageParameters
 from penstock.runtime.buffers import Buffers
 from penstock.runtime.losses import ExtraLosses, check_loss
 from penstock.runtime.payload import Outgoing, Received, afresh, check_unwritten, versions
+from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
+from penstock.runtime.record import Record, edge_of, tensors_with_gradient
 
-__all__ = ["LossOf", "Record", "Stage"]
+__all__ = ["LossOf", "Record", "Stage", "tensors_with_gradient"]
 
 LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
 Turn = Callable[[str, int], AbstractContextManager[None] | None]  # (F or B, microbatch); None: nothing to enter
 
 _NOTHING = nullcontext()
-_WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 _ENGINE = torch.autograd.Variable._execution_engine
-
-
-class Record:
-    """What a microbatch holds between its forward and its backward."""
-
-    __slots__ = ("again", "deferred", "extra", "leaves", "loss", "roots")
-
-    def __init__(self, leaves: dict[int, list[Tensor]]) -> None:
-        self.leaves = leaves  # by producing stage: the arrived tensors that want a gradient
-        self.roots: dict[int, list[GradientEdge]] = {}  # by consuming stage
-        self.loss: GradientEdge | None = None
-        self.extra: list[GradientEdge] = []
-        self.deferred: DeferredWeights | None = None
-        self.again: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
-
-
-def tensors_with_gradient(value: Any) -> list[Tensor]:
-    """The tensors of a payload that want a gradient, in the order both ends agree on."""
-    if type(value) is Tensor:
-        return [value] if value.requires_grad else []
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def edge_of(tensor: Tensor) -> GradientEdge:
-    """`get_gradient_edge` without its questions where the answer is plain: an ordinary node of autograd's own."""
-    node = tensor.grad_fn
-    if node is None or isinstance(node, _WRITTEN_IN_PYTHON):
-        return get_gradient_edge(tensor)
-    return GradientEdge(node, tensor.output_nr)
 
 
 class Stage:
     """A part of the model on its rank. `turn` wraps a compute in its random numbers."""
+
+    returns = False  # whether its output goes back to the user's graph, and the output's gradient comes from there
 
     def __init__(self, part: StagePart, turn: Turn, *, is_last: bool) -> None:
         self.part = part
@@ -76,6 +49,7 @@ class Stage:
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
         self.records: dict[int, Record] = {}
+        self.statistics: Any = None  # of batch norms that the whole batch updates once
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
         self._buffers = Buffers(part.index, part.module)
@@ -98,7 +72,8 @@ class Stage:
         loss_of: LossOf | None,
     ) -> Forward:
         """A forward that keeps nothing."""
-        with torch.no_grad(), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra:
+        phase = Phase("forward", microbatch, self.statistics)
+        with torch.no_grad(), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra, phase:
             emitted, loss = self._compute(arrived, args, kwargs, loss_of)
         return emitted, loss, extra.found
 
@@ -139,7 +114,7 @@ class Stage:
         buffers, inputs = self._buffers.before(), versions((args, kwargs))
         with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
             own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
-            results = self._run(record, microbatch, own, own_args, own_kwargs, learns, loss_of)
+            results = self._run(record, microbatch, own, own_args, own_kwargs, learns, loss_of, "checkpointing")
         check_unwritten(self.part.index, inputs)
         self._buffers.after(buffers)
         record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
@@ -149,7 +124,7 @@ class Stage:
             self.precision = precision
             with self._buffers.as_they_were(buffers):
                 own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
-                self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of)
+                self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of, "recomputing")
 
         record.again = again
         return results
@@ -163,9 +138,10 @@ class Stage:
         kwargs: Mapping[str, Any],
         split: bool,
         loss_of: LossOf | None,
+        kind: str = "forward",
     ) -> Forward:
         turn = self.turn("F", microbatch)
-        with ExtraLosses() as extra:
+        with ExtraLosses() as extra, Phase(kind, microbatch, self.statistics):
             if turn is None and not split:  # the plain way, without managers that do nothing
                 emitted, loss = self._compute(arrived, args, kwargs, loss_of)
             else:
@@ -177,7 +153,7 @@ class Stage:
                     emitted, loss = self._compute(arrived, args, kwargs, loss_of)
         ends: list[Tensor] = []
         for target, payload in emitted.items():
-            if target != OUTPUT:
+            if target != OUTPUT or self.returns:
                 found = tensors_with_gradient(payload)
                 record.roots[target] = [edge_of(tensor) for tensor in found]
                 ends += found
@@ -217,7 +193,7 @@ class Stage:
         else:
             emitted = self.part.run(arrived, args, kwargs)
         for target, payload in emitted.items():
-            if target != OUTPUT and (type(payload) is not Tensor or payload.grad_fn is None):
+            if (target != OUTPUT or self.returns) and (type(payload) is not Tensor or payload.grad_fn is None):
                 emitted[target] = self._outgoing.fit(payload)
         return emitted
 
@@ -243,12 +219,8 @@ class Stage:
             record.deferred.begin_input()
             self._waiting[microbatch] = record.deferred
         if roots:
-            turn = self.turn("B", microbatch)
-            if turn is None:
-                _go_back(roots, seeds)
-            else:
-                with turn:
-                    _go_back(roots, seeds)
+            with self.turn("B", microbatch) or _NOTHING, Phase("backward", microbatch, self.statistics):
+                self._go_back(microbatch, record, roots, seeds)
         back: dict[int, list[Tensor | None]] = {}
         for stage, leaves in record.leaves.items():
             back[stage] = [leaf.grad for leaf in leaves]
@@ -287,17 +259,16 @@ class Stage:
             seeds.append(extra_seed)
         return roots, seeds
 
+    def _go_back(self, _: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+        """`torch.autograd.backward`, without its questions about tensors that are edges here."""
+        _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
     def weights(self, microbatch: int) -> None:
         """W: the weight gradients that were put off."""
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
         deferred.run()
-
-
-def _go_back(roots: list[GradientEdge], seeds: list[Tensor]) -> None:
-    """`torch.autograd.backward`, without its questions about tensors that are edges here."""
-    _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _save_nothing(_: Tensor) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure
 from penstock.runtime.microbatch import Batch
@@ -30,6 +31,8 @@ class StepInput:
     scale: float = 1.0  # of the gradients, for float16
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
     recompute_stages: frozenset[int] = frozenset()  # stages for which all do
+    returns: bool = False  # the output goes back to the user's graph: there is no loss here
+    output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
 
 
 @dataclass

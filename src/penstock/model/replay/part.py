@@ -84,6 +84,8 @@ class ReplayPart:
             original = module.__dict__.get("_gradient_checkpointing_func")
             if original is not None and not getattr(module, "is_asked", False):
                 module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
+        twins = dict(self._root.named_modules())
+        self._twins = [(twins[name], own) for name, own in model.named_modules() if twins.get(name, own) is not own]
         self._may_go_stale = plan.recording.reads_values or plan.recording.draws_in_glue
         self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
@@ -117,6 +119,11 @@ class ReplayPart:
                 module.__dict__["_parameters"] = {
                     name: _stand_in_parameter(parameter, home) for name, parameter in table.items()
                 }
+
+    def follow(self) -> None:
+        """Take over the modes of the model's own modules, where the user has set them there."""
+        for twin, own in self._twins:
+            twin.training = own.training
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Replay the forward; payloads are lists of tensors, in the plan's order of marks."""

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 
-__all__ = ["Ready", "Rewritten", "arrive", "share"]
+__all__ = ["Ready", "Rewritten", "alias", "arrive", "share"]
 
 Events = list[tuple[torch.device, "torch.cuda.Event"]]
 

@@ -1,0 +1,43 @@
+"""What a `GPipe` is given, looked at before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import ModelError, UsageError
+from penstock.runtime.arguments import RULES
+
+__all__ = ["check_gpipe"]
+
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+def check_gpipe(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise for the first of the arguments, by name, that cannot work."""
+    if not isinstance(model, nn.Module):
+        wrap = "; pass nn.Sequential(*layers)" if isinstance(model, Sequence) else ""
+        raise ModelError(f"GPipe wraps an nn.Module, and was given a {type(model).__name__}{wrap}")
+    if isinstance(model, (nn.Sequential, nn.ModuleList)) and not len(model):
+        raise ModelError(f"the model is an empty {type(model).__name__}; there is nothing to cut into stages")
+    if isinstance(model, nn.ModuleList):
+        raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")
+    chunks = given["chunks"]
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise UsageError(f"chunks={chunks!r}: pass the number of microbatches, a whole number of at least 1")
+    if given["checkpoint"] not in CHECKPOINTS:
+        raise UsageError(f"checkpoint={given['checkpoint']!r}: choose one of {', '.join(map(repr, CHECKPOINTS))}")
+    balance = given["balance"]
+    if isinstance(balance, bool) or (isinstance(balance, int) and balance < 1):
+        raise UsageError(f"balance={balance!r}: pass the number of stages, or the number of layers in each")
+    if balance is not None and not isinstance(balance, (int, str, Sequence, Mapping)):
+        raise UsageError(
+            f"balance={balance!r}: pass the number of layers in each stage, a number of stages, 'time', 'parameters' "
+            f"or 'memory', or {{name: weight}}"
+        )
+    for name in ("stages", "devices", "batch_dims", "timeout"):
+        fits, would_work = RULES[name]
+        if given[name] is not None and not fits(given[name]):
+            raise UsageError(f"{name}={given[name]!r}: {would_work}")

@@ -13,7 +13,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 
-__all__ = ["TYPES", "Body", "Entry", "Layout", "name_of_type", "write_file"]
+__all__ = ["TYPES", "Body", "Entry", "Layout", "name_of_type", "streamed", "write_file"]
 
 TYPES = {
     torch.float64: "F64",
@@ -100,18 +100,23 @@ class Body:
 
     def fill(self, layout: Layout, value_of: Callable[[Entry], Tensor]) -> None:
         """Copy every entry into its place; memory is asked for only where there is not enough."""
-        if self._flat.numel() < layout.bytes:
+        self.reserve(layout.bytes)
+        for entry, begin in zip(layout.entries, layout.begins, strict=True):
+            self.put(begin, entry, value_of(entry))
+
+    def reserve(self, size: int) -> None:
+        """Have at least so many bytes."""
+        if self._flat.numel() < size:
             self.release()
-            self._memory = mmap.mmap(-1, layout.bytes)
+            self._memory = mmap.mmap(-1, size)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB and not for 4 KiB
             self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
-        for entry, begin in zip(layout.entries, layout.begins, strict=True):
-            if entry.bytes:
-                place = self._flat[begin : begin + entry.bytes].view(entry.dtype).view(entry.shape)
-                place.copy_(value_of(entry), non_blocking=True)
-        if torch.cuda.is_available():  # not run here: no GPU
-            torch.cuda.synchronize()
+
+    def put(self, begin: int, entry: Entry, value: Tensor) -> None:
+        """Copy one entry to its place."""
+        if entry.bytes:
+            self._flat[begin : begin + entry.bytes].view(entry.dtype).view(entry.shape).copy_(value)
 
     def view(self, size: int) -> memoryview:
         """The first `size` bytes, for writing them out."""
@@ -123,7 +128,18 @@ class Body:
         self._memory = None
 
 
-def write_file(path: Path, pieces: Sequence[bytes | memoryview]) -> tuple[int, str]:
+def streamed(layout: Layout, value_of: Callable[[Entry], Tensor]) -> Iterator[memoryview]:
+    """The body of a file without a copy of all of it: one tensor at a time passes through the memory of the largest."""
+    scratch = Body()
+    largest = max(layout.entries, key=lambda entry: entry.bytes, default=None)
+    if largest is not None:
+        scratch.reserve(largest.bytes)
+    for entry in layout.entries:
+        scratch.put(0, entry, value_of(entry))
+        yield scratch.view(entry.bytes)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write, and make sure that the disk has it; returns (bytes, CRC-32 in hex)."""
     size, value = 0, 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

@@ -8,19 +8,20 @@ wrong in the background is raised by the next `save` or `wait`, on every process
 from __future__ import annotations
 
 import os
-import secrets
+import socket
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CheckpointError, UsageError
 from penstock.train.checkpoint.body import Body
 from penstock.train.checkpoint.collecting import Given, collect, document_of
+from penstock.train.checkpoint.directory import Directory, Place, Single
 from penstock.train.checkpoint.loading import Loaded, load_into, say
-from penstock.train.checkpoint.lock import Lock
-from penstock.train.checkpoint.manifest import MANIFEST, checkpoints_in, find_newest, folder_name, newest_first
+from penstock.train.checkpoint.manifest import MANIFEST, checkpoints_in, find_newest
 from penstock.train.checkpoint.plan import Planner
 from penstock.train.checkpoint.processes import Processes
 from penstock.train.checkpoint.saving import GivenUp, Saving, remove
@@ -32,18 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer", "Loaded", "load", "save"]
 
 AT_ONCE = 2  # copies: one that is being written, one that waits
-
-
-class Place(NamedTuple):
-    """Where a checkpoint is written, what it will be called, and its number."""
-
-    temporary: Path
-    final: Path
-    serial: int
+SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
 
 
 class Checkpointer:
-    """Checkpoints of one run in a directory that all its processes share."""
+    """Checkpoints of one run, in a directory that all its processes share.
+
+    `keep_last` newest ones are kept, and beside them those of every `keep_every`-th step. With `async_save=False`,
+    `save` returns when the checkpoint is whole.
+    """
 
     def __init__(
         self,
@@ -55,20 +53,17 @@ class Checkpointer:
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such limit")
+                raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such rule")
         self.directory = Path(directory)
-        self.keep_last = keep_last
-        self.keep_every = keep_every
         self.async_save = async_save
-        self._lock = Lock(self.directory)
+        self._files = Directory(self.directory, keep_last, keep_every)
         self._planner = Planner()
-        self._serial = 0
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: list[tuple[Saving, Future[Path]]] = []
         self._bodies: list[Body] = []  # free ones
-        self._processes: Processes | None = None
+        self._pipe: weakref.ref[Pipeline] | None = None  # of the last save
+        self._seen = False  # every process has seen a directory that process 0 made
         self._closed = False
-        self._managed = True  # this object names the checkpoints of the directory, and deletes old ones
 
     # -- saving
 
@@ -84,102 +79,100 @@ class Checkpointer:
         extra: Any = None,
         config: Any = None,
     ) -> None:
-        """Save what the run is after `step`. On every process; returns once all is copied."""
+        """Save the run as it is after `step` steps. On every process; returns once all is copied.
+
+        Raises what went wrong with an earlier save, and then does not begin this one: call it again.
+        """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: pass the number of steps that were done, a whole number from 0 on")
-        given = Given(optimizer, scheduler, scaler, data, extra, config)
-        self._start(step, pipe, given, lambda: self._next_place(step))
-        if not self.async_save:
-            self.wait()
-
-    def _start(self, step: int, pipe: Pipeline, given: Given, place: Callable[[], Place]) -> None:
         if self._closed:
             raise UsageError("this Checkpointer is closed; make a new one")
-        self._processes = processes = Processes(pipe)
-        self._settle(leave=AT_ONCE - 1)
+        processes = Processes(pipe, "save()")
+        self._pipe = weakref.ref(pipe)
+        self._settle(processes, leave=AT_ONCE - 1)
+        given = Given(optimizer, scheduler, scaler, data, extra, config)
+        saving = self._agree(processes, step, pipe, given)
+        if self.async_save:
+            saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
+            self._under_way.append((saving, self._writer.submit(saving.run)))
+        else:
+            saving.read_from(self._planner.value_of)
+            self._under_way.append((saving, _done(saving.run)))
+            self._settle(processes)
+        self._planner.forget()
+
+    def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving:
+        """All processes: what is saved, by whom and where."""
+        made: list[Place] = []
 
         def look() -> tuple[Saved, Any]:
             saved = collect(pipe, given, processes.number)
             changed = self._planner.look(saved.tensors)
-            return saved, (step, changed, place() if processes.first else None)
+            if processes.first:
+                made.append(self._files.place(step))
+            return saved, (step, changed, made[0] if made else None)
 
-        saved, told = processes.together(look, self.directory)
-        if len({each for each, _, _ in told}) > 1:
-            raise UsageError(f"the processes were given different steps to save: {[each for each, _, _ in told]}")
-        where: Place = told[0][2]
-        plan = self._planner.agree(any(changed for _, changed, _ in told), processes.number, processes.exchange)
-        saving = Saving(
+        try:
+            saved, told = processes.together(look, self.directory)
+            steps = [each for each, _, _ in told]
+            if len(set(steps)) > 1:
+                raise UsageError(f"the processes were given different steps to save: {steps}")
+            where: Place = told[0][2]
+            if not self._seen:
+                processes.together(lambda: (None, _sees(where.temporary, processes)), where.final)
+                self._seen = True
+            plan = self._planner.agree(any(changed for _, changed, _ in told), processes.number, processes.exchange)
+        except BaseException:
+            for place in made:
+                remove(place.temporary)
+            raise
+        return Saving(
             step=step,
             temporary=where.temporary,
             final=where.final,
             number=processes.number,
             count=processes.count,
             plan=plan,
-            body=self._bodies.pop() if self._bodies else Body(),
             plain=saved.plain,
             document=document_of(step, pipe, given.config, processes.count, where.serial),
             lost=processes.lost,
-            finished=self._finished if self._managed else None,
+            finished=self._files.tidy,
         )
-        saving.copy(self._planner.value_of)
-        self._planner.forget()
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
-        self._under_way.append((saving, self._writer.submit(saving.run)))
 
-    def _next_place(self, step: int) -> Place:
-        """On process 0: where the next checkpoint goes. Its hidden directory is made here."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if self._lock.take():
-            for path in self.directory.glob(".*"):  # left by runs that were killed: nobody else writes here now
-                if path.is_dir() and path.name.startswith((".step-", ".trash-")):
-                    remove(path)
-            serials = [manifest.serial for _, manifest in newest_first(self.directory)[0]]
-            self._serial = max(serials, default=0)
-        taken = {named.path.name for named in checkpoints_in(self.directory)}
-        taken |= {saving.final.name for saving, _ in self._under_way}
-        name = next(name for again in count() if (name := folder_name(step, again)) not in taken)
-        self._serial += 1
-        return _place(self.directory / name, self._serial)
-
-    def _finished(self, path: Path) -> None:
-        """On process 0, when a checkpoint has its name: delete what is not to be kept."""
-        whole = newest_first(self.directory)[0]
-        newest = {step: found for found, step in reversed([(found, each.step) for found, each in whole])}
-        for number, (found, manifest) in enumerate(whole):
-            stale = newest[manifest.step] != found  # the same step was saved again since
-            kept = self.keep_every is not None and manifest.step % self.keep_every == 0 and not stale
-            late = self.keep_last is not None and number >= self.keep_last
-            if found != path and not kept and (stale or late):
-                remove(found)
-
-    def _settle(self, leave: int = 0) -> None:
+    def _settle(self, processes: Processes, leave: int = 0) -> None:
         """Wait until at most `leave` saves are under way; raise what went wrong in any, on every process alike."""
-        errors: list[Exception] = []
-        while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
-            saving, future = self._under_way.pop(0)
-            error = future.exception()
-            self._bodies.append(saving.body)
-            if isinstance(error, Exception):
-                errors.append(error)
-        mine = errors[0] if errors else None
-        if self._processes is None:
+        mine = self._collect(leave)
+        told = processes.exchange(None if mine is None else (str(mine), isinstance(mine, GivenUp)))
+        if not any(told):
             return
-        told = self._processes.exchange(None if mine is None else (str(mine), isinstance(mine, GivenUp)))
-        roots = [(number, each[0]) for number, each in enumerate(told) if each is not None and not each[1]]
+        self._collect(0)  # the same save fails everywhere, here perhaps a moment later: one error is enough
         if mine is not None and not isinstance(mine, GivenUp):
             raise mine
-        if roots:
-            raise CheckpointError(f"process {roots[0][0]}: {roots[0][1]}", path=self.directory) from mine
-        if mine is not None:
-            raise mine
-        others = [(number, each[0]) for number, each in enumerate(told) if each is not None]
-        if others:
-            raise CheckpointError(f"process {others[0][0]}: {others[0][1]}", path=self.directory)
+        causes = [(each[1], number, each[0]) for number, each in enumerate(told) if each is not None]
+        _, number, text = min(causes)  # a cause before those who gave up because of it
+        raise CheckpointError(f"process {number}: {text}", path=self.directory) from mine
+
+    def _collect(self, leave: int) -> BaseException | None:
+        """The first error of the saves that have ended, of which all but `leave` are waited for."""
+        first = None
+        while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
+            saving, future = self._under_way[0]
+            error = future.exception()
+            self._under_way.pop(0)
+            if saving.body is not None:
+                self._bodies.append(saving.body)
+            first = first or error
+        return first
 
     def wait(self) -> None:
         """Until all that was saved is whole, on every process; raises what went wrong."""
-        self._settle()
+        pipe = None if self._pipe is None else self._pipe()
+        if pipe is not None and not pipe._closed:
+            self._settle(Processes(pipe, "wait()"))
+        elif (error := self._collect(0)) is not None:
+            raise error
 
     # -- finding and loading
 
@@ -208,19 +201,16 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for what is under way here, and let other runs write to the directory; raises what went wrong here."""
         self._closed = True
-        errors = []
-        for _, future in self._under_way:
-            error = future.exception()
-            if error is not None:
-                errors.append(error)
-        self._under_way = []
-        if self._writer is not None:
-            self._writer.shutdown()
-            self._writer = None
-        self._bodies = []
-        self._lock.free()
-        if errors:
-            raise errors[0]
+        try:
+            error = self._collect(0)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+            self._bodies = []
+            self._files.free()
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -229,10 +219,28 @@ class Checkpointer:
         self.close()
 
 
-def _place(final: Path, serial: int) -> Place:
-    temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
-    temporary.mkdir()
-    return Place(temporary, final, serial)
+def _done(work: Callable[[], Path]) -> Future[Path]:
+    """What came of work that was done here and now, in the form of work that was done elsewhere."""
+    future: Future[Path] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # raised when the future is asked
+        future.set_exception(error)
+    return future
+
+
+def _sees(directory: Path, processes: Processes) -> bool:
+    """A directory that process 0 has made must be here too."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not directory.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"process 0 has made {directory}, and process {processes.number} on {socket.gethostname()} does not "
+                f"see it; all processes must share the directory: use a file system that all hosts mount",
+                path=directory,
+            )
+        time.sleep(0.05)
+    return True
 
 
 def save(
@@ -249,17 +257,9 @@ def save(
 ) -> None:
     """One checkpoint, at exactly this path, whole when this returns. On every process."""
     final = Path(path).absolute()
-
-    def place() -> Place:
-        if final.exists():
-            raise CheckpointError(f"{final} is there already; choose another path, or delete it first", path=final)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        return _place(final, 1)
-
-    with Checkpointer(final.parent, keep_last=None, async_save=False) as writer:
-        writer._managed = False
-        writer._start(step, pipe, Given(optimizer, scheduler, scaler, data, extra, config), place)
-        writer.wait()
+    with Checkpointer(final.parent, async_save=False) as writer:
+        writer._files = Single(final)
+        writer.save(step, pipe, optimizer, scheduler=scheduler, scaler=scaler, data=data, extra=extra, config=config)
 
 
 def load(

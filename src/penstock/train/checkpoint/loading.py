@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from penstock.errors import CheckpointError
 from penstock.train.checkpoint.collecting import Given, layout_of, state_of
 from penstock.train.checkpoint.generators import restore_generators
 from penstock.train.checkpoint.manifest import Manifest, damages, newest_first, read_manifest
 from penstock.train.checkpoint.processes import Processes
 from penstock.train.checkpoint.reading import Contents
-from penstock.train.checkpoint.restoring import take_model, take_optimizers
+from penstock.train.checkpoint.restoring import fit_model, fit_optimizers
 from penstock.train.checkpoint.state import model_entries, optimizers_of
-from penstock.train.checkpoint.values import decode
+from penstock.train.checkpoint.values import decode, same
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -47,12 +49,12 @@ def say(problems: list[str]) -> None:
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
     """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
-    processes = Processes(pipe)
+    processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
     contents, _ = processes.together(lambda: (Contents(path), None), path)
-    (targets, finish), _ = processes.together(lambda: (_prepare(pipe, given, contents), None), path)
-    processes.together(lambda: (contents.fill(targets), None), path)
-    loaded: Loaded = finish(processes, manifest, targets)
+    restoring, _ = processes.together(lambda: (_Restoring(pipe, given, contents), None), path)
+    processes.together(lambda: (contents.fill(restoring.targets), None), path)
+    loaded, _ = processes.together(lambda: (restoring.finish(processes, manifest), None), path)
     return loaded
 
 
@@ -84,57 +86,57 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
     raise AssertionError("unreachable")
 
 
-def _prepare(pipe: Pipeline, given: Given, contents: Contents) -> Any:
-    path, plains = contents.path, contents.index["processes"]
-    joined = _joined(plains)
-    targets = take_model(pipe, contents.tensors, joined["model"], path)
-    optimizers = optimizers_of(given.optimizer)
-    finish_optimizers = None
-    if optimizers:
-        more, finish_optimizers = take_optimizers(pipe, optimizers, contents.tensors, joined["optimizer"], path)
-        targets |= more
-    for name in ("scheduler", "scaler"):
-        if getattr(given, name) is not None:
-            state_of(getattr(given, name), name)
-            if name not in plains[0]:
-                raise CheckpointError(f"{path} was saved without a {name}; load it without {name}=", path=path)
-    if given.data is not None:
-        state_of(given.data, "data")
-        if not any("data" in plain for plain in plains):
-            raise CheckpointError(f"{path} was saved without data; load it without data=", path=path)
+class _Restoring:
+    """A checkpoint that fits: `targets` are to be filled, then `finish` hands out the rest."""
 
-    def finish(processes: Processes, manifest: Manifest, filled: dict[str, Any]) -> Loaded:
-        def tensor(key: str) -> Any:
-            return filled[key] if key in filled else contents.tensor(key)
+    def __init__(self, pipe: Pipeline, given: Given, contents: Contents) -> None:
+        self._pipe, self._given, self._contents = pipe, given, contents
+        self._plains: list[dict[str, Any]] = contents.index["processes"]
+        self._joined = _joined(self._plains)
+        self.targets = fit_model(pipe, contents, self._joined["model"])
+        optimizers = optimizers_of(given.optimizer)
+        self._fit = fit_optimizers(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
+        if self._fit is not None:
+            self.targets |= self._fit.targets
+        for name in ("scheduler", "scaler", "data"):
+            if getattr(given, name) is not None:
+                state_of(getattr(given, name), name)
+                if not any(name in plain for plain in self._plains):
+                    raise CheckpointError(
+                        f"{contents.path} was saved without {name}=; load it without {name}=", path=contents.path
+                    )
 
-        _take_extra_state(pipe, joined["model"], tensor)
+    def _tensor(self, key: str) -> Tensor:
+        return self.targets[key] if key in self.targets else self._contents.tensor(key)
+
+    def finish(self, processes: Processes, manifest: Manifest) -> Loaded:
+        """The optimizer, then all that has a state of its own, then the random numbers."""
+        pipe, given, first = self._pipe, self._given, self._plains[0]
+        _take_extra_state(pipe, self._joined["model"], self._tensor)
         pipe._without_values = set()
-        if finish_optimizers is not None:
-            finish_optimizers(tensor)
+        if self._fit is not None:
+            self._fit.finish(self._tensor)
         for name in ("scheduler", "scaler"):
             if getattr(given, name) is not None:
-                getattr(given, name).load_state_dict(decode(plains[0][name], tensor))
+                getattr(given, name).load_state_dict(decode(first[name], self._tensor))
         here = layout_of(pipe, processes.count)
-        same = all(here[name] == manifest.layout.get(name) for name in ("processes", "placement"))
+        alike = all(here[name] == manifest.layout.get(name) for name in ("processes", "placement"))
         if given.data is not None:
-            own = plains[processes.number] if same else {}
-            found = own if "data" in own else next(plain for plain in plains if "data" in plain)
-            given.data.load_state_dict(decode(found["data"], tensor))
-        clock = plains[0]["clock"]
-        pipe.clock.seed, pipe.clock.step = clock["seed"], clock["step"]
-        pipe.clock.evaluations = clock["evaluations"]
+            own = self._plains[processes.number] if alike else {}
+            found = own if "data" in own else next(plain for plain in self._plains if "data" in plain)
+            given.data.load_state_dict(decode(found["data"], self._tensor))
+        clock = first["clock"]
+        pipe.clock.seed, pipe.clock.step, pipe.clock.evaluations = clock["seed"], clock["step"], clock["evaluations"]
         return Loaded(
             step=manifest.step,
-            path=path,
-            extra=decode(plains[0]["extra"], tensor),
-            config=decode(manifest.config, tensor),
+            path=self._contents.path,
+            extra=decode(first["extra"], self._tensor),
+            config=decode(manifest.config, self._tensor),
             layout=dict(manifest.layout),
-            same_layout=same,
-            generators=_restore_generators(plains, processes, same, tensor),
+            same_layout=alike,
+            generators=_restore_generators(self._plains, processes, alike, self._tensor),
             versions=dict(manifest.versions),
         )
-
-    return targets, finish
 
 
 def _joined(plains: list[dict[str, Any]]) -> dict[str, Any]:
@@ -167,25 +169,13 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
                 holder.set_extra_state(decode(saved[full], tensor))
 
 
-def _restore_generators(plains: list[dict[str, Any]], processes: Processes, same: bool, tensor: Any) -> str:
+def _restore_generators(plains: list[dict[str, Any]], processes: Processes, alike: bool, tensor: Any) -> str:
     """Each process its own where the layout is the same; else all the one state that all had, if they had one."""
-    if same:
+    if alike:
         restore_generators(decode(plains[processes.number]["generators"], tensor))
         return "own"
     states = [decode(plain["generators"], tensor) for plain in plains]
-    if all(_same(states[0], other) for other in states[1:]):
+    if all(same(states[0], other) for other in states[1:]):
         restore_generators(states[0])
         return "one for all"
     return "left alone"
-
-
-def _same(one: Any, other: Any) -> bool:
-    import torch
-
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        return isinstance(other, list) and len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)

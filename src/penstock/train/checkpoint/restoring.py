@@ -6,7 +6,7 @@ all of it at once, and the model is left as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +14,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError
+from penstock.train.checkpoint.reading import Contents
 from penstock.train.checkpoint.state import Optimizers, class_of, model_entries, name_of, names_by_parameter, own_names
-from penstock.train.checkpoint.values import TENSOR, decode
+from penstock.train.checkpoint.values import TENSOR, decode, same
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["take_model", "take_optimizers"]
+__all__ = ["fit_model", "fit_optimizers"]
 
 
-def take_model(pipe: Pipeline, tensors: Mapping[str, Any], plain: Mapping[str, Any], path: Any) -> dict[str, Tensor]:
-    """The tensors to fill, by key; everything that does not fit is an error, before anything is written."""
+def fit_model(pipe: Pipeline, contents: Contents, plain: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs."""
+    tensors, path = contents.tensors, contents.path
     targets: dict[str, Tensor] = {}
     wrong: list[str] = []
     for name, value in model_entries(pipe):
@@ -43,8 +45,11 @@ def take_model(pipe: Pipeline, tensors: Mapping[str, Any], plain: Mapping[str, A
         else:
             targets[key] = value.detach()
     known = set(_all_names(pipe))
-    foreign = sorted(key for key in tensors if key.startswith("model.") and key.removeprefix("model.") not in known)
-    wrong += [f"{key.removeprefix('model.')} is in it and not in the model" for key in foreign]
+    all_saved = (key.removeprefix("model.") for key in tensors if key.startswith("model."))
+    foreign = sorted(name for name in all_saved if name not in known)
+    if foreign:
+        more = ", ..." if len(foreign) > 5 else ""
+        wrong.insert(0, f"{len(foreign)} of its tensors are not in the model: {', '.join(foreign[:5])}{more}")
     if wrong:
         raise CheckpointError(_listed(f"{path} does not fit the model", wrong), path=path)
     return targets
@@ -58,10 +63,73 @@ def _all_names(pipe: Pipeline) -> Iterable[str]:
             yield others.get(full, full)
 
 
-def take_optimizers(
-    pipe: Pipeline, optimizers: Optimizers, tensors: Mapping[str, Any], plain: Mapping[str, Any] | None, path: Any
-) -> tuple[dict[str, Tensor], Any]:
-    """The tensors to fill, and `finish(tensor)`, which puts all of it into the optimizers."""
+class OptimizerFit:
+    """What the optimizers here take from a checkpoint: `targets` are to be filled, then `finish` is called."""
+
+    def __init__(self, pipe: Pipeline, optimizers: Optimizers, contents: Contents, plain: Mapping[str, Any]) -> None:
+        self.targets: dict[str, Tensor] = {}
+        self._optimizers = optimizers
+        self._state = plain["state"]
+        self._names = names_by_parameter(pipe)
+        self._nothing = pipe._nothing
+        self._contents = contents
+        self._saved = [(group, decode(group["options"], contents.tensor)) for group in plain["groups"]]
+        self._by_name = {name: each for each in self._saved for name in each[0]["names"]}
+        self._settings: list[tuple[dict[str, Any], Mapping[str, Any]]] = []
+        wrong: list[str] = []
+        for optimizer in optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                wrong += self._fit(number, group)
+        if wrong:
+            raise CheckpointError(_listed(f"{contents.path} does not fit the optimizer", wrong), path=contents.path)
+
+    def _members(self, group: Mapping[str, Any], number: int = 0) -> list[tuple[str, Tensor]]:
+        owned = [parameter for parameter in group["params"] if parameter is not self._nothing]
+        return [(name_of(parameter, self._names, number), parameter) for parameter in owned]
+
+    def _fit(self, number: int, group: dict[str, Any]) -> list[str]:
+        members = self._members(group, number)
+        missing = [name for name, _ in members if name not in self._by_name]
+        if missing:
+            return [f"{name} was not in the optimizer that was saved" for name in missing]
+        if members:
+            found = [self._by_name[name] for name, _ in members]
+        else:  # a group that has nothing here goes along with its namesakes elsewhere
+            found = [each for each in self._saved if each[0]["number"] == number]
+        if not found:
+            return []
+        wrong = [
+            f"{name} and {members[0][0]} are both in parameter group {number}, and were saved with different options"
+            for (name, _), each in zip(members, found, strict=False)
+            if each is not found[0] and not same(each[1], found[0][1])
+        ]
+        saved, options = found[0]
+        self._settings.append((group, saved["options"]))
+        for name, parameter in members:
+            for entry in self._state.get(name, {}).values():
+                key = entry.get(TENSOR, "") if isinstance(entry, dict) else ""
+                if key.startswith(f"optimizer.{name}."):
+                    self.targets[key] = _room_for(key, self._contents.tensors[key], parameter, options)
+        return wrong
+
+    def finish(self, tensor: Callable[[str], Tensor]) -> None:
+        """Put all of it into the optimizers."""
+        for group, saved in self._settings:
+            group.update(decode(saved, tensor))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for name, parameter in self._members(group):
+                    optimizer.state.pop(parameter, None)
+                    entries = self._state.get(name)
+                    if entries:
+                        optimizer.state[parameter] = {key: decode(entry, tensor) for key, entry in entries.items()}
+
+
+def fit_optimizers(
+    pipe: Pipeline, optimizers: Optimizers, contents: Contents, plain: Mapping[str, Any] | None
+) -> OptimizerFit:
+    """Compare the optimizers with those of a checkpoint."""
+    path = contents.path
     if plain is None:
         raise CheckpointError(
             f"{path} was saved without an optimizer; load it without optimizer=, or save with one", path=path
@@ -72,54 +140,16 @@ def take_optimizers(
             f"or load without optimizer=",
             path=path,
         )
-    names = names_by_parameter(pipe)
-    options = {name: group["options"] for group in plain["groups"] for name in group["names"]}
-    targets: dict[str, Tensor] = {}
-    wrong: list[str] = []
-    settings: list[tuple[dict[str, Any], Any]] = []
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            members = [name_of(parameter, names, number) for parameter in group["params"]]
-            missing = [name for name in members if name not in options]
-            wrong += [f"{name} was not in the optimizer that was saved" for name in missing]
-            if missing or not members:
-                continue
-            for name in members:
-                if options[name] != options[members[0]]:
-                    wrong.append(
-                        f"{name} and {members[0]} are in parameter group {number}, but were saved with other options"
-                    )
-            settings.append((group, options[members[0]]))
-            for name, parameter in zip(members, group["params"], strict=True):
-                for entry in plain["state"].get(name, {}).values():
-                    if isinstance(entry, dict) and entry.get(TENSOR, "").startswith(f"optimizer.{name}."):
-                        key = entry[TENSOR]
-                        targets[key] = _room_for(key, tensors[key], parameter, group)
-    if wrong:
-        raise CheckpointError(_listed(f"{path} does not fit the optimizer", wrong), path=path)
-
-    def finish(tensor: Any) -> None:
-        for group, saved in settings:
-            group.update(decode(saved, tensor))
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    entries = plain["state"].get(names[id(parameter)], {})
-                    optimizer.state.pop(parameter, None)
-                    if entries:
-                        optimizer.state[parameter] = {key: decode(entry, tensor) for key, entry in entries.items()}
-
-    return targets, finish
+    return OptimizerFit(pipe, optimizers, contents, plain)
 
 
-def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Where a tensor of optimizer state goes: beside its parameter, sharded as that is; a count of steps stays where
-    the optimizer looks for it."""
+def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Where optimizer state goes: beside its parameter, and sharded as that is; a count of steps mostly on the CPU."""
     dtype = getattr(torch, saved["dtype"])
     shape = tuple(saved["shape"])
     if shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if not shape and key.endswith(".step") and not (group.get("capturable") or group.get("fused")):
+    if not shape and key.endswith(".step") and not (options.get("capturable") or options.get("fused")):
         return torch.empty(shape, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 

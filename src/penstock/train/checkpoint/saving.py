@@ -13,16 +13,17 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.train.checkpoint.body import Body, Entry, write_file
+from penstock.train.checkpoint.body import Body, Entry, streamed, write_file
 from penstock.train.checkpoint.manifest import INDEX, MANIFEST, seal
 from penstock.train.checkpoint.plan import Plan, file_of
 
@@ -47,19 +48,26 @@ class Saving:
     number: int
     count: int
     plan: Plan
-    body: Body
     plain: Mapping[str, Any]
     document: Mapping[str, Any]  # of the manifest, but for its files
     lost: Callable[[], Exception | None]
-    finished: Callable[[Path], None] | None = None  # on process 0, after the rename
+    finished: Callable[[Path], None]  # on process 0, after the rename
+    body: Body | None = None
+    _pieces: Callable[[], Iterable[memoryview]] = list
 
-    def copy(self, value_of: Callable[[Entry], Tensor]) -> None:
-        """Take the values; on the thread that trains."""
+    def copy(self, body: Body, value_of: Callable[[Entry], Tensor]) -> None:
+        """Take the values; on the thread that trains. All that comes later may then happen beside it."""
+        self.body = body
         try:
-            self.body.fill(self.plan.layout, value_of)
+            body.fill(self.plan.layout, value_of)
         except BaseException as error:
             self._abandon(f"{type(error).__name__}: {error}")
             raise
+        self._pieces = lambda: [body.view(self.plan.layout.bytes)]
+
+    def read_from(self, value_of: Callable[[Entry], Tensor]) -> None:
+        """Take the values while writing, without a copy of all of them."""
+        self._pieces = lambda: streamed(self.plan.layout, value_of)
 
     def run(self) -> Path:
         """Write this process's part, and see the save through to its end."""
@@ -67,8 +75,7 @@ class Saving:
             self._write_part()
             if self.number == 0:
                 self._finish(self._notes())
-                if self.finished is not None:
-                    self.finished(self.final)
+                self.finished(self.final)
             else:
                 self._await_end()
         except OSError as error:
@@ -87,8 +94,7 @@ class Saving:
     def _write_part(self) -> None:
         layout = self.plan.layout
         name = file_of(self.number)
-        pieces: list[bytes | memoryview] = [layout.header, self.body.view(layout.bytes)]
-        size, crc = write_file(self.temporary / name, pieces)
+        size, crc = write_file(self.temporary / name, chain([layout.header], self._pieces()))
         note = json.dumps({"file": [name, size, crc], "plain": self.plain}).encode()
         hidden = self.temporary / f".note-{self.number:05d}"
         write_file(hidden, [note])

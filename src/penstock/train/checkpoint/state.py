@@ -73,13 +73,18 @@ class Saved:
         states: dict[str, dict[str, Any]] = {}
         for optimizer in optimizers:
             for number, group in enumerate(optimizer.param_groups):
-                members = [name_of(parameter, names, number) for parameter in group["params"]]
+                owned = [parameter for parameter in group["params"] if parameter is not pipe._nothing]
+                members = [name_of(parameter, names, number) for parameter in owned]
                 options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
                 section = f"optimizer-options.{members[0] if members else len(groups)}"
                 groups.append(
-                    {"names": members, "options": self.add(section, options, f"options of parameter group {number}")}
+                    {
+                        "number": number,
+                        "names": members,
+                        "options": self.add(section, options, f"options of parameter group {number}"),
+                    }
                 )
-                for name, parameter in zip(members, group["params"], strict=True):
+                for name, parameter in zip(members, owned, strict=True):
                     states[name] = self._add_state(name, optimizer.state.get(parameter, {}))
         self.plain["optimizer"] = {"class": class_of(optimizers), "groups": groups, "state": states}
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError, UsageError
 
-__all__ = ["TENSOR", "decode", "encode"]
+__all__ = ["TENSOR", "decode", "encode", "same"]
 
 TENSOR = "$tensor"  # the name of a tensor that was set aside
 DEEPEST = 100
@@ -137,3 +137,14 @@ _MARKS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$dtype": _dtype,
     "$device": lambda text, _: torch.device(text),
 }
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two states are equal, tensors by their bits."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from penstock.model.split import Routed as Routed
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
+    from penstock.runtime.batch_norm import defer_batch_norm as defer_batch_norm
+    from penstock.runtime.batch_norm import restore_batch_norm as restore_batch_norm
     from penstock.runtime.groups import parameter_groups as parameter_groups
     from penstock.runtime.losses import add_loss as add_loss
     from penstock.runtime.microbatch import Microbatches as Microbatches
@@ -44,6 +46,7 @@ _HOMES = {
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
     "current_microbatch": "penstock.runtime.phase",
+    "defer_batch_norm": "penstock.runtime.batch_norm",
     "is_checkpointing": "penstock.runtime.phase",
     "is_recomputing": "penstock.runtime.phase",
     "lazy": "penstock.model.lazy",
@@ -51,6 +54,7 @@ _HOMES = {
     "parameter_groups": "penstock.runtime.groups",
     "parity": "penstock.check",
     "randomness": "penstock.runtime.randomness",
+    "restore_batch_norm": "penstock.runtime.batch_norm",
     "save": "penstock.train.checkpoint.checkpointer",
 }
 
@@ -67,6 +71,7 @@ __all__ = [
     "__version__",
     "add_loss",
     "current_microbatch",
+    "defer_batch_norm",
     "is_checkpointing",
     "is_recomputing",
     "lazy",
@@ -74,6 +79,7 @@ __all__ = [
     "parameter_groups",
     "parity",
     "randomness",
+    "restore_batch_norm",
     "save",
 ]
 

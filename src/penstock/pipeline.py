@@ -19,6 +19,7 @@ from penstock.model.balance import Proposal
 from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
 from penstock.runtime.arguments import check_arguments, op_of
+from penstock.runtime.batch_norm import prepare_batch_norm
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput
@@ -61,6 +62,7 @@ class Pipeline(Feed):
         devices: Sequence[torch.device | str] | None = None,
         recompute: str = "never",
         precision: str | torch.dtype | None = None,
+        batch_norm: str = "microbatch",
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
         init: Callable[[str, Tensor], Any] | None = None,
@@ -72,6 +74,7 @@ class Pipeline(Feed):
         check_arguments(model, locals())
         self.loss_fn = loss_fn
         self.recompute = recompute
+        self.batch_norm = batch_norm
         self.loss_reduction = loss_reduction
         self.loss_weight = loss_weight
         self.batch_dims = dict(batch_dims or {})
@@ -82,6 +85,7 @@ class Pipeline(Feed):
             def schedule_for(count: int) -> Schedule:
                 return choose_schedule(schedule, Topology.chain(count), microbatches, ranks, world)
 
+            prepare_batch_norm(model, batch_norm)
             balancing = Balancing(balance, speeds, optimizer, schedule_for, world.first_says, world.is_first)
             self.split = cut_model(
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
@@ -131,6 +135,7 @@ class Pipeline(Feed):
         with self._undone_if_it_fails(), self.tied.summed():
             begun = None if self._recorder is None else self._recorder.begin()
             reports = self.crew.run(self.program, given, record=begun)
+        self.crew.commit()
         self.clock.step += 1
         if self._recorder is not None:
             self._recorder.keep(reports)

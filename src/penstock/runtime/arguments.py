@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.runtime.batch_norm import BATCH_NORMS
 from penstock.runtime.losses import REDUCTIONS
 from penstock.runtime.precision import precision_of
 from penstock.schedule import Op, Schedule
@@ -25,6 +26,7 @@ CHOICES = {
     "recompute": ("never", "except_last", "always"),
     "loss_reduction": REDUCTIONS,
     "inputs": ("every", "first"),
+    "batch_norm": BATCH_NORMS,
 }
 
 

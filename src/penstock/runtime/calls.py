@@ -118,6 +118,7 @@ class Call:
         outputs = last.outputs()
         if calls.crew.turns.draw:
             torch.rand(())  # the next call shall have other random numbers
+        calls.crew.commit()
         if attached:
             self._keep()
         for stage in calls.stages:

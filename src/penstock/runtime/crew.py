@@ -222,6 +222,13 @@ class Crew:
         self.reset()
         return True
 
+    def commit(self) -> None:
+        """A batch has gone forward: the statistics that wait for a whole batch are updated."""
+        for executor in self.executors.values():
+            for stage in executor.stages.values():
+                if stage.statistics is not None:
+                    stage.statistics.commit()
+
     def reset(self) -> None:
         """Forget what a failed step left behind."""
         for executor in self.executors.values():

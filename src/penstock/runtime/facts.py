@@ -23,6 +23,7 @@ def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
         ),
         "recompute": (pipe.recompute, None),
         "precision": (str(pipe.crew.precision or "the caller's"), None),
+        "batch_norm": (pipe.batch_norm, None),
         "inputs": (pipe.inputs, None),
         "transport": (pipe.world.way or "no choice", None),
         "timeout": (str(pipe.world.timeout), None),

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.runtime.backward import DeferredWeights, StageParameters
+from penstock.runtime.batch_norm import Statistics
 from penstock.runtime.buffers import Buffers
 from penstock.runtime.losses import ExtraLosses, check_loss
 from penstock.runtime.payload import Outgoing, Received, afresh, check_unwritten, versions
@@ -49,7 +50,7 @@ class Stage:
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
         self.records: dict[int, Record] = {}
-        self.statistics: Any = None  # of batch norms that the whole batch updates once
+        self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
         self._buffers = Buffers(part.index, part.module)
@@ -60,6 +61,8 @@ class Stage:
         """Forget all microbatches, as after a failed step."""
         self.records.clear()
         self._waiting.clear()
+        if self.statistics is not None:
+            self.statistics.discard()
 
     # -- forward
 

@@ -1,0 +1,174 @@
+"""Batch norms whose running statistics see a batch once, however many microbatches it goes through in.
+
+A plain batch norm in a pipeline updates its running statistics once a microbatch, from that microbatch: `momentum`
+acts many times a batch, and the variance is that within microbatches, without what lies between their means. A
+deferred one still normalises each microbatch by its own statistics, but only notes them. When the batch is through,
+the notes are pooled (counts, means and squared deviations, in double precision: never the mean of variances, nor the
+difference of two large numbers) and the running statistics are updated once, as if it had gone through in one piece.
+
+A layer is converted by a change of its class alone. It stays the same object with the same names, parameters, buffers
+and hooks, and outside of a pipeline it is the plain layer. Nothing is kept in it: the notes belong to the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from penstock.errors import ModelError
+from penstock.runtime.phase import Phase, here
+
+__all__ = ["BATCH_NORMS", "Statistics", "batch_norms", "defer_batch_norm", "prepare_batch_norm", "restore_batch_norm"]
+
+BATCH_NORMS = ("microbatch", "deferred")
+
+
+class Deferred(_BatchNorm):
+    """What a converted layer has before the class that it had: `class DeferredBatchNorm2d(Deferred, BatchNorm2d)`."""
+
+    plain: type[_BatchNorm]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ever, but for running statistics while a pipeline computes: these are noted, or left alone."""
+        phase = here()
+        if phase is None or phase.statistics is None or not self.training or not self.track_running_stats:
+            return super().forward(input)
+        if self.running_mean is None or self.running_var is None:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        # from zero and with a momentum of 1, the kernel leaves the microbatch's own statistics there, for nothing
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        try:
+            output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        except ValueError as error:
+            error.add_note(
+                "a microbatch of a single row has no variance: use fewer microbatches, or batch_norm='exact', which "
+                "normalises the batch as a whole"
+            )
+            raise
+        if phase.kind in ("forward", "checkpointing"):
+            phase.statistics.note(self, phase, input.numel() // input.shape[1], mean, variance)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made as it is needed, so that a copy has to make it too."""
+        return _made, (self.plain,), self.__getstate__()  # type: ignore[no-untyped-call]
+
+
+Note = tuple[int, Tensor, Tensor]  # values a channel, mean, unbiased variance
+
+
+class Statistics:
+    """What the deferred layers of one stage have noted of the batch that runs."""
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[int, int], tuple[Deferred, dict[int, Note]]] = {}  # by layer and number of its call
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Statistics | None:
+        """None where there is nothing to note."""
+        return cls() if any(isinstance(layer, Deferred) for layer in module.modules()) else None
+
+    def note(self, layer: Deferred, phase: Phase, count: int, mean: Tensor, variance: Tensor) -> None:
+        """One call. Layers go by their table of buffers, which a stage's own copy of a layer shares with it."""
+        key = id(layer._buffers)
+        call = phase.calls[key] = phase.calls.get(key, 0) + 1
+        self._notes.setdefault((key, call), (layer, {}))[1][phase.microbatch] = (count, mean, variance)
+
+    def commit(self) -> None:
+        """The batch is through: update the running statistics, once for each time that a layer was called in it."""
+        notes, self._notes = self._notes, {}
+        for key in sorted(notes, key=lambda each: each[1]):
+            layer, by_microbatch = notes[key]
+            _update(layer, [by_microbatch[number] for number in sorted(by_microbatch)])
+
+    def discard(self) -> None:
+        """The batch failed."""
+        self._notes = {}
+
+
+def _update(layer: Deferred, notes: list[Note]) -> None:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    counts = torch.tensor([count for count, _, _ in notes], dtype=torch.float64, device=layer.running_mean.device)
+    means = torch.stack([mean for _, mean, _ in notes]).to(torch.float64)
+    variances = torch.stack([variance for _, _, variance in notes]).to(torch.float64)
+    total, weights = counts.sum(), counts.unsqueeze(1)
+    mean = (weights * means).sum(0) / total
+    deviations = ((weights - 1) * variances + weights * (means - mean) ** 2).sum(0)
+    factor = 0.0 if layer.momentum is None else layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if layer.momentum is None:  # the mean of all batches
+            factor = 1.0 / float(layer.num_batches_tracked)
+    with torch.no_grad():
+        for running, value in ((layer.running_mean, mean), (layer.running_var, deviations / (total - 1))):
+            running.copy_((1 - factor) * running + factor * value.to(running.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion, and back
+
+
+def batch_norms(model: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """All batch norms of a model, by name."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, _BatchNorm):
+            yield name, layer
+
+
+def _check_known(name: str, layer: _BatchNorm) -> None:
+    """Refuse a layer that computes in a way of its own, or does not know its sizes yet."""
+    if type(layer).forward not in (_BatchNorm.forward, Deferred.forward) or "forward" in vars(layer):
+        raise ModelError(
+            f"{name or 'the model'} is a {type(layer).__name__}, which has a forward of its own: how it uses its "
+            f"running statistics is not known; use nn.BatchNorm1d, 2d or 3d, or leave batch_norm= out"
+        )
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+        raise ModelError(f"{name or 'the model'} is a {type(layer).__name__} that has seen no input yet; call it once")
+
+
+def defer_batch_norm(model: nn.Module) -> nn.Module:
+    """Convert all batch norms of a model, in place: running statistics follow whole batches. Returns the model."""
+    found = list(batch_norms(model))
+    for name, layer in found:
+        _check_known(name, layer)
+    for _, layer in found:
+        if not isinstance(layer, Deferred):
+            layer.__class__ = _class_for(type(layer))
+    return model
+
+
+def restore_batch_norm(model: nn.Module) -> nn.Module:
+    """Make converted batch norms what they were, in place. Returns the model."""
+    for _, layer in batch_norms(model):
+        if isinstance(layer, Deferred):
+            layer.__class__ = layer.plain  # type: ignore[assignment]
+    return model
+
+
+def prepare_batch_norm(model: nn.Module | Sequence[nn.Module], how: str) -> None:
+    """What `batch_norm=` asks for, done to a model or a list of stages."""
+    if how == "deferred":
+        for each in [model] if isinstance(model, nn.Module) else model:
+            if isinstance(each, nn.Module):
+                defer_batch_norm(each)
+
+
+_CLASSES: dict[type[_BatchNorm], type[Deferred]] = {}
+
+
+def _class_for(plain: type[_BatchNorm]) -> type[Deferred]:
+    if plain not in _CLASSES:
+        members = {"plain": plain, "__module__": __name__, "__doc__": plain.__doc__}
+        _CLASSES[plain] = type(f"Deferred{plain.__name__}", (Deferred, plain), members)
+    return _CLASSES[plain]
+
+
+def _made(plain: type[_BatchNorm]) -> Deferred:
+    return object.__new__(_class_for(plain))

@@ -27,8 +27,10 @@ from penstock.errors import ParityError
 from penstock.model.cut import cut_model
 from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
+from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares
 from penstock.runtime.microbatch import Batch, split_batch
+from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
 from penstock.runtime.randomness import randomness, unit_stream
 from penstock.runtime.stage import Stage
@@ -97,14 +99,17 @@ def parity(
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
     with Pipeline(copy.deepcopy(model), **options) as pipe:
-        plain = cut_model(copy.deepcopy(model), pipeline.get("stages"), **cut)
+        own, single = copy.deepcopy(model), copy.deepcopy(model)
+        for each in (own, single):
+            prepare_batch_norm(each, pipe.batch_norm)
+        plain = cut_model(own, pipeline.get("stages"), **cut)
         if plain.recut is not None and plain.cuts != pipe.split.cuts:  # the pipeline's placement had a say
             plain = plain.recut(pipe.split.cuts)
         poison(plain)
         batch = split_batch(pipe.microbatches, args, kwargs, target, loss_kwargs or {}, pipe.batch_dims)
         expected, found = _Trace(plain), _Trace(pipe.split)
         _run_plain(pipe, plain, batch, expected)
-        whole = uncut(plain, copy.deepcopy(model), cut)
+        whole = uncut(plain, single, cut)
         if whole is not None:
             alone = _Trace(whole)
             _run_plain(pipe, whole, batch, alone)
@@ -238,16 +243,19 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
         part.around = unit_stream
     for step in range(STEPS):
         total: Tensor | None = None
+        statistics = Statistics()  # of batch norms that see each batch once
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
-                loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision)
+                with Phase("forward", number, statistics):
+                    loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision)
                 roots = [(loss, shares[number]), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad]
                 seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
                 torch.autograd.backward([root for root, _ in roots], seeds)
                 part_of_loss = loss.detach() * shares[number]
                 total = part_of_loss if total is None else total + part_of_loss
+        statistics.commit()
         trace.keep_step(total)
 
 

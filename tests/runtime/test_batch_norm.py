@@ -92,6 +92,12 @@ def test_a_pipeline_sees_each_batch_once(schedule: str, stages: int, recompute: 
     assert_as_plain(model[1], 0.1, 2)
 
 
+def test_parity_holds_for_it() -> None:
+    options = {"stages": 2, "microbatches": CHUNKS, "loss_fn": F.mse_loss, "batch_norm": "deferred"}
+    x, target = images(0), torch.zeros(ROWS, 3).double()
+    assert penstock.parity(convolutions(), x, target=target, pipeline={**options, "schedule": "gpipe"}).exact
+
+
 class Residual(nn.Module):
     """No Sequential, and one norm that is called twice a batch."""
 

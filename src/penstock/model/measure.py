@@ -29,7 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.replay.record import patched, tensors_in
+from penstock.model.replay.structure import tensors_in
+from penstock.model.replay.undo import patched
 
 __all__ = ["REPEATS", "ROUNDS", "Measured", "measure"]
 

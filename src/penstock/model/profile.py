@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.measure import REPEATS, ROUNDS, Measured, measure
-from penstock.model.replay.record import Recording
+from penstock.model.replay.calls import Recording
 
 __all__ = [
     "OPTIMIZERS",

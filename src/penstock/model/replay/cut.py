@@ -12,9 +12,10 @@ from penstock.errors import ModelError
 from penstock.model.balancing import Balancing
 from penstock.model.lazy import is_lazy
 from penstock.model.profile import Weight, profile_calls
+from penstock.model.replay.calls import PARAMETER, Leaf, Recording
 from penstock.model.replay.part import ReplayPart
-from penstock.model.replay.plan import Plan, plan_stages
-from penstock.model.replay.record import PARAMETER, Leaf, Recording, record
+from penstock.model.replay.plan import Plan, plan_stages, torn_by
+from penstock.model.replay.record import record
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.replay.units import find_units
 from penstock.model.split import Split
@@ -100,9 +101,13 @@ def _recorded(
         try:
             units = find_units(model, len(units) + 1, tuple(split_at))
         except ModelError as error:
+            torn = dict.fromkeys(torn_by(recording, number) for number in range(len(recording.calls)))
+            why = ", ".join(filter(None, torn))
             raise ModelError(
                 f"{type(model).__name__} calls units with parameters {count} times ({', '.join(units[:8])}"
-                f"{', ...' if len(units) > 8 else ''}), too few for {wanted} stages; pass stages={count} or fewer"
+                f"{', ...' if len(units) > 8 else ''})"
+                + (f" where no cut would tear apart the calls of {why}, which update themselves" if why else "")
+                + f", too few for {wanted} stages; pass stages={count} or fewer"
             ) from error
 
 
@@ -135,11 +140,11 @@ def _cuts(
 
 
 def _starts(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
-    """The calls with which a stage may begin: those of units that own parameters."""
+    """The calls with which a stage may begin: those of units that own parameters, where no unit is torn."""
     return [
         number
         for number, call in enumerate(recording.calls)
-        if not call.glue and next(modules[call.unit].parameters(), None) is not None
+        if not call.glue and next(modules[call.unit].parameters(), None) is not None and not torn_by(recording, number)
     ]
 
 

@@ -17,29 +17,25 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
+from penstock.model.replay.structure import tensors_in
 
-__all__ = ["Absent", "Follower", "Reads", "Storages", "fresh", "tensors_in"]
+__all__ = ["Absent", "Follower", "Reads", "Storages", "fresh"]
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_UNSEEN = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr)  # read memory below every dispatch
-
-
-def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
-    """Every tensor in a pytree, and in the attributes of objects that are no pytrees."""
-    found: list[Tensor] = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)) and not callable(leaf):
-            found += tensors_in(dict(vars(leaf)), depth - 1)
-    return found
+_UNSEEN = (  # read memory below every dispatch
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,
+    torch._VF._pad_packed_sequence, torch._VF._pack_padded_sequence,
+)  # fmt: skip
+_BY_SHAPE = frozenset(  # read no value of what they are given
+    f"aten::{name}"
+    for name in ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "empty_like", "full_like")
+) | {"aten::ones_like", "aten::zeros_like", "aten::rand_like", "aten::randn_like"}
 
 
 def fresh(tensor: Tensor) -> Tensor:
@@ -81,7 +77,8 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs) if func._schema.is_mutable else []
-        self.seen(func, tensors_in((args, kwargs), 0), tensors_in(result, 0), written)
+        taken = [] if func._schema.name in _BY_SHAPE else tensors_in((args, kwargs), 0)
+        self.seen(func, taken, tensors_in(result, 0), written)
         return result
 
 

@@ -26,11 +26,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, WHOLE, no_stream
+from penstock.model.replay.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.marks import Absent
 from penstock.model.replay.owned import StageUnits
 from penstock.model.replay.plan import GLUE, Plan
-from penstock.model.replay.record import Leaf, Mark
 from penstock.model.replay.shapes import Shapes, stand_in
+from penstock.model.replay.structure import differ, flatten, unflatten
 from penstock.model.replay.tree import stage_tree
 
 __all__ = ["ReplayPart"]
@@ -86,12 +87,14 @@ class ReplayPart:
                 module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
         twins = dict(self._root.named_modules())
         self._twins = [(twins[name], own) for name, own in model.named_modules() if twins.get(name, own) is not own]
-        self._may_go_stale = plan.recording.reads_values or plan.recording.draws_in_glue
+        self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
+        self._followed: set[Any] = set()  # kinds of microbatches for which the plan has been seen to hold
         self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
         inside = {id(module) for unit in units.values() for module in unit.modules()}
         others = [module for module in self._root.modules() if id(module) not in inside]
+        self._modes = [module for module in others if not getattr(module, "is_asked", False)]
         self.units = list(units)
         self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others)
         self.names = {
@@ -132,8 +135,10 @@ class ReplayPart:
             for source, marks in self._in.items()
             for mark, tensor in zip(marks, arrived[source], strict=True)
         }
-        run = self._local.run = _Run(received, Absent(self._stale) if self._may_go_stale else None)
         kwargs = {**self._defaults, **kwargs}
+        kind = self._kind(args, kwargs)
+        follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself
+        run = self._local.run = _Run(received, Absent(self._stale) if follow else None)
         if self._plan.recording.writes_inputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         result: dict[int, Any] = {}
@@ -151,7 +156,13 @@ class ReplayPart:
             self._local.run = None
         for target, marks in self._out.items():
             result[target] = [run.emitted[mark] for mark in marks]
+        self._followed.add(kind)
         return result
+
+    def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """All that the model's code can see of a microbatch without reading a tensor: it may decide the data flow."""
+        modes = tuple([module.training for module in self._modes])
+        return shapes_of((args, dict(kwargs)), (modes, torch.is_grad_enabled()))
 
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], by_call: bool) -> Any:
         run: _Run | None = getattr(self._local, "run", None)
@@ -191,7 +202,7 @@ class ReplayPart:
                 output = own(*args, **kwargs)
         finally:
             run.inside = False
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = flatten(output)
         if not self._is_last:
             self._check_leaves(number, leaves, spec, args, kwargs)
         for place, leaf in enumerate(leaves):
@@ -202,7 +213,7 @@ class ReplayPart:
         if not call.changed_in_place:
             return output
         # the glue writes into it: what was emitted must stay as it is
-        return pytree.tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _check_leaves(self, number: int, leaves: list[Any], spec: Any, args: Any, kwargs: Any) -> None:
         """Stages after this one go by what they expect the call to return; it must be what it did return."""
@@ -212,11 +223,15 @@ class ReplayPart:
             raise self._diverged(f"{call.unit} returned values in another structure", number)
         for place, (leaf, other) in enumerate(zip(leaves, known, strict=True)):
             if isinstance(leaf, Tensor) != isinstance(other, Leaf):
-                raise self._diverged(f"{call.unit} returned {leaf!r} as value {place}", number)
+                raise self._diverged(f"{call.unit} returned {_named(leaf)} as value {place}", number)
             if isinstance(leaf, Tensor) and tuple(leaf.shape) != other.shape:
                 raise self._diverged(f"{call.unit} returned a tensor of shape {tuple(leaf.shape)}", number)
-            if not isinstance(leaf, Tensor) and _differ(leaf, other):
-                raise self._diverged(f"{call.unit} returned {leaf!r} instead of {other!r}", number)
+            if not isinstance(leaf, Tensor) and differ(leaf, other):
+                raise self._diverged(
+                    f"{call.unit} returned {_named(leaf)} instead of {_named(other)} as value {place}, which is no "
+                    f"tensor and so not sent",
+                    number,
+                )
 
     def _ghost(self, run: _Run, number: int, args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
@@ -232,7 +247,7 @@ class ReplayPart:
                 leaves.append(stand_in(leaf, call.changed_in_place, self.filling))
                 if run.absent is not None:
                     run.absent.add(leaves[-1:])
-        return pytree.tree_unflatten(leaves, spec)
+        return unflatten(leaves, spec)
 
     def _checkpointed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The model's code checkpoints a unit's call: here the checkpoint goes into the call, around the unit only."""
@@ -249,8 +264,9 @@ class ReplayPart:
 
     def _stale(self, what: str) -> ModelError:
         return ModelError(
-            f"the model took another path than with the example: {what}. Its data flow depends on values or random "
-            f"numbers; make the part that decides one unit, or pass a list of stage modules"
+            f"the model took another path than with the example: {what}. Its data flow depends on values, random "
+            f"numbers, sizes, on which inputs are given, or on the mode; pass an example= that takes this path, make "
+            f"the part that decides one unit, or pass a list of stage modules"
         )
 
     def _diverged(self, what: str, number: int) -> ModelError:
@@ -262,13 +278,8 @@ class ReplayPart:
         )
 
 
-def _differ(value: Any, other: Any) -> bool:
-    """Whether two plain values differ; objects without an equality of their own count as equal in type."""
-    if type(value) is not type(other):
-        return True
-    if isinstance(value, (int, float, str, bytes, torch.dtype, torch.device)):
-        return bool(value != other)
-    return False
+def _named(value: Any) -> str:
+    return repr(value) if isinstance(value, (int, float, str)) or value is None else f"a {type(value).__name__}"
 
 
 def _stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:

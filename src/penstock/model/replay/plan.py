@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.record import PARAMETER, Mark, Recording
+from penstock.model.replay.calls import PARAMETER, Mark, Recording
 from penstock.schedule.topology import Topology
 
-__all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages"]
+__all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages", "torn_by"]
 
 GLUE = -1  # in the place of a stage: every stage makes the call
 
@@ -55,11 +55,30 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
             read[stage][recording.parameters[mark[1]]] = None
         elif stage_of[mark[0]] != stage:
             crossing.setdefault((stage_of[mark[0]], stage), set()).add(mark)
+    _check_kept(recording, stage_of)
     if not recording.output:
         raise ModelError("the model's output does not depend on any of its units; there is nothing to train")
     topology = Topology(stages, crossing)
     ordered = {edge: tuple(sorted(marks)) for edge, marks in crossing.items()}
     return Plan(recording, tuple(stage_of), stages, ordered, topology, tuple(map(tuple, read)))
+
+
+def torn_by(recording: Recording, cut: int) -> str:
+    """A unit that is called on both sides of a cut and keeps something from call to call; empty: there is none."""
+    before = {call.unit for call in recording.calls[:cut] if call.keeps}
+    return next((call.unit for call in recording.calls[cut:] if call.unit in before), "")
+
+
+def _check_kept(recording: Recording, stage_of: Sequence[int]) -> None:
+    """Running statistics and counters have one order of updates, which calls on two stages would not keep."""
+    where: dict[str, int] = {}
+    for number, call in enumerate(recording.calls):
+        if call.keeps and where.setdefault(call.unit, stage_of[number]) != stage_of[number]:
+            raise ModelError(
+                f"{call.unit} is called on stages {where[call.unit]} and {stage_of[number]} and updates {call.keeps} "
+                f"at each call; on two stages the order of updates would be another. Cut before its first or after its "
+                f"last call, use a copy for each place, or put it in eval mode"
+            )
 
 
 def min_max_cuts(weights: Sequence[float], stages: int, allowed: Sequence[int], crossing: Sequence[float]) -> list[int]:

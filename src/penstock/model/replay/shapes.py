@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.replay.record import Call, Leaf, shapes_of, tensors_in
+from penstock.model.replay.calls import Call, Leaf, shapes_of
+from penstock.model.replay.structure import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
 
 __all__ = ["Shapes", "shapes_only", "stand_in"]
@@ -51,7 +51,7 @@ class Shapes:
                 f"a microbatch has"
             ) from error
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = flatten(output)
         known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return known, spec
 
@@ -60,7 +60,9 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A module's output without computing it: shapes, types, structure."""
 
     def to_meta(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device="meta"), value)
+        leaves, structure = flatten(value)
+        moved = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return unflatten(moved, structure)
 
     return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs))
 
@@ -92,9 +94,12 @@ def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
             output = run_on_meta(module, args, kwargs)
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
             output = run_with(module, device, args, kwargs)
-        return pytree.tree_map_only(
-            Tensor, lambda t: torch.zeros((), dtype=t.dtype, device=device).expand(t.shape), output
-        )
+        leaves, structure = flatten(output)
+        zeros = [
+            torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+        ]
+        return unflatten(zeros, structure)
 
     return forward
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Answer", "hollow_copy", "stage_tree"]
+__all__ = ["OWN", "Answer", "hollow_copy", "stage_tree"]
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
-_OWN = frozenset(nn.Module().__dict__)
+OWN = frozenset(nn.Module().__dict__)  # what every module has
 
 
 def stage_tree(model: nn.Module, watched: set[str], answer: Answer, *, apart: bool = True) -> nn.Module:
@@ -117,7 +117,7 @@ def _redirect(twin: Any, made: dict[int, Any], apart: bool) -> None:
     """Attributes that refer to modules of the tree refer to their copies, also inside of lists and dicts."""
     if isinstance(twin, nn.Module):
         for name, value in list(twin.__dict__.items()):
-            if name not in _OWN:
+            if name not in OWN:
                 twin.__dict__[name] = _mapped(value, made, apart, 4)
 
 

@@ -1,0 +1,59 @@
+"""What is known of a model's run on its example: unit calls, what each needed, what it returned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.model.replay.structure import flatten, tensors_in
+
+__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "shapes_of"]
+
+Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, its number) for one that the glue reads
+PARAMETER = -1
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a unit call's output, as far as a stand-in needs to know it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class Call:
+    """One call of a unit: which, what it needed, what it returned."""
+
+    unit: str
+    needs: frozenset[Mark]
+    leaves: list[Any]  # Leaf for tensors, the value itself for the rest
+    spec: Any
+    given: Any = None  # what decided the shapes: those of its arguments, plain values, the mode
+    seconds: float = 0.0
+    glue: bool = False  # a parameter-free module that no unit's value reaches: every stage runs it
+    changed_in_place: bool = False  # the glue writes into what it returned
+    keeps: str = ""  # what it changes on itself at every call, such as running statistics
+
+
+def shapes_of(value: Any, mode: Any = True) -> tuple[Any, ...]:
+    """What decides the shapes of a call's results: those of its arguments, plain values, where they stand, the mode."""
+    leaves, structure = flatten(value)
+    plain = tuple(leaf if isinstance(leaf, (int, float, str)) or leaf is None else type(leaf) for leaf in leaves)
+    tensors = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))
+    return (tensors, plain, structure, mode)
+
+
+@dataclass
+class Recording:
+    """All unit calls in order, and what the final output needs."""
+
+    calls: list[Call] = field(default_factory=list)
+    output: frozenset[Mark] = frozenset()
+    parameters: list[str] = field(default_factory=list)  # what (PARAMETER, number) stands for
+    draws_in_glue: bool = False
+    reads_values: bool = False  # the glue turned a tensor into a Python value
+    writes_inputs: bool = False  # the glue changes the model's inputs in place

@@ -1,0 +1,273 @@
+"""What went wrong in silence when models were cut by replay: losses and gradients of another model, and no error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model.nets import Chain, W, rows, square, trains
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ModelError, PeerFailure
+
+OTHER_PATH = r"took another path than with the example: the output needs a value"
+
+
+class Skips(Chain):
+    """The first unit's output reaches the end only sometimes, and no tensor is read to decide that."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None, *, skip: bool = False, bias: Tensor | None = None) -> Any:
+        first = y = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            y = torch.tanh(block(y))
+        if x.shape[1] > W or gate is not None or bias is not None or skip or not self.training:
+            y = y + first * (1.0 if gate is None else gate)
+        return y
+
+
+class Long(Skips):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.mean(1), skip=x.shape[1] > 4)
+
+
+def piped(model: nn.Module, example: Any, **options: Any) -> penstock.Pipeline:
+    options = {"stages": 2, "microbatches": 2, "loss_fn": square, "split": "replay", **options}
+    return penstock.Pipeline(model, example=example, **options)
+
+
+@pytest.mark.parametrize("given", [{"gate": rows()}, {"bias": rows()}, {"skip": True}])
+def test_an_input_that_the_example_did_not_have_opens_no_way_around_the_plan(given: dict[str, Any]) -> None:
+    """The plan did not send the first output on, and the last stage added a stand-in of zeros instead."""
+    x = rows()
+    with piped(Skips(), (x[:2],)) as pipe:
+        pipe.step(x)
+        with pytest.raises((ModelError, PeerFailure), match=OTHER_PATH):
+            pipe.step(x, **given)
+        pipe.step(x)
+
+
+def test_another_length_than_the_examples_opens_no_way_around_the_plan() -> None:
+    with piped(Long(), (rows(2, 3, W),)) as pipe:
+        pipe.step(rows(4, 4, W))
+        with pytest.raises((ModelError, PeerFailure), match=OTHER_PATH):
+            pipe.step(rows(4, 5, W))
+
+
+def test_another_mode_than_the_examples_opens_no_way_around_the_plan() -> None:
+    x = rows()
+    with piped(Skips(), (x[:2],)) as pipe, pytest.raises((ModelError, PeerFailure), match=OTHER_PATH):
+        pipe.predict(x)
+
+
+class Counts(Chain):
+    """What it counts at the end, it reads at the beginning: stages that end before saw the first count for ever."""
+
+    count = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x * self.count)
+        self.count = self.count + 1
+        return y
+
+
+class Remembers(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x + self.memory)
+        self.memory = 0.5 * self.memory + y.detach().mean(0)
+        return y
+
+
+class RemembersInABuffer(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x + self.memory)
+        self.memory = 0.5 * self.memory + y.detach().mean(0)
+        return y
+
+
+class Late(Chain):
+    """Read where it is written, but made of what that stage does not have."""
+
+    memory: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        y: Tensor = self.blocks[3](torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first)))))
+        y = y + self.memory
+        self.memory = first.detach().mean(0)
+        return y
+
+
+class InPlace(Chain):
+    """On threads all stages have the one tensor, and each counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y: Tensor = super().forward(x)
+        return y * self.calls
+
+
+@pytest.mark.parametrize(
+    ("net", "what"),
+    [
+        (Counts, "keeps count from one call"),
+        (Remembers, "keeps memory"),
+        (RemembersInABuffer, "keeps memory"),
+        (Late, "keeps memory, made of units' values"),
+        (InPlace, "changes calls in place"),
+    ],
+)
+def test_what_the_glue_keeps_from_call_to_call_is_refused(net: type[Chain], what: str) -> None:
+    with pytest.raises(ModelError, match=what):
+        trains(net(), rows())
+
+
+class Caches(Chain):
+    """What is made on the way and used from there on, or written before all units, every stage has."""
+
+    calls = 0
+    table: Tensor | None = None
+    shape: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = torch.tanh(self.blocks[0](x)) * self.calls
+        if self.table is None:
+            self.table = torch.linspace(0, 1, W)
+            self.mask = y.new_ones(W)
+        y = self.blocks[1](y * self.table * self.mask)
+        self.shape = tuple(y.shape)
+        self.seen = [y]
+        return self.blocks[3](torch.tanh(self.blocks[2](y))).view(self.shape)
+
+
+def test_a_cache_in_the_glue_is_no_memory() -> None:
+    torch.manual_seed(0)
+    assert trains(Caches(), rows(), stages=4) == 0.0
+
+
+class TwoViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, y[:, :2]
+
+
+class WritesOneView(Chain):
+    def __init__(self) -> None:
+        super().__init__(4, TwoViews)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            y, view = block(x)
+            view.mul_(3.0)
+            x = torch.tanh(y)
+        return x
+
+
+def test_outputs_that_share_memory_are_refused_where_one_is_written_to_and_the_other_read() -> None:
+    """Each became a copy of its own, so that the other did not change with it. The graph has no such trouble."""
+    with pytest.raises(ModelError, match=r"blocks\.0 returns tensors that share memory"):
+        trains(WritesOneView(), rows())
+    torch.manual_seed(0)
+    assert trains(WritesOneView(), rows(), split="auto") == 0.0
+
+
+class Sum(nn.Module):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(W, W), wrap
+
+    def forward(self, x: Tensor, scale: Any = None) -> tuple[Tensor, Any]:
+        factor = 1.0 if scale is None else float(np.asarray(getattr(scale, "value", scale)).sum())
+        return torch.tanh(self.linear(x)) * factor, self.wrap(float(x.detach().sum()))
+
+
+@dataclass
+class Boxed:
+    value: float
+
+
+class Box:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+
+class HandsOn(Chain):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__(4, lambda: Sum(wrap))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = None
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [float, Boxed, Box, lambda value: np.array([value])])
+def test_a_value_that_is_no_tensor_is_not_taken_from_the_example(wrap: Any) -> None:
+    """Only numbers and strings were compared: arrays and objects were those of the example, on all other stages."""
+    with pytest.raises((ModelError, PeerFailure), match="which is no tensor and so not sent"):
+        trains(HandsOn(wrap), rows())
+
+
+class OneNorm(nn.Module):
+    """One batch norm behind every layer: on two stages its updates came in another order, on processes in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(nn.Linear(W, W) for _ in range(4)), nn.BatchNorm1d(W)
+        self.head = nn.ModuleList(nn.Linear(W, W) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(self.norm(layer(x)))
+        for layer in self.head:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_unit_that_updates_itself_is_on_one_stage() -> None:
+    torch.manual_seed(0)
+    assert trains(OneNorm(), rows(), stages=3) == 0.0
+    with pytest.raises(ModelError, match=r"apart the calls of norm, which update themselves"):
+        trains(OneNorm(), rows(), stages=5)
+    with pytest.raises(ModelError, match=r"norm is called on stages 0 and 1 and updates running_mean at each call"):
+        trains(OneNorm(), rows(), stages=None, split_at=["layers.2"])
+
+
+class Packed(nn.Module):
+    """`pad_packed_sequence` reads the sizes straight from memory: nothing said that it needs them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(20, W), nn.LSTM(W, W, 2, batch_first=True), nn.Linear(W, 3)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        value: Tensor = self.head(out)
+        return value
+
+
+def test_a_packed_sequence_crosses_a_cut_with_its_sizes() -> None:
+    torch.manual_seed(0)
+    assert trains(Packed(), torch.randint(0, 20, (4, 5)), torch.tensor([5, 3, 5, 3]), stages=3) == 0.0

@@ -30,7 +30,7 @@ class RankError(AssertionError):
 def on_processes(ranks: int, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
     """`function(*arguments)` on each of `ranks` processes of one gloo group; the values by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "penstock.parallel.compose"])
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(ranks):

@@ -215,7 +215,7 @@ def test_a_buffer_that_a_backward_changes_is_found_after_the_step(monkeypatch: p
 def test_a_wrong_share_of_the_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import penstock.runtime.feed as module
 
-    monkeypatch.setattr(module, "loss_shares", lambda batch, *_: [1 / M] * M)  # ragged microbatches, counted alike
+    monkeypatch.setattr(module, "loss_weights", lambda batch, *_: [1.0] * M)  # ragged microbatches, counted alike
     assert mistake().startswith("step 0, stage 1, microbatch 0, gradient of 1.")
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from penstock.gpipe import GPipe as GPipe
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
+    from penstock.parallel.mesh import mesh as mesh
+    from penstock.parallel.sampler import ReplicaSampler as ReplicaSampler
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
     from penstock.runtime.batch_norm import defer_batch_norm as defer_batch_norm
@@ -41,6 +43,7 @@ _HOMES = {
     "Loaded": "penstock.train.checkpoint.checkpointer",
     "Microbatches": "penstock.runtime.microbatch",
     "Pipeline": "penstock.pipeline",
+    "ReplicaSampler": "penstock.parallel.sampler",
     "Routed": "penstock.model.split",
     "Shared": "penstock.runtime.microbatch",
     "StepResult": "penstock.pipeline",
@@ -51,6 +54,7 @@ _HOMES = {
     "is_recomputing": "penstock.runtime.phase",
     "lazy": "penstock.model.lazy",
     "load": "penstock.train.checkpoint.checkpointer",
+    "mesh": "penstock.parallel.mesh",
     "parameter_groups": "penstock.runtime.groups",
     "parity": "penstock.check",
     "randomness": "penstock.runtime.randomness",
@@ -65,6 +69,7 @@ __all__ = [
     "Loaded",
     "Microbatches",
     "Pipeline",
+    "ReplicaSampler",
     "Routed",
     "Shared",
     "StepResult",
@@ -76,6 +81,7 @@ __all__ = [
     "is_recomputing",
     "lazy",
     "load",
+    "mesh",
     "parameter_groups",
     "parity",
     "randomness",

@@ -120,7 +120,8 @@ class MessageError(RunError):
 class PeerFailure(RunError):
     """Another rank raised, died or stalled.
 
-    `rank`, `stage`, `action` and `microbatch` say where; `cause` what in one line;
+    `rank`, `stage`, `action` and `microbatch` say where (and `replica`, where there are several); `cause` what in
+    one line;
     `original_traceback` is the failing rank's own, where it could still tell; `report` is
     a table of what each rank was doing, had last finished and was waiting for.
     """
@@ -135,8 +136,10 @@ class PeerFailure(RunError):
         microbatch: int | None = None,
         original_traceback: str | None = None,
         report: str | None = None,
+        replica: int | None = None,
     ) -> None:
         self.rank = rank
+        self.replica = replica
         self.cause = cause
         self.stage = stage
         self.action = action
@@ -148,11 +151,12 @@ class PeerFailure(RunError):
     def _text(self) -> str:
         places = [("stage", self.stage), ("action", self.action), ("microbatch", self.microbatch)]
         where = ", ".join(f"{name} {value}" for name, value in places if value is not None)
-        text = f"rank {self.rank} failed{f' ({where})' if where else ''}: {self.cause}"
+        who = f"rank {self.rank}" if self.replica is None else f"rank {self.rank} of replica {self.replica}"
+        text = f"{who} failed{f' ({where})' if where else ''}: {self.cause}"
         if self.report:
             text += f"\n{self.report.rstrip()}"
         if self.original_traceback:
-            text += f"\n--- traceback of rank {self.rank} ---\n{self.original_traceback.rstrip()}"
+            text += f"\n--- traceback of {who} ---\n{self.original_traceback.rstrip()}"
         return text
 
     def __reduce__(self) -> Any:
@@ -162,6 +166,7 @@ class PeerFailure(RunError):
             "microbatch": self.microbatch,
             "original_traceback": self.original_traceback,
             "report": self.report,
+            "replica": self.replica,
         }
         return _peer_failure, (self.rank, self.cause, details)
 

@@ -18,6 +18,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.balance import Proposal
 from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
+from penstock.parallel.wanted import Composition
 from penstock.runtime.arguments import check_arguments, op_of
 from penstock.runtime.batch_norm import prepare_batch_norm
 from penstock.runtime.choose import choose_schedule
@@ -28,6 +29,7 @@ from penstock.runtime.microbatch import count_for
 from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
+from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
@@ -58,6 +60,9 @@ class Pipeline(Feed):
         ranks: int | None = None,
         group: Any = None,
         mesh: Any = None,
+        replicate: str | None = None,
+        window: int | None = None,
+        shard_precision: Any = None,
         transport: str | None = None,
         devices: Sequence[torch.device | str] | None = None,
         recompute: str = "never",
@@ -79,6 +84,7 @@ class Pipeline(Feed):
         self.loss_weight = loss_weight
         self.batch_dims = dict(batch_dims or {})
         self.inputs = inputs
+        self.composition = Composition(mesh, replicate, window, shard_precision)
         self.world = world = World.find(group, mesh, transport, timeout)
         with world.building():
 
@@ -98,6 +104,8 @@ class Pipeline(Feed):
             self.crew.precision = precision_of(precision)
             self._without_values = self._materialise(init)
             world.agree(self)
+            self.replicas = self.composition.build(self)
+            world.built()
         self.tied = TiedParameters(self.split, self.schedule.placement, world.transport)
         self.tied.make_equal()
         self._checked_keywords = set()
@@ -109,7 +117,7 @@ class Pipeline(Feed):
     def _prove(self, schedule: Schedule) -> None:
         """Take a schedule: lowered, and proved to end, before anything runs."""
         self.schedule = schedule
-        self.program = lower(schedule) if not schedule.passes else schedule
+        self.program = lower(schedule, **self.composition.lowering) if not schedule.passes else schedule
         verify(self.program)
         self.microbatches = schedule.microbatches
         self._inference: dict[int, Schedule] = {}
@@ -134,12 +142,14 @@ class Pipeline(Feed):
         self._settle()
         with self._undone_if_it_fails(), self.tied.summed():
             begun = None if self._recorder is None else self._recorder.begin()
-            reports = self.crew.run(self.program, given, record=begun)
+            reports = self.replicas.run(
+                self.program, lambda: self.crew.run(self.program, given, record=begun), training=True
+            )
         self.crew.commit()
         self.clock.step += 1
         if self._recorder is not None:
             self._recorder.keep(reports)
-        return self._result(reports, outputs, self.microbatches)
+        return self._result(reports, outputs)
 
     def _settle(self) -> None:
         """A rank that was late to leave a failed step may have left gradients there."""
@@ -191,22 +201,22 @@ class Pipeline(Feed):
 
         self._check_open()
         self._settle()
-        count = self.world.same_count(self, wanted)
+        count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
         program = self._inference.get(count)
         if program is None:
-            program = self._inference[count] = forward_program(self.schedule, count)
+            program = self._inference[count] = self.replicas.lowered(forward_program(self.schedule, count))
         self.clock.training = False
         modes = [(module, module.training) for part in self.crew.modules().values() for module in part.modules()]
         try:
             for module, _ in modes:
                 module.training = False
-            reports = self.crew.run(program, given)
+            reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
         finally:
             for module, mode in modes:
                 module.training = mode
             self.clock.evaluations += 1
             self.clock.training = True
-        return self._result(reports, outputs, count)
+        return self._result(reports, outputs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch of any size, on the rank of the last stage (elsewhere None)."""
@@ -227,6 +237,8 @@ class Pipeline(Feed):
             return
         if any(parameter.grad is not None for parameter in self.parameters()):
             raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
+        if type(self.replicas) is not Alone:
+            raise UsageError("a pipeline with replicas or spread tensors keeps its cut; make a new one with split_at=")
         before, after = self.split, self.split.recut(proposal.cuts)
         schedule = self.schedule.compute().replace(topology=after.topology)
         move_state(before, after, schedule.placement, self.world.transport, optimizer)
@@ -278,6 +290,7 @@ class Pipeline(Feed):
     def close(self) -> None:
         """End worker threads and connections; the model stays as it is."""
         self._closed = True
+        self.replicas.close()
         self.crew.close()
 
     def _check_open(self) -> None:

@@ -36,7 +36,7 @@ def launch(
 ) -> list[Ending]:
     """`function(say, *arguments)` on each rank. With `tcp`, rank 0 hosts the store, as without a launcher's agent."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "penstock.parallel.compose"])
     endings = [Ending() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         place = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{folder}/rendezvous"

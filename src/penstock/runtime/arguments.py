@@ -27,6 +27,7 @@ CHOICES = {
     "loss_reduction": REDUCTIONS,
     "inputs": ("every", "first"),
     "batch_norm": BATCH_NORMS,
+    "replicate": (None, "ddp", "fsdp"),
 }
 
 
@@ -126,6 +127,14 @@ RULES: dict[str, Rule] = {
     "mesh": (
         lambda value: hasattr(value, "mesh_dim_names") and hasattr(value, "get_group"),
         "pass a DeviceMesh with an axis named 'pp'",
+    ),
+    "window": (
+        lambda value: _is_count(value) and value >= 1,
+        "pass how many stages of a rank are whole at a time, at least 1",
+    ),
+    "shard_precision": (
+        lambda value: type(value).__name__ == "MixedPrecisionPolicy",  # importing it takes a second
+        "pass a torch.distributed.fsdp.MixedPrecisionPolicy",
     ),
     "skips": (_are_skips, "pass pairs of stages, such as [(0, 3)]"),
     "devices": (_are_devices, "pass one device for each rank, such as ['cuda:0', 'cuda:1']"),

@@ -146,7 +146,7 @@ class Call:
     def _input(self, batch: Batch, training: bool, gradients: Sequence[list[Tensor | None]] = ()) -> StepInput:
         return StepInput(
             batch,
-            [1.0] * self._count,
+            lambda: [1.0] * self._count,
             keep_outputs=True,
             training=training,
             recompute=self._recomputed,

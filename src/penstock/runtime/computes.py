@@ -5,9 +5,9 @@ In which order they run, and when messages leave, is the executor's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from penstock.errors import RunError
 from penstock.model.split import OUTPUT
 from penstock.runtime.losses import Seeds, own_loss, sum_in_order
 from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.replication import Alone
 from penstock.runtime.stage import LossOf, Stage
 from penstock.runtime.step import StepInput, StepReport
 from penstock.runtime.transport.share import alias
@@ -25,19 +26,34 @@ from penstock.schedule import Op
 __all__ = ["Computes"]
 
 
+class Crossing(Protocol):
+    """How values that only mean something among certain ranks leave a stage, and become such values again."""
+
+    def pack(self, value: Any) -> Any:
+        """What leaves."""
+
+    def unpack(self, value: Any) -> Any:
+        """What has come."""
+
+
 class Computes:
     """A rank's stages and its mailbox, and the step that they work on."""
 
     def __init__(self, stages: Mapping[int, Stage], mailbox: Mailbox) -> None:
         self.stages = dict(stages)
         self.mailbox = mailbox
+        self.replication = Alone()
+        self.gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are whole
+        self.added: Callable[[int], None] | None = None  # called with a stage that has new gradients
+        self.crossing: Crossing | None = None
         self.given: StepInput
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
         self._split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
         self._fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
-        self._seeds: Seeds
+        self._shares: list[float] | None = None  # not asked for yet
+        self._seeds: Seeds | None = None
         self._waited = 0.0
         self._resumed = 0.0  # when the last wait ended
         self._watching = False
@@ -45,8 +61,13 @@ class Computes:
     def _prepare(self, given: StepInput) -> None:
         self.given = given
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
-        if given.training:
-            self._seeds = Seeds(given.shares, given.scale)
+        self._shares = self._seeds = None
+
+    def _seeded(self) -> Seeds:
+        """The seeds of this step; other replicas may have a say in them, which by now has come."""
+        self._shares = self.given.shares()
+        self._seeds = Seeds(self._shares, self.given.scale, self.given.replicas)
+        return self._seeds
 
     def fetch(self, op: Op, stage: int, microbatch: int) -> Any:
         """Wait for what a compute needs, and keep it for that compute."""
@@ -71,6 +92,10 @@ class Computes:
     def _forward(self, stage: int, microbatch: int) -> None:
         given, owner = self.given, self.stages[stage]
         arrived = self._await(Op.F, stage, microbatch)
+        if self.crossing is not None:
+            arrived = {source: self.crossing.unpack(payload) for source, payload in arrived.items()}
+        if self.gathering:
+            self._gather(stage)
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
         loss_of = self._loss_of(microbatch) if owner.is_last and not given.returns else None
         if not given.training:
@@ -98,7 +123,15 @@ class Computes:
             output = emitted.pop(OUTPUT)
             if given.keep_outputs:
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
+        if self.crossing is not None:
+            emitted = {target: self.crossing.pack(payload) for target, payload in emitted.items()}
         self.mailbox.put_outputs(stage, microbatch, emitted)
+
+    def _gather(self, stage: int) -> None:
+        """Wait until the stage is whole, if that is under way."""
+        wait = self.gathering.pop(stage, None)
+        if wait is not None:
+            wait()
 
     def _loss_of(self, microbatch: int) -> LossOf | None:
         """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
@@ -114,16 +147,28 @@ class Computes:
         """B, or I where the program has an I of this microbatch."""
         split = (stage, microbatch) in self._split
         gradients = self._await(Op.I if split else Op.B, stage, microbatch)
-        owner, seeds, seed = self.stages[stage], self._seeds, None
+        if self.crossing is not None:
+            gradients = {target: self.crossing.unpack(payload) for target, payload in gradients.items()}
+        if self.gathering:
+            self._gather(stage)
+        owner, seeds, seed = self.stages[stage], self._seeds or self._seeded(), None
         if owner.is_last and self.given.returns:
             gradients[OUTPUT] = self.given.output_gradients[microbatch]
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             seed = seeds.of(microbatch, loss)
         back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)
+        if self.added is not None:
+            self.added(stage)
+        if self.crossing is not None:
+            back = {source: self.crossing.pack(payload) for source, payload in back.items()}
         self.mailbox.put_gradients(stage, microbatch, back)
 
     def _weight(self, stage: int, microbatch: int) -> None:
+        if self.gathering:
+            self._gather(stage)
         self.stages[stage].weights(microbatch)
+        if self.added is not None:
+            self.added(stage)
 
     def outputs(self) -> list[Any]:
         """The outputs that were kept, in the order of microbatches; forgets them."""
@@ -136,7 +181,8 @@ class Computes:
         if not numbers:
             return
         losses = torch.stack([self.losses[number] for number in numbers])
-        self.report.loss = sum_in_order(losses, [self.given.shares[number] for number in numbers])
+        shares = self._shares or self.given.shares()
+        self.report.loss = sum_in_order(losses, [shares[number] for number in numbers])
         self.report.losses_by_number = losses.tolist()
         self.report.dtype = losses.dtype
 
@@ -145,6 +191,7 @@ class Computes:
         self.mailbox.clear()
         self._fetched.clear()
         self._outputs.clear()
+        self.gathering.clear()
         self.losses = {}
         self.report = StepReport()
         self.__dict__.pop("given", None)

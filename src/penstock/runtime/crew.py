@@ -45,9 +45,11 @@ class Clock:
         self.step = 0
         self.evaluations = 0
         self.training = True
+        self.first = 0  # the number of this replica's first microbatch among those of all
 
     def seed_for(self, microbatch: int, stage: int) -> int:
         """The seed of one compute of the step that runs now."""
+        microbatch += self.first
         if self.training:
             return seed_of(self.seed, self.step, microbatch, stage)
         return seed_of(~self.seed, self.evaluations, microbatch, stage)

@@ -99,7 +99,7 @@ class Executor(Computes):
         if op.is_pair:
             return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
-            return self._nothing, action, None
+            return self._shard, action, None
         computes = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward, Op.W: self._weight}
         return computes[op], stage, microbatch
 
@@ -119,8 +119,8 @@ class Executor(Computes):
                 self._part = part
                 raise
 
-    def _nothing(self, action: Action, _: Any) -> None:
-        """Sharding actions: nothing is sharded unless a handler says so."""
+    def _shard(self, action: Action, _: Any) -> None:
+        self.replication.act(action)
 
     # -- the loop
 
@@ -240,8 +240,11 @@ class Executor(Computes):
             self.transport.announce(failure)
         if not self._ready:
             self.mailbox.open()
+        self.replication.fail()
         pending = self.mailbox.pending
         for position, action in enumerate(self._actions[self._position :], self._position):
+            if action.op.is_sharding:
+                self.replication.drain(action)
             if not action.op.is_transfer:
                 continue
             channel = self.mailbox.channel(action)

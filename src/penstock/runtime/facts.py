@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["facts_of"]
+__all__ = ["compared", "facts_of"]
 
 
 def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
@@ -41,6 +42,16 @@ def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
         facts[f"stage {part.index}, dtypes"] = (", ".join(sorted(set(dtypes.values()))), dtypes)
         facts[f"stage {part.index}, trained"] = (f"{len(trained)} of {len(own)} parameters", trained)
     return {name: (words, _digest(value)) for name, (words, value) in facts.items()}
+
+
+def compared(told: Sequence[Mapping[str, tuple[str, str]]], word: str) -> str:
+    """What differs from the first one's facts, in lines; empty where nothing does."""
+    return "\n  ".join(
+        f"{name}: {word} {number} has {theirs.get(name, ('nothing', ''))[0]}, {word} 0 has {fact[0]}"
+        for name, fact in told[0].items()
+        for number, theirs in enumerate(told)
+        if theirs.get(name) != fact
+    )
 
 
 def _digest(value: Any) -> str:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.executor import StepInput, StepReport
-from penstock.runtime.losses import loss_shares, trained_loss
+from penstock.runtime.losses import loss_weights, shares_of, trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
 from penstock.runtime.state import OwnedState
 from penstock.schedule import Schedule
@@ -31,8 +31,8 @@ __all__ = ["Feed", "StepResult"]
 class StepResult:
     """What a step or an evaluation says, the same on every rank but for `output`."""
 
-    loss: Tensor | None  # of the whole batch
-    losses: tuple[Tensor, ...] = ()  # of each microbatch, by its number
+    loss: Tensor | None  # of the whole batch, over all replicas
+    losses: tuple[Tensor, ...] = ()  # of each microbatch of this replica, by its number
     extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
     output: Any = None  # merged, where asked for, on the rank of the last stage
 
@@ -89,25 +89,37 @@ class Feed(OwnedState):
                 scale=1.0 if self.scaler is None or not training else self.scaler.loss_scale(),
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=self.schedule.recompute if training else frozenset(),
+                replicas=self.replicas.replicas,
             )
             for rank in self.crew.executors
         }
 
-    def _shares(self, batch: Batch, count: int, training: bool) -> list[float]:
+    def _shares(self, batch: Batch, count: int, training: bool) -> Callable[[], list[float]]:
         if self.crew.last() is None:
-            return [1.0 / count] * count
-        return loss_shares(batch, self.loss_reduction, self.loss_weight if training or batch.has_target else None)
+            return lambda: [1.0 / count] * count
+        weigh = self.loss_weight if training or batch.has_target else None
+        weights = loss_weights(batch, self.loss_reduction, weigh)
+        if weights is None:
+            return lambda: [1.0] * count
+        if self.replicas.replicas == 1:
+            shares = shares_of(weights, sum(weights))
+            return lambda: shares
+        total = self.replicas.total(sum(weights))
+        return lambda: shares_of(weights, total())
 
-    def _result(self, reports: Sequence[StepReport], outputs: bool, count: int) -> StepResult:
-        total: Tensor | None = None
+    def _result(self, reports: Sequence[StepReport], outputs: bool) -> StepResult:
         losses: tuple[Tensor, ...] = ()
-        extra: dict[str, float] = {}
         for report in reports:
             if report.loss is not None:
-                total = torch.tensor(report.loss, dtype=report.dtype)
                 losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
-            for name, value in report.extra.items():
-                extra[name] = extra.get(name, 0.0) + value / count
+        said = self.replicas.said
+        sums = [each.loss for each in said if each.loss is not None]
+        total = torch.tensor(sum(sums[1:], sums[0]), dtype=said[0].dtype) if sums else None
+        extra: dict[str, float] = {}
+        for each in said:
+            for name, value in each.extra.items():
+                extra[name] = extra.get(name, 0.0) + value
+        extra = {name: value / sum(each.count for each in said) for name, value in extra.items()}
         last = self.crew.last()
         found = last.outputs() if last is not None else []
         output = merge(found, self.batch_dims.get("output", 0)) if outputs and found else None

@@ -23,25 +23,41 @@ from torch import Tensor
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.runtime.microbatch import Batch
 
-__all__ = ["ExtraLosses", "Seeds", "add_loss", "check_loss", "loss_shares", "sum_in_order", "trained_loss"]
+__all__ = [
+    "ExtraLosses",
+    "Seeds",
+    "add_loss",
+    "check_loss",
+    "loss_shares",
+    "loss_weights",
+    "shares_of",
+    "sum_in_order",
+    "trained_loss",
+]
 
 REDUCTIONS = ("mean", "sum")
 
 
 def loss_shares(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] | None) -> list[float]:
     """Each microbatch's share of the batch's loss."""
+    weights = loss_weights(batch, reduction, loss_weight)
+    return [1.0] * len(batch.args) if weights is None else shares_of(weights, sum(weights))
+
+
+def loss_weights(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] | None) -> list[float] | None:
+    """What each microbatch weighs in the mean; None where the losses are summed."""
     count = len(batch.args)
     if reduction == "sum":
-        return [1.0] * count
+        return None
     if loss_weight is not None:
         if not batch.has_target:
             raise UsageError("loss_weight reads the target, but step() got none on the rank of the last stage")
-        weights = [_weight(number, loss_weight(target)) for number, target in enumerate(batch.targets)]
-    elif batch.rows is not None:
-        weights = [float(rows) for rows in batch.rows]
-    else:
-        weights = [1.0] * count
-    total = sum(weights)
+        return [_weight(number, loss_weight(target)) for number, target in enumerate(batch.targets)]
+    return [1.0] * count if batch.rows is None else [float(rows) for rows in batch.rows]
+
+
+def shares_of(weights: Sequence[float], total: float) -> list[float]:
+    """Weights as shares of the whole batch, which may be more than these microbatches."""
     if not total > 0:
         raise ModelError(f"the microbatches weigh {total} in all; the mean loss of such a batch is not defined")
     return [weight / total for weight in weights]
@@ -69,15 +85,14 @@ class Seeds:
     A microbatch without a share takes no part: its own mean may well be nan, and 0 * nan would reach the weights.
     """
 
-    def __init__(self, shares: Sequence[float], scale: float = 1.0) -> None:
+    def __init__(self, shares: Sequence[float], scale: float = 1.0, replicas: int = 1) -> None:
         self._shares = torch.tensor(shares, dtype=torch.float64) * scale
         self._counts = [share != 0 for share in shares]
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         self._seeds: tuple[Tensor, ...] = ()
-        self.extra = torch.tensor(
-            scale / len(shares), dtype=torch.float64
-        )  # for named losses: a mean over microbatches
+        # for named losses: a mean over the microbatches of all replicas
+        self.extra = torch.tensor(scale / (len(shares) * replicas), dtype=torch.float64)
 
     def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
         if not self._counts[microbatch]:
@@ -96,18 +111,15 @@ def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
     """
     counted = [number for number, share in enumerate(shares) if share != 0]
     if losses.dtype not in (torch.float32, torch.float64):
-        total = losses[counted[0]] * shares[counted[0]]
-        for number in counted[1:]:
-            total = total + losses[number] * shares[number]
-        return total.item()
+        terms = [losses[number] * shares[number] for number in counted]
+        return sum(terms[1:], terms[0]).item() if terms else 0.0
     rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
     result: float | None = None
     values = losses.tolist()
     for number in counted:
         term = rounded(values[number] * rounded(shares[number]))
         result = term if result is None else rounded(result + term)
-    assert result is not None, "the shares of a batch are not all 0"
-    return result
+    return 0.0 if result is None else result  # all 0: it is other replicas' batches that count
 
 
 def _as_float(value: float) -> float:

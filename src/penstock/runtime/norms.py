@@ -74,6 +74,12 @@ def check_finite(total: Tensor, order: float) -> None:
 
 def scale_down(parameters: Iterable[nn.Parameter], limit: float, total: Tensor, foreach: bool | None) -> None:
     """Scale the gradients by limit / total, where that is below 1."""
-    held = [parameter for parameter in parameters if parameter.grad is not None]
+    held = []
+    for parameter in parameters:
+        part = getattr(parameter.grad, "_local_tensor", None)  # of a tensor that is spread over ranks: what is here
+        if part is not None:
+            part.mul_(torch.clamp(limit / (total.to(part.device) + 1e-6), max=1.0))
+        elif parameter.grad is not None:
+            held.append(parameter)
     if held:
         nn.utils.clip_grads_with_norm_(held, limit, total.to(held[0].device), foreach)

@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
             raise UsageError("the pipeline has got another GradScaler since; use that one")
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
-        mine = any(bool(each.item()) for each in found.values())
+        mine = self._pipe.replicas.any(any(bool(each.item()) for each in found.values()))
         told = self._pipe.world.told("GradScaler.unscale_()", (mine, self.get_scale()))
         scales = [scale for _, scale in told]
         if len(set(scales)) > 1:

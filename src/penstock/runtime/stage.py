@@ -32,6 +32,7 @@ __all__ = ["LossOf", "Record", "Stage", "tensors_with_gradient"]
 
 LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
+Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 Turn = Callable[[str, int], AbstractContextManager[None] | None]  # (F or B, microbatch); None: nothing to enter
 
 _NOTHING = nullcontext()
@@ -49,6 +50,7 @@ class Stage:
         self.turn = turn
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
+        self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
         self.records: dict[int, Record] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
@@ -183,10 +185,11 @@ class Stage:
 
     def _call(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Run the part on what may be written to, and see to it that what it emits may leave."""
+        run = self.part.run if self.wrap is None else self.wrap(self.part.run)
         if arrived:
             arrived, watched = self._received.hand(arrived)
             try:
-                emitted = self.part.run(arrived, args, kwargs)
+                emitted = run(arrived, args, kwargs)
             except RuntimeError as error:
                 if "a leaf Variable that requires grad" in str(error):
                     raise ModelError(self._received.late()) from error
@@ -194,7 +197,7 @@ class Stage:
             if watched is not None:
                 self._received.learn(watched)
         else:
-            emitted = self.part.run(arrived, args, kwargs)
+            emitted = run(arrived, args, kwargs)
         for target, payload in emitted.items():
             if (target != OUTPUT or self.returns) and (type(payload) is not Tensor or payload.grad_fn is None):
                 emitted[target] = self._outgoing.fit(payload)

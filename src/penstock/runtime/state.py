@@ -18,7 +18,8 @@ from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split
 from penstock.runtime.crew import Crew
 from penstock.runtime.groups import group_parameters
-from penstock.runtime.norms import check_finite, check_limit, join_norms, norm_of, norm_order, scale_down
+from penstock.runtime.norms import check_finite, check_limit, join_norms, norm_order, scale_down
+from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 
@@ -35,6 +36,7 @@ class OwnedState:
     crew: Crew
     world: World
     tied: TiedParameters
+    replicas: Alone
     devices: dict[int, torch.device]
     scaler: GradScaler | None = None  # puts itself here
     _without_values: set[str]
@@ -112,7 +114,10 @@ class OwnedState:
             )
         for index, module in self.crew.modules().items():
             names = self.split.parts[index].names
-            module.load_state_dict({name: state[names.get(name, name)] for name in module.state_dict()})
+            part_of = self.replicas.part_of
+            module.load_state_dict(
+                {name: part_of(state[names.get(name, name)], own) for name, own in module.state_dict().items()}
+            )
         self._without_values = set()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,7 +158,8 @@ class OwnedState:
         """The norm of all gradients of the whole model, the same on every rank; changes nothing."""
         order = norm_order(norm_type)
         counted = filter(self.tied.counts, self.parameters())
-        said = norm_of([parameter.grad for parameter in counted if parameter.grad is not None], order, foreach)
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        said = self.replicas.norm(gradients, order, foreach)
         return join_norms(self.world.told("clip_grad_norm_()", said), order)
 
     def train(self, mode: bool = True) -> Self:

@@ -24,7 +24,7 @@ class StepInput:
     """What one step works on, on one rank."""
 
     batch: Batch
-    shares: list[float]  # of each microbatch in the batch's loss
+    shares: Callable[[], list[float]]  # of each microbatch in the batch's loss; asked for when they are needed
     loss_fn: Callable[..., Any] | None = None
     keep_outputs: bool = False
     training: bool = True
@@ -33,6 +33,7 @@ class StepInput:
     recompute_stages: frozenset[int] = frozenset()  # stages for which all do
     returns: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
+    replicas: int = 1  # that work on a batch each
 
 
 @dataclass

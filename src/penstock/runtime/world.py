@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
-from penstock.runtime.facts import facts_of
+from penstock.runtime.facts import compared, facts_of
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import host_name, offsets
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
@@ -65,9 +65,6 @@ class World:
         if group is not None and mesh is not None:
             raise UsageError("pass group= or mesh=, not both")
         if mesh is not None:
-            names = mesh.mesh_dim_names or ()
-            if "pp" not in names:
-                raise UsageError(f"the mesh has the axes {tuple(names)}; name the pipeline's axis 'pp'")
             group = mesh.get_group("pp")
         if transport == "threads":
             if group is not None:
@@ -149,18 +146,22 @@ class World:
         refused = [(rank, theirs) for rank, theirs in enumerate(told) if isinstance(theirs, str)]
         if refused:
             raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
-        faults = [
-            f"{name}: rank {rank} has {theirs.get(name, ('nothing', ''))[0]}, rank 0 has {fact[0]}"
-            for name, fact in told[0][0].items()
-            for rank, (theirs, _, _) in enumerate(told)
-            if theirs.get(name) != fact
-        ]
+        faults = compared([theirs for theirs, _, _ in told], "rank")
         if faults:
-            raise UsageError(
-                "\n  ".join(["the ranks were given different pipelines; pass the same on every rank", *faults])
-            )
+            raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
+        self._told = False
         pipe.clock.seed = told[0][1]
         self._one_host = len({host for _, _, host in told}) == 1
+
+    def built(self) -> None:
+        """On processes: all ranks have built what comes after they agreed."""
+        if self._transport is None:
+            return
+        self._told = True
+        told = self._transport.exchange(None)
+        refused = [(rank, theirs) for rank, theirs in enumerate(told) if theirs is not None]
+        if refused:
+            raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
 
     def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
         """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""

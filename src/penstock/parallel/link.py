@@ -1,0 +1,142 @@
+"""A line to the ranks that stand beside this one on another axis, with the same promises as between stages.
+
+torch's collectives move the tensors. What they lack is an answer when a member fails: who waits in one, waits. So a
+`Link` keeps, on the same process group, the watch that pipelines have: a rank that is lost is named by all others, and
+a rank that must leave makes those that wait for it leave too, by the group's verdict.
+
+On the dp axis the numbers of the group are replicas, and all members have the same rank in their pipelines: failures
+are told in these words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.base import after_loss
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.watch import SETTLE_SECONDS, Waiting
+
+__all__ = ["Link"]
+
+LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
+SLACK = 10.0  # and the backend's own timeout is the last resort
+
+
+class Link:
+    """This rank's end. `rank` is its rank in its pipeline; `word` is what the members of the group are called."""
+
+    def __init__(self, group: Any, timeout: float, rank: int, word: str = "replica") -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.index = dist.get_rank(group)
+        self._rank = rank
+        self._word = word
+        self._timeout = timeout + LATER
+        self._transport = DistributedTransport(group, self._timeout)
+        self._watch = self._transport._watch
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout + SLACK), group)
+
+    def report_by(self, doing: Callable[[], str]) -> None:
+        """How to say what this rank is doing."""
+        self._transport.report_by(doing)
+
+    @property
+    def broken(self) -> PeerFailure | None:
+        """What ended this link, if something has."""
+        found = self._transport.broken
+        return None if found is None else self._told(found)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Give a small value to every member, and get every member's."""
+        try:
+            return self._transport.exchange(value)
+        except PeerFailure as failure:
+            raise self._told(failure) from None
+
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What every member says in this call, which all must make."""
+        answers = self.exchange((call, value))
+        for number, answer in enumerate(answers):
+            where, _ = answer if isinstance(answer, tuple) else ("step()", None)
+            if where != call:
+                raise self.apart(number, where, call)
+        return [answer for _, answer in answers]
+
+    def apart(self, number: int, where: str, call: str) -> PeerFailure:
+        """Members do different things: none of their collectives would meet again."""
+        failure = PeerFailure(
+            self._rank, f"it was in {where} while {self._word} {self.index} was in {call}; call the same on every rank"
+        )
+        failure.replica = number if self._word == "replica" else None
+        self.abort(copy(failure))
+        return copy(failure)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around anything that waits for all members: ends with a named failure where it cannot end well."""
+        watch = self._watch
+        watch.waiting = Waiting((self.index + 1) % self.size, None, -1, monotonic())
+        try:
+            if watch.verdict is not None:
+                raise after_loss(watch.verdict)
+            yield
+        except PeerFailure as failure:
+            raise self._told(failure) from None
+        except RuntimeError as error:
+            if watch.verdict is None and not _from_backend(error):
+                raise
+            raise self._told(self._lose(what)) from error
+        finally:
+            watch.waiting = None
+
+    def _lose(self, what: str) -> PeerFailure:
+        """The group's verdict on a collective that broke; of two members, it was the other."""
+        watch = self._watch
+        if watch.verdict is not None:
+            return watch.verdict
+        if self.size == 2:
+            cause = f"died or left (its connection closed) while {self._word} {self.index} waited in {what}"
+            watch.waiting = None
+            return watch.settle(PeerFailure(1 - self.index, cause))
+        watch.waiting = Waiting((self.index + 1) % self.size, None, -1, 0.0)  # overdue: all say for whom they wait
+        watch._wake.set()
+        watch._settled.wait(2 * SETTLE_SECONDS)
+        return watch.verdict or PeerFailure(self.index, f"a {self._word} was lost in {what}; nobody could say which")
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for one collective."""
+        with self.waiting(what):
+            work.wait()
+
+    def abort(self, failure: PeerFailure) -> None:
+        """This rank cannot go on: all members shall leave with this failure."""
+        if self._transport.broken is None:
+            self._transport.abort(failure)
+
+    def close(self) -> None:
+        """End the watch."""
+        self._transport.close()
+
+    def _told(self, failure: PeerFailure) -> PeerFailure:
+        """A failure of the group, in the words of the pipeline."""
+        told = copy(failure)
+        if told.replica is None and self._word == "replica":
+            told.rank, told.replica = self._rank, failure.rank
+        if told.report:
+            told.report = told.report.replace("what each rank was doing", f"what each {self._word} was doing")
+            told.report = told.report.replace("\n  rank ", f"\n  {self._word} ")
+        return copy(told)  # copied again, so that its text is made anew
+
+
+def _from_backend(error: RuntimeError) -> bool:
+    """Whether an error is a lost connection, and not the user's."""
+    text = str(error)
+    return any(word in text for word in ("gloo", "Connection", "pair closure", "Timed out", "NCCL", "closed by peer"))

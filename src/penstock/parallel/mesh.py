@@ -1,0 +1,115 @@
+"""The axes that processes stand on: pp (the pipeline), dp (its replicas), tp (tensors spread over ranks).
+
+One torch DeviceMesh with named axes says all of it. `mesh` makes one and shows the arithmetic where it does not
+come out; a user's own mesh is taken as it is, if its axes have these names. `Axes` is what the rest of this package
+reads of it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.errors import UsageError
+
+__all__ = ["AXES", "Axes", "mesh"]
+
+AXES = ("pp", "dp", "tp")
+
+
+def mesh(pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None) -> DeviceMesh:
+    """All processes of the world as pp x dp x tp; one of the three may be -1: what is left.
+
+    Neighbours in tp are neighbours in rank, then dp, then pp: what talks most stands closest.
+    """
+    sizes = {"pp": pp, "dp": dp, "tp": tp}
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise UsageError(f"{name}={size!r}: pass a whole number of at least 1, or -1 for what is left")
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise UsageError(f"{' and '.join(f'{name}=-1' for name in open_axes)}: only one axis can take what is left")
+    _start_world(sizes)
+    world = dist.get_world_size()
+    if open_axes:
+        fixed = prod(size for size in sizes.values() if size != -1)
+        if world % fixed:
+            raise UsageError(f"{_product(sizes, open_axes)} = {fixed} does not divide the {world} processes there are")
+        sizes[open_axes[0]] = world // fixed
+    if prod(sizes.values()) != world:
+        raise UsageError(
+            f"{_product(sizes)} = {prod(sizes.values())} processes, but there are {world}; start "
+            f"{prod(sizes.values())} of them, or pass sizes whose product is {world}"
+        )
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=AXES)
+
+
+def _product(sizes: dict[str, int], left_out: list[str] | None = None) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes.items() if name not in (left_out or ()))
+
+
+def _start_world(sizes: dict[str, int]) -> None:
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        wanted = prod(size for size in sizes.values() if size != -1)
+        raise UsageError(
+            f"{_product(sizes)} needs {wanted} processes, and this one stands alone; start it with "
+            f"torchrun --nproc-per-node {wanted}, or leave mesh= out to run all ranks in one process"
+        )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a mesh says about this process; without a mesh, one replica with whole tensors."""
+
+    mesh: Any = None
+
+    @classmethod
+    def of(cls, mesh: Any, replicate: str | None) -> Axes:
+        """Read a mesh, and refuse what would train replicas apart without a word."""
+        found = cls(mesh)
+        if mesh is None:
+            if replicate is not None:
+                raise UsageError(
+                    f"replicate={replicate!r} needs mesh=, with an axis 'dp': penstock.mesh(pp=2, dp=2) under torchrun"
+                )
+            return found
+        names = tuple(mesh.mesh_dim_names or ())
+        if "pp" not in names:
+            raise UsageError(f"the mesh has the axes {names}; name the pipeline's axis 'pp'")
+        strange = [name for name in names if name not in AXES and mesh[name].size() > 1]
+        if strange:
+            raise UsageError(
+                f"the mesh has the axes {names}, and a pipeline knows {AXES}; pass the part of it that is the "
+                f"pipeline's, such as mesh['pp', 'dp']"
+            )
+        if replicate is not None and found.size("dp") == 1 and "dp" not in names:
+            raise UsageError(f"replicate={replicate!r}, but the mesh has only the axes {names}; add an axis 'dp'")
+        return found
+
+    def size(self, axis: str) -> int:
+        """How many ranks stand along an axis; 1 where there is none of that name."""
+        if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
+            return 1
+        return int(self.mesh[axis].size())
+
+    def index(self, axis: str) -> int:
+        """Where this process stands along an axis."""
+        return 0 if self.size(axis) == 1 else int(self.mesh.get_local_rank(axis))
+
+    def group(self, axis: str) -> Any:
+        """The process group along an axis."""
+        return self.mesh.get_group(axis)
+
+    def along(self, axis: str) -> Any:
+        """The mesh of one axis, for what torch spreads over it."""
+        return self.mesh[axis]

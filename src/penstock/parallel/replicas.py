@@ -1,0 +1,263 @@
+"""One step of a pipeline that has replicas: what is added, what is told, and how all of them fail together.
+
+All replicas run the same program, each on its own batch. They meet at the sharding actions of the program and at the
+end of the step, where each says what came of it. A replica whose step fails walks the rest of its program without
+computing, but takes part in every collective on the way: so the others' collectives end, all replicas learn of the
+failure at the end of the step, and the next step starts clean. A replica that cannot even do that (one of its
+ranks is lost) ends the link instead, and everybody leaves with its failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from copy import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.errors import PeerFailure
+from penstock.parallel.link import Link
+from penstock.parallel.norms import Norms
+from penstock.parallel.reduce import Reducer, local_of, part_of
+from penstock.parallel.sharded import Sharder
+from penstock.runtime.executor import Executor
+from penstock.runtime.replication import Alone, Said, said_by
+from penstock.runtime.step import StepReport, failure_of
+from penstock.schedule import Action, Op, Schedule, insert_shards
+
+__all__ = ["Replicas"]
+
+
+class Replicas(Alone):
+    """This rank's part. `weighs`: whether it has the last stage and so the batch's weight to tell."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        link: Link | None,
+        reducer: Reducer,
+        sharder: Sharder | None,
+        norms: Norms,
+        weighs: bool,
+    ) -> None:
+        self._executor = executor
+        self._link = link
+        self._reducer = reducer
+        self._sharder = sharder
+        self._norms = norms
+        self._weighs = weighs and link is not None
+        self._total: tuple[list[Tensor], Any] | None = None
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
+        if link is not None:
+            self.replicas, self.index = link.size, link.index
+
+    # -- during a step
+
+    def act(self, action: Action) -> None:
+        if self._sharder is not None:
+            with self._waiting(str(action)):
+                self._sharder.act(action)
+        if action.op is Op.REDUCE_GRAD:
+            self._reducer.start(action.stage)
+
+    def fail(self) -> None:
+        if self._weighs and self._total is None:
+            self.total(0.0)
+
+    def drain(self, action: Action) -> None:
+        if self._sharder is not None:
+            with self._waiting(str(action)):
+                self._sharder.drain(action)
+        if action.op is Op.REDUCE_GRAD:
+            self._reducer.drain(action.stage)
+
+    def _waiting(self, what: str) -> Any:
+        return nullcontext() if self._link is None else self._link.waiting(what)
+
+    def total(self, weight: float) -> Callable[[], float]:
+        link = self._link
+        if link is None:
+            return lambda: weight
+        parts = [torch.zeros(1, dtype=torch.float64) for _ in range(link.size)]
+        work = dist.all_gather(parts, torch.tensor([weight], dtype=torch.float64), group=link.group, async_op=True)
+        self._total = (parts, work)
+        return self._summed
+
+    def _summed(self) -> float:
+        assert self._total is not None
+        assert self._link is not None
+        parts, work = self._total
+        self._link.wait(work, "the sum of the batches' weights")
+        return sum(part.item() for part in parts)
+
+    # -- around it
+
+    def run(self, program: Schedule, run: Callable[[], list[StepReport]], training: bool) -> list[StepReport]:
+        self._check_whole()
+        self._begin(program, training)
+        try:
+            reports = run()
+            mine = said_by(reports, program.microbatches)
+            mine.more = self._present()
+            self.said = self._meet(mine)
+            self._finish(training)
+        except BaseException as error:
+            self._tell(error)
+            self._undo()
+            named = self._named(error)
+            if named is not error:
+                raise named from named.__cause__
+            raise
+        return reports
+
+    def _begin(self, program: Schedule, training: bool) -> None:
+        """What earlier steps added is set aside: it has been reduced."""
+        self._total = None
+        self._met = False
+        self._reducer.begin(program, self._executor.rank)
+        if self._sharder is not None:
+            self._sharder.begin()
+        self._earlier = []
+        if training:
+            for parameter in self._parameters():
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*self._reducer.parameters, *(() if self._sharder is None else self._sharder.parameters)]
+
+    def _present(self) -> tuple[int, int]:
+        return self._reducer.present, 0 if self._sharder is None else self._sharder.present
+
+    def _meet(self, mine: Said) -> list[Said]:
+        """The end of the step, for all replicas; raises the first failure of another."""
+        if self._link is None:
+            return [mine]
+        told = self._link.exchange(mine)
+        self._met = True
+        other = [number for number, each in enumerate(told) if not isinstance(each, Said)]
+        if other:
+            raise self._link.apart(other[0], told[other[0]][0], "step()")
+        for number, each in enumerate(told):
+            if each.failure is not None and number != self.index:
+                raise each.failure
+        return told
+
+    def _finish(self, training: bool) -> None:
+        if self._weighs and self._total is not None:
+            self._summed()
+        if not training:
+            return
+        self._reducer.finish()
+        here, sharded = 0, 0
+        for each in self.said:
+            here |= each.more[0]
+            sharded |= each.more[1]
+        count = len(self._reducer.parameters)
+        for place, (parameter, earlier) in enumerate(self._earlier):
+            had = here >> place & 1 if place < count else sharded >> (place - count) & 1
+            if not had:
+                parameter.grad = earlier
+            elif earlier is not None and parameter.grad is not None:
+                local_of(parameter.grad).add_(local_of(earlier))
+        self._earlier = []
+
+    def _tell(self, error: BaseException) -> None:
+        """The step has failed here, or another replica said that it has there."""
+        link = self._link
+        if link is None or link.broken is not None:
+            return
+        own = self._executor.transport.broken
+        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
+        failure = copy(failure)
+        if failure.replica is None:
+            failure.replica = self.index
+        failure = copy(failure)
+        if own is not None:
+            link.abort(failure)
+            return
+        with suppress(PeerFailure):
+            if not self._met:
+                link.exchange(Said(failure=failure))
+            if self._weighs and self._total is not None:
+                self._summed()
+            self._reducer.discard()
+
+    def _undo(self) -> None:
+        """No gradient of a step that failed stays."""
+        if self._sharder is not None:
+            self._sharder.reset()
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier
+        self._earlier = []
+
+    def _named(self, error: BaseException) -> BaseException:
+        """A failure of this replica says so."""
+        if isinstance(error, PeerFailure) and error.replica is None and self.replicas > 1:
+            named = copy(error)
+            named.replica = self.index
+            named = copy(named)
+            named.__cause__ = error.__cause__
+            return named
+        return error
+
+    def _check_whole(self) -> None:
+        if self._link is not None and self._link.broken is not None:
+            lost = self._link.broken
+            raise PeerFailure(lost.rank, f"{lost.cause}; the group must be rebuilt", replica=lost.replica)
+
+    def same_count(self, count: Callable[[], int]) -> int:
+        link = self._link
+        if link is None:
+            return count()
+        self._check_whole()
+        mine: int | None = None
+        own: BaseException | None = None
+        try:
+            mine = count()
+        except BaseException as error:  # told to the others, and raised again below
+            own = error
+        failure = None
+        if own is not None:
+            failure = own if isinstance(own, PeerFailure) else failure_of(self._executor.rank, own, None)
+            failure = copy(failure)
+            failure.replica = self.index if failure.replica is None else failure.replica
+            failure = copy(failure)
+            if self._executor.transport.broken is not None:
+                link.abort(failure)
+                raise own
+        try:
+            told = link.told("evaluate()", (mine, failure))
+        except PeerFailure:
+            if own is not None:
+                raise own from None
+            raise
+        if own is not None:
+            raise own
+        for _, other in told:
+            if other is not None:
+                raise other
+        counts: list[int] = [count for count, _ in told]
+        return min(counts)
+
+    # -- beside steps
+
+    def lowered(self, program: Schedule) -> Schedule:
+        return program if self._sharder is None else insert_shards(program, self._sharder.window)
+
+    def part_of(self, value: Any, current: Any) -> Any:
+        return part_of(value, current)
+
+    def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
+        return self._norms.of(gradients, order, foreach)
+
+    def any(self, here: bool) -> bool:
+        return self._norms.any(here)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._norms.close()

@@ -1,0 +1,49 @@
+"""What a pipeline was asked to be composed with, before anything is built.
+
+Apart from what builds it, because that loads torch's DTensor and FSDP, which takes as long as torch itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+from penstock.parallel.mesh import Axes
+from penstock.runtime.replication import Alone
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Composition"]
+
+WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, and the next
+
+
+class Composition:
+    """What a pipeline was asked to be composed with, before anything is built."""
+
+    def __init__(self, mesh: Any, replicate: str | None, window: int | None, precision: Any) -> None:
+        self.axes = Axes.of(mesh, replicate)
+        if replicate is None and self.axes.size("dp") > 1:
+            replicate = "ddp"
+        self.replicate = replicate
+        for name, value in (("window", window), ("shard_precision", precision)):
+            if value is not None and replicate != "fsdp":
+                raise UsageError(f"{name}= is about sharded parameters; pass replicate='fsdp' with it, or leave it out")
+        self.window = WINDOW if window is None else window
+        self.precision = precision
+
+    @property
+    def lowering(self) -> dict[str, Any]:
+        """How `lower` is to be called."""
+        sharded = self.replicate == "fsdp"
+        spread = self.replicate is not None or self.axes.size("tp") > 1
+        return {"reduce": spread, "window": self.window if sharded else None}
+
+    def build(self, pipe: Pipeline) -> Alone:
+        """What runs beside the steps of this rank."""
+        if self.axes.size("dp") == 1 and self.axes.size("tp") == 1:
+            return Alone()
+        from penstock.parallel.compose import compose
+
+        return compose(pipe, self)

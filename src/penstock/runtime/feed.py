@@ -122,8 +122,12 @@ class Feed(OwnedState):
         extra = {name: value / sum(each.count for each in said) for name, value in extra.items()}
         last = self.crew.last()
         found = last.outputs() if last is not None else []
-        output = merge(found, self.batch_dims.get("output", 0)) if outputs and found else None
+        output = self._merged(found) if outputs and found else None
         return StepResult(total, losses, extra, output)
+
+    def _merged(self, outputs: Sequence[Any]) -> Any:
+        """The outputs of all microbatches as one."""
+        return merge(outputs, self.batch_dims.get("output", 0))
 
     # -- checks
 

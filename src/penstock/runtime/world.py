@@ -236,11 +236,13 @@ class World:
             return batch
         number = next(number for number, channel in enumerate(channels) if channel.target_rank == transport.rank)
         (given, named, goal, extra), rows = transport.receive(number, 0)
-        if args or kwargs or target is not None:
+        is_last = placement.rank_of(placement.stages - 1) == transport.rank
+        if args or kwargs or (target is not None and (goal is not None or not is_last)):
             raise UsageError(
-                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too"
+                f"inputs='first': only rank {home} passes a batch to step(), or the last stage's rank its target; "
+                f"rank {transport.rank} did too"
             )
-        batch = cut(given, named, goal, extra, whole=False)
+        batch = cut(given, named, target if goal is None else goal, {**extra, **loss_kwargs}, whole=False)
         batch.rows = rows
         return batch
 

@@ -1,0 +1,1 @@
+"""Names that people know from other libraries, on top of `Pipeline`."""

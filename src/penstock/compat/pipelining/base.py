@@ -1,0 +1,280 @@
+"""What torch's schedule classes have in common: an order, the pipeline that it becomes, `step` and `eval`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from penstock.compat.pipelining.actions import Orders, _Action, orders_of, schedule_of
+from penstock.compat.pipelining.microbatch import batch_dims
+from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
+from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
+from penstock.errors import RunError, UsageError
+from penstock.runtime.microbatch import Microbatches
+from penstock.schedule import Op, Schedule, build, lower
+from penstock.schedule.text import rows_to_csv
+
+__all__ = ["_PipelineSchedule"]
+
+Format = Literal["compute_only", "compute_comms"]
+WINDOW = 3  # stages that are whole at a time, where sharding is asked for
+
+
+class _PipelineSchedule:
+    """Stages and an order; the first step makes the pipeline. `options` are further arguments of `Pipeline`."""
+
+    family: str | None = None  # in penstock.schedule; None where the order comes from elsewhere
+
+    def __init__(
+        self,
+        stages: Sequence[_PipelineStageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None = None,
+        args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+    ) -> None:
+        if not stages or not all(isinstance(stage, _PipelineStageBase) for stage in stages):
+            raise UsageError(f"{type(self).__name__} takes the PipelineStages of this rank; got {stages!r}")
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
+        self._output_merge_spec = output_merge_spec
+        self.scale_grads = scale_grads
+        self.options: dict[str, Any] = {}
+        self._all_stages = list(stages)
+        self._num_stages = stages[0].num_stages
+        self.pp_group_size, self.rank = stages[0].group_size, stages[0].group_rank
+        self.pipeline_order: dict[int, list[Any]] = {}
+        self._with_comms: dict[int, list[Any]] | None = None
+        self._functions: dict[Op, Callable[..., None]] = {}
+        self._pipe: Translated | None = None
+        if self.family is not None:
+            self.pipeline_order = orders_of(self._built(self.family))
+
+    def _built(self, family: str) -> Schedule:
+        per_rank, left = divmod(self._num_stages, self.pp_group_size)
+        if left or per_rank != len(self._all_stages):
+            raise UsageError(
+                f"{type(self).__name__}: {self._num_stages} stages on {self.pp_group_size} ranks are "
+                f"{self._num_stages / self.pp_group_size:g} a rank, but this rank has {len(self._all_stages)}; give "
+                f"each rank the same number"
+            )
+        return build(family, self.pp_group_size, self._n_microbatches, per_rank)
+
+    # -- the order
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[Any]]:
+        """The order with its transfers."""
+        if self._with_comms is not None:
+            return self._with_comms
+        return orders_of(lower(self._schedule()))
+
+    @pipeline_order_with_comms.setter
+    def pipeline_order_with_comms(self, orders: dict[int, list[Any]]) -> None:
+        self._with_comms = orders
+
+    def _schedule(self) -> Schedule:
+        """What runs: the order as it stands now, or with the transfers that it was given."""
+        orders: Orders = self.pipeline_order if self._with_comms is None else self._with_comms
+        if not orders:
+            raise UsageError(f"{type(self).__name__} has no order yet; set pipeline_order, or call _load_csv(file)")
+        schedule = schedule_of(orders, self._n_microbatches, self.family or type(self).__name__)
+        return schedule if self._with_comms is None else schedule.replace(passes=("transfers",))
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
+        """Take the order of a file: torch's, or one that `penstock` wrote."""
+        rows = [[cell.strip() for cell in line.split(",")] for line in Path(filename).read_text().splitlines()]
+        actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+        self._prepare_schedule_with_comms(actions, format)
+
+    def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], format: Format = "compute_only") -> None:
+        if format not in ("compute_only", "compute_comms"):
+            raise UsageError(f"format={format!r}: choose 'compute_only' or 'compute_comms'")
+        self._forget_pipe()
+        if format == "compute_comms":
+            self._with_comms = actions
+        else:
+            self.pipeline_order, self._with_comms = actions, None
+            found = schedule_of(actions, self._n_microbatches, "")
+            if found.passes:
+                raise UsageError("the order has transfers in it already; pass format='compute_comms'")
+
+    _load_actions = _prepare_schedule_with_comms  # its older name
+
+    def _dump_csv(self, filename: str, format: Format = "compute_comms") -> None:
+        """Write the order, in the dialect that torch and `penstock` read."""
+        schedule = self._schedule()
+        if format == "compute_comms" and self._with_comms is None:
+            schedule = lower(schedule)
+        elif format == "compute_only":
+            schedule = schedule.compute()
+        Path(filename).write_text(rows_to_csv(schedule.rows))
+
+    def register_custom_function(self, computation_type: Any, custom_function: Callable[[Any, Any], None]) -> None:
+        """Run `custom_function(action, ctx)` in the place of that kind of action."""
+        try:
+            op = Op[str(computation_type)]
+        except KeyError:
+            op = Op.SEND_F
+        if op.is_transfer:
+            raise UsageError(
+                f"computation_type={computation_type!r}: pass F, B, I, W, OVERLAP_F_B, UNSHARD, RESHARD or REDUCE_GRAD"
+            )
+        if op.is_sharding and op not in self._functions:
+            self._forget_pipe()  # its order gets such actions
+        self._functions[op] = custom_function
+        if self._pipe is not None:
+            self._pipe.register(op, custom_handler(self, custom_function))
+
+    # -- the pipeline
+
+    @property
+    def pipeline(self) -> Translated:
+        """The `penstock.Pipeline` behind this schedule; all ranks make it together."""
+        if self._pipe is None:
+            self._pipe = self._made()
+        return self._pipe
+
+    def _forget_pipe(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+
+    def close(self) -> None:
+        """End what the pipeline holds; the next step would make a new one."""
+        self._forget_pipe()
+
+    def _made(self) -> Translated:
+        first = self._all_stages[0]
+        modules: Any = all_stages(self._all_stages, self._check)
+        schedule = self._schedule()
+        if self._with_comms is None and any(op.is_sharding for op in self._functions):
+            schedule = lower(schedule, reduce=True, window=WINDOW)
+        cut: dict[str, Any] = {}
+        if first.pipe is not None:
+            modules, cut = first.pipe.model, {**first.pipe.cut, "inputs": "first"}
+            if not schedule.passes:
+                schedule = schedule.replace(topology=first.pipe.split.topology)
+        pipe = Translated(
+            modules,
+            schedule=schedule,
+            loss_fn=self._loss_fn,
+            loss_reduction="mean" if self.scale_grads else "sum",
+            group=first.group,
+            devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
+            **{**cut, **self.options},
+        )
+        pipe.output_merge_spec = self._output_merge_spec
+        handlers = weight_handlers(self._all_stages)
+        handlers |= {op: custom_handler(self, function) for op, function in self._functions.items()}
+        for op, handler in handlers.items():
+            pipe.register(op, handler)
+        self.stage_index_to_group_rank = {stage: schedule.placement.rank_of(stage) for stage in range(schedule.stages)}
+        return pipe
+
+    def _check(self) -> None:
+        """Each stage of this rank is where the order runs it."""
+        schedule = self._schedule()
+        mine = sorted(stage.stage_index for stage in self._all_stages)
+        if schedule.stages != self._num_stages or schedule.ranks != self.pp_group_size:
+            raise UsageError(
+                f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are "
+                f"{self._num_stages} on {self.pp_group_size}"
+            )
+        wanted = sorted(schedule.placement.stages_of(self.rank))
+        if mine != wanted:
+            raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")
+
+    # -- running it
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward and backward of a batch, or forward alone without a loss_fn; the output on the last stage's rank."""
+        if self._loss_fn is None or self._schedule_is_forward_only():
+            if target is not None or losses is not None:
+                raise RunError("a schedule without a loss_fn, or without a backward, computes no loss")
+            return self._run(False, args, kwargs, None, None, True, None)
+        if not torch.is_grad_enabled():
+            raise RunError(
+                "step() requires gradients to be enabled for its backward; call eval() under torch.no_grad()"
+            )
+        return self._run(True, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forward alone, in eval mode, touching nothing that training uses."""
+        return self._run(False, args, kwargs, target, losses, True, loss_kwargs)
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """A step on microbatches that are split already."""
+        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+            if given is not None and (not isinstance(given, list) or len(given) != self._n_microbatches):
+                raise UsageError(f"{name}: pass a list of {self._n_microbatches}, one for each microbatch")
+        args = [Microbatches(column) for column in zip(*(arg_mbs or []), strict=True)]
+        names = list((kwarg_mbs or [{}])[0])
+        kwargs = {name: Microbatches([each[name] for each in kwarg_mbs or []]) for name in names}
+        target = None if target_mbs is None else Microbatches(target_mbs)
+        training = self._loss_fn is not None and not self._schedule_is_forward_only()
+        return self._run(training, args, kwargs, target, losses, return_outputs, loss_kwargs)
+
+    def _schedule_is_forward_only(self) -> bool:
+        return self.family == "forward-only"
+
+    def _run(
+        self,
+        training: bool,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        target: Any,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> Any:
+        if losses is not None and not isinstance(losses, list):
+            raise UsageError(f"losses is a {type(losses).__name__}; pass a list, which the losses are put into")
+        pipe = self.pipeline
+        has_first = any(stage.is_first for stage in self._all_stages)
+        if not has_first and pipe.inputs == "first":
+            args, kwargs = (), {}
+        for stage in self._all_stages:
+            stage.has_backward = training
+            stage.clear_runtime_states()
+        pipe.batch_dims = batch_dims(args, kwargs, self._args_chunk_spec, self._kwargs_chunk_spec)
+        run = pipe.step if training else pipe.evaluate
+        result = run(*args, target=target, loss_kwargs=loss_kwargs, outputs=return_outputs, **kwargs)
+        last = next((stage for stage in self._all_stages if stage.is_last), None)
+        if last is None:
+            return None
+        last.output_chunks = pipe.taken()
+        if losses is not None:
+            found: tuple[Tensor, ...] = result.losses
+            losses[:] = [loss.to(last.device) for loss in found]
+        return result.output

@@ -1,0 +1,143 @@
+"""Chunk specs: torch's way to say along which dimension a value is cut and joined, as `batch_dims` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, UsageError
+from penstock.runtime.microbatch import merge, split_batch
+
+__all__ = [
+    "TensorChunkSpec",
+    "dims_of",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+    "sum_reducer",
+]
+
+
+class TensorChunkSpec:
+    """Cut along this dimension."""
+
+    def __init__(self, split_dim: int) -> None:
+        self.split_dim = split_dim
+
+    def __repr__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorChunkSpec) and other.split_dim == self.split_dim
+
+    def __hash__(self) -> int:
+        return hash(self.split_dim)
+
+    @staticmethod
+    def from_tuple(chunk_dims: Sequence[int]) -> Any:
+        """One spec for each positional argument; tuples in it are followed."""
+        return pytree.tree_map(TensorChunkSpec, tuple(chunk_dims))
+
+    @staticmethod
+    def from_dict(chunk_dims: Mapping[str, int]) -> Any:
+        """One spec for each keyword argument."""
+        return pytree.tree_map(TensorChunkSpec, dict(chunk_dims))
+
+
+class _Replicate:
+    """Every microbatch gets the value whole."""
+
+
+class _CustomReducer:
+    """Joins the outputs of microbatches by a function of (so far, next), from a first value."""
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+sum_reducer = _CustomReducer(torch.tensor(0.0), torch.add)
+
+
+def dims_of(spec: Any) -> Any:
+    """A spec, or a tree of them, as a tree of dimensions: None where nothing is cut. torch's own classes count too."""
+    if spec is None or spec is _Replicate or type(spec).__name__ == "_Replicate":
+        return None
+    if hasattr(spec, "split_dim"):
+        return int(spec.split_dim)
+    if isinstance(spec, Mapping):
+        return {key: dims_of(value) for key, value in spec.items()}
+    if isinstance(spec, (list, tuple)):
+        return tuple(dims_of(value) for value in spec)
+    raise UsageError(f"{spec!r} is no chunk spec; pass TensorChunkSpec(dimension), or None for a value that goes whole")
+
+
+def batch_dims(
+    args: Sequence[Any], kwargs: Mapping[str, Any], args_chunk_spec: Any, kwargs_chunk_spec: Any
+) -> dict[str | int, Any]:
+    """The specs of what this call passes; without a spec all is cut along dimension 0."""
+    found: dict[str | int, Any] = {}
+    if args and args_chunk_spec is not None:
+        if len(args_chunk_spec) != len(args):
+            raise UsageError(f"args_chunk_spec has {len(args_chunk_spec)} entries for {len(args)} positional arguments")
+        found.update({place: dims_of(spec) for place, spec in enumerate(args_chunk_spec)})
+    if kwargs and kwargs_chunk_spec is not None:
+        if set(kwargs_chunk_spec) != set(kwargs):
+            raise UsageError(
+                f"kwargs_chunk_spec names {sorted(kwargs_chunk_spec)}, but the keyword arguments are {sorted(kwargs)}"
+            )
+        found.update({name: dims_of(spec) for name, spec in kwargs_chunk_spec.items()})
+    return found
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Arguments into exactly `chunks` microbatches, the first ones a row longer where they do not divide."""
+    given = dict(kwargs or {})
+    batch = split_batch(chunks, args, given, None, {}, batch_dims(args, given, args_chunk_spec, kwargs_chunk_spec))
+    return batch.args, batch.kwargs
+
+
+def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
+    """Outputs of microbatches as one: joined along a dimension, folded by a reducer, or itself where all agree."""
+    if chunk_spec is None:
+        return merge(chunks, 0)
+    specs, structure = pytree.tree_flatten(chunk_spec, is_leaf=lambda spec: spec is None)
+    columns: list[list[Any]] = [[] for _ in specs]
+    for number, chunk in enumerate(chunks):
+        leaves = pytree.tree_leaves(chunk, is_leaf=lambda leaf: leaf is None)
+        if len(leaves) != len(specs):
+            raise ModelError(
+                f"the output of microbatch {number} has {len(leaves)} values, but output_merge_spec has {len(specs)}; "
+                f"give one spec for each, or leave it out"
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.append(leaf)
+    joined = [_joined(spec, column) for spec, column in zip(specs, columns, strict=True)]
+    return pytree.tree_unflatten(joined, structure)
+
+
+def _joined(spec: Any, column: list[Any]) -> Any:
+    if hasattr(spec, "reduce_fn"):
+        total = spec.init_value
+        for value in column:
+            total = spec.reduce_fn(total, value)
+        return total
+    dim = dims_of(spec)
+    if dim is not None:
+        return torch.cat(column, dim)
+    first = column[0]
+    same = all(torch.equal(value, first) if isinstance(first, Tensor) else value == first for value in column)
+    if not same:
+        raise ModelError(
+            "output_merge_spec says None for an output that differs between microbatches; name a dimension"
+        )
+    return first

@@ -1,0 +1,254 @@
+"""torch's front end for whole models: a model and where to split it become a `Pipe`, and that becomes stages.
+
+The places are names of modules, or calls of `pipe_split()` in a forward. One run of the model on the example shows
+which module is called next after each place; the cut is made before that one, by Penstock's own ways to cut a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.compat.pipelining.stage import _PipelineStageBase, as_tree
+from penstock.errors import ModelError, UsageError
+from penstock.model.cut import cut_model
+from penstock.model.replay.undo import undone
+from penstock.model.split import Split
+
+__all__ = ["Pipe", "PipeInfo", "SplitPoint", "build_stage", "pipe_split", "pipeline"]
+
+_NOTE: ContextVar[Callable[[], None] | None] = ContextVar("penstock_pipe_split", default=None)
+
+
+class SplitPoint(Enum):
+    """Split before a module's forward, or after it."""
+
+    BEGINNING = 1
+    END = 2
+
+
+def pipe_split() -> None:
+    """In a forward: a stage ends here. Does nothing when the model simply runs."""
+    note = _NOTE.get()
+    if note is not None:
+        note()
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What `build_stage` needs to know of a pipe."""
+
+    num_stages: int
+    has_loss_and_backward: bool = False
+    pipe: Any = field(default=None, repr=False)
+
+
+class StageModule(nn.Module):
+    """What a stage owns, under the names that it has in the model. A schedule runs it."""
+
+    def __init__(self, index: int, own: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_own"] = own
+        self.__dict__["_index"] = index
+
+    def train(self, mode: bool = True) -> StageModule:
+        """The mode of the modules that run."""
+        self.__dict__["_own"].train(mode)
+        return super().train(mode)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Only a schedule can."""
+        raise UsageError(
+            f"stage {self.__dict__['_index']} of a Pipe runs in a schedule; call the Pipe for the whole model"
+        )
+
+
+class Pipe(nn.Module):
+    """A model and its cuts."""
+
+    def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any], split_at: list[str]) -> None:
+        super().__init__()
+        self.__dict__["model"] = model
+        self.cut: dict[str, Any] = {"example": example, "split_at": split_at}
+        if not split_at:
+            self.cut = {"example": example, "stages": 1}
+        self.split: Split = cut_model(model, self.cut.get("stages"), example=example, split_at=split_at)
+        self.num_stages = self.split.stages
+        self.has_loss_and_backward = False
+        self._modules_of: dict[int, nn.Module] = {}
+
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: Mapping[str, Any] | None = None,
+        split_policy: Any = None,
+    ) -> Pipe:
+        """The model, cut where its forward calls `pipe_split()`."""
+        return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model, here."""
+        return self.__dict__["model"](*args, **kwargs)
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """What a stage owns, under the model's own names."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise UsageError(f"Invalid stage index {stage_idx}! There are {self.num_stages} stages")
+        if stage_idx not in self._modules_of:
+            part = self.split.parts[stage_idx]
+            state = part.module.state_dict(keep_vars=True)
+            named = ((part.names.get(name, name), tensor) for name, tensor in state.items())
+            self._modules_of[stage_idx] = as_tree(StageModule(stage_idx, part.module), named)
+        return self._modules_of[stage_idx]
+
+    def info(self) -> PipeInfo:
+        """For `build_stage`."""
+        return PipeInfo(self.num_stages, self.has_loss_and_backward, self)
+
+    def build_stage(
+        self, stage_index: int, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None
+    ) -> _PipelineStageBase:
+        """One stage, for a schedule."""
+        return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
+
+    def print_readable(self) -> None:
+        """How it was cut, and what each stage owns."""
+        print(self.split.how)
+        for part in self.split.parts:
+            print(f"stage {part.index}: {', '.join(part.names.values())}")
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> _PipelineStageBase:
+    """One stage of a pipe, for a schedule."""
+    stage = _PipelineStageBase(stage_module, stage_index, pipe_info.num_stages, device, group)
+    stage.pipe = pipe_info.pipe
+    return stage
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, SplitPoint] | None = None,
+    split_policy: Any = None,
+) -> Pipe:
+    """Cut a model at named modules, or where its forward calls `pipe_split()`; the model itself is left as it is."""
+    if split_spec is not None and split_policy is not None:
+        raise UsageError("pass split_spec or split_policy, not both")
+    if split_policy is not None:
+        raise UsageError("a split_policy rewrites torch's graphs, of which there are none here; pass split_spec")
+    if mb_args and mb_kwargs:
+        import inspect
+
+        bound = inspect.signature(module.forward).bind(*mb_args, **mb_kwargs)
+        example: tuple[Any, ...] | dict[str, Any] = dict(bound.arguments)
+        if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in bound.signature.parameters.values()):
+            raise UsageError("a forward of *args or **kwargs takes mb_args or mb_kwargs here, not both")
+    else:
+        example = dict(mb_kwargs) if mb_kwargs else tuple(mb_args)
+    return Pipe(module, example, _places(module, example, dict(split_spec or {})))
+
+
+@dataclass
+class _Log:
+    """What happened in one run: modules that were entered or left, and places to split."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def split(self) -> None:
+        self.events.append(("split", ""))
+
+
+class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Also sees torch's own pipe_split, which is an operation."""
+
+    def __init__(self, log: _Log) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._log = log
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "pippy::_pipe_split":
+            self._log.split()
+        return func(*args, **(kwargs or {}))
+
+
+def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> list[str]:
+    """The names of the modules before which the cuts are, in the order of the forward."""
+    for name, point in spec.items():
+        if name not in dict(module.named_modules()):
+            raise UsageError(f"split_spec: {type(module).__name__} has no module {name!r}")
+        if getattr(point, "name", None) not in SplitPoint.__members__:
+            raise UsageError(f"split_spec[{name!r}] is {point!r}; pass SplitPoint.BEGINNING or SplitPoint.END")
+    log = _Log()
+    with _logged(module, spec, log):
+        if isinstance(example, dict):
+            module(**example)
+        else:
+            module(*example)
+    owners = {name for name, each in module.named_modules() if next(each.parameters(), None) is not None}
+    found: list[str] = []
+    for place, (kind, _) in enumerate(log.events):
+        if kind != "split":
+            continue
+        later = [name for what, name in log.events[place + 1 :] if what == "enter" and name in owners]
+        if not later:
+            raise ModelError(f"nothing with parameters is called after split {len(found) + 1}; leave that one out")
+        before = [name for what, name in log.events[:place] if what == "enter"]
+        if later[0] in before:
+            raise ModelError(
+                f"{later[0]!r} is called on both sides of a split; split elsewhere, or make stages by hand"
+            )
+        found.append(later[0])
+    if len(found) < len(spec):
+        raise ModelError(f"only {len(found)} of the {len(spec)} modules in split_spec are called in the forward")
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _Log) -> Iterator[None]:
+    """Inside, calls are logged; everything that the run changes is put back."""
+    handles = []
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if name in spec and spec[name].name == "BEGINNING":
+                log.split()
+            log.events.append(("enter", name))
+
+        return hook
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if name in spec and spec[name].name == "END":
+                log.split()
+
+        return hook
+
+    for name, each in module.named_modules():
+        if name:
+            handles.append(each.register_forward_pre_hook(before(name)))
+            handles.append(each.register_forward_hook(after(name)))
+    token = _NOTE.set(log.split)
+    try:
+        with undone(module), torch.no_grad(), _TorchSplits(log):
+            yield
+    finally:
+        _NOTE.reset(token)
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,68 @@
+"""The pipeline behind a schedule: `Pipeline`, with torch's way to join outputs and torch's custom functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.compat.pipelining.actions import _of, _PipelineContext
+from penstock.compat.pipelining.microbatch import merge_chunks
+from penstock.compat.pipelining.stage import _PipelineStageBase
+from penstock.pipeline import Pipeline
+from penstock.runtime.handler import Context, Handler
+from penstock.schedule import Action, Op
+
+__all__ = ["Translated", "custom_handler", "weight_handlers"]
+
+
+class Translated(Pipeline):
+    """Keeps each microbatch's output until the schedule takes them."""
+
+    output_merge_spec: Any = None
+    _chunks: Sequence[Any] = ()
+
+    def _merged(self, outputs: Sequence[Any]) -> Any:
+        self._chunks = outputs
+        return merge_chunks(outputs, self.output_merge_spec)
+
+    def taken(self) -> list[Any]:
+        """The outputs of the last step, by microbatch."""
+        found, self._chunks = self._chunks, ()
+        return list(found)
+
+
+def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handler:
+    """A function of torch's (action, ctx) as a handler of ours."""
+
+    def handler(action: Action, context: Context) -> None:
+        batch, losses = context.batch, context.losses
+        seen = _PipelineContext(
+            schedule, batch.args, batch.kwargs, batch.targets, [losses[number] for number in sorted(losses)], context
+        )
+        function(_of(action), seen)
+
+    return handler
+
+
+def weight_handlers(stages: Sequence[_PipelineStageBase]) -> dict[Op, Handler]:
+    """`dw_builder`: asked after each backward for the inputs; what it returns runs with that microbatch's weights."""
+    builders = {stage.stage_index: stage.dw_builder for stage in stages if stage.dw_builder is not None}
+    if not builders:
+        return {}
+    waiting: dict[tuple[int, int], Callable[..., None]] = {}
+
+    def backward(action: Action, context: Context) -> None:
+        context.run(action)
+        builder = builders.get(action.stage)
+        if builder is not None:
+            waiting[action.stage, action.microbatch] = builder()
+            if action.op is Op.B:
+                waiting.pop((action.stage, action.microbatch))()
+
+    def weights(action: Action, context: Context) -> None:
+        context.run(action)
+        runner = waiting.pop((action.stage, action.microbatch), None)
+        if runner is not None:
+            runner()
+
+    return {Op.B: backward, Op.I: backward, Op.W: weights}

@@ -1,0 +1,515 @@
+"""Programs of the shape of upstream's own, for one rank of two: they only know the names that torch has.
+
+The first rank passes the inputs, the last one the target, as people do there.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.compat.pipelining import (
+    PipelineScheduleMulti,
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleFlexibleInterleaved1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    SplitPoint,
+    TensorChunkSpec,
+    _ScheduleForwardOnly,
+    build_stage,
+    pipe_split,
+    pipeline,
+)
+from penstock.compat.pipelining.microbatch import sum_reducer
+from penstock.compat.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+HIDDEN, BATCH = 8, 16
+DEVICE = torch.device("cpu")
+F, B = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+I, W = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
+SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
+SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
+TOTAL = nn.MSELoss(reduction="sum")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1, self.relu, self.net2 = nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net2(self.relu(self.net1(x)))
+        return out
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+        self.split_spec = {f"layers.{index}": SplitPoint.BEGINNING for index in range(1, count)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class WithKeywords(nn.Module):
+    """Splits by a mark in its forward; a parameter and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.register_buffer("shift", torch.randn(HIDDEN))
+        self.lin0, self.lin1 = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.mm(x, self.scale) + y
+        kept = self.shift.clone()
+        x = self.lin0(torch.relu(x))
+        pipe_split()
+        x = torch.relu(x) + kept
+        out: Tensor = self.lin1(x)
+        return out
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.linear(x))
+        return out
+
+
+def made(model: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return model()
+
+
+def data(rows: int = BATCH) -> tuple[Tensor, Tensor]:
+    some = torch.Generator().manual_seed(3)
+    return torch.randn(rows, HIDDEN, generator=some), torch.randn(rows, HIDDEN, generator=some)
+
+
+def run(schedule: Any, x: Tensor, target: Tensor, ends: tuple[bool, bool]) -> tuple[Any, list[Any]]:
+    """One step as the ranks of torch make it."""
+    losses: list[Any] = []
+    given = (x,) if ends[0] else ()
+    output = schedule.step(*given, target=target, losses=losses) if ends[1] else schedule.step(*given)
+    return output, losses
+
+
+def check(
+    schedule: Any, parts: dict[str, nn.Module], whole: nn.Module, ends: tuple[bool, bool], rows: int = BATCH
+) -> None:
+    """Two steps, each after zero_grad: output, loss and gradients are the whole model's."""
+    x, target = data(rows)
+    whole.zero_grad()
+    expected = whole(x)
+    loss = TOTAL(expected, target)
+    loss.backward()
+    for _ in range(2):
+        for part in parts.values():
+            part.zero_grad()
+        output, losses = run(schedule, x, target, ends)
+    if ends[1]:
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(sum(losses), loss.detach())
+    else:
+        assert output is None
+        assert losses == []
+    for prefix, part in parts.items():
+        named = list(part.named_parameters())
+        assert named
+        for name, parameter in named:
+            reference = whole.get_parameter(f"{prefix}{name}")
+            torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-5, atol=1e-5)
+
+
+def manual(schedule_class: Any, indices: list[int], count: int, microbatches: int = 4, **options: Any) -> Any:
+    """A schedule, and the modules by their prefix, of stages made by hand."""
+    whole = made(lambda: Layers(count))
+    parts = {f"layers.{index}.": copy.deepcopy(whole.get_submodule(f"layers.{index}")) for index in indices}
+    stages = [PipelineStage(part, index, count, DEVICE) for part, index in zip(parts.values(), indices, strict=True)]
+    chosen: Any = stages if issubclass(schedule_class, PipelineScheduleMulti) else stages[0]
+    schedule = schedule_class(chosen, microbatches, loss_fn=TOTAL, scale_grads=False, **options)
+    return schedule, parts, whole
+
+
+def loop(rank: int) -> list[int]:
+    return [rank, rank + 2]
+
+
+def vee(rank: int) -> list[int]:
+    return [rank, 3 - rank]
+
+
+def ends_of(indices: list[int], count: int) -> tuple[bool, bool]:
+    return 0 in indices, count - 1 in indices
+
+
+# -- the programs
+
+
+def forward_only(rank: int) -> None:
+    whole = made(lambda: Layers(2))
+    x = data()[0]
+    stage = pipeline(whole, mb_args=(x.chunk(4)[0],), split_spec=whole.split_spec).build_stage(rank, DEVICE)
+    schedule = _ScheduleForwardOnly(stage, 4)
+    reference, here = copy.deepcopy(whole), x.clone()
+    for _ in range(5):  # with messages of the program's own in between
+        if rank == 0:
+            schedule.step(here)
+            dist.recv(here, src=1)
+        else:
+            out = schedule.step()
+            dist.send(out, dst=0)
+    if rank == 1:
+        for _ in range(5):
+            x = reference(x)
+        torch.testing.assert_close(out, x)
+
+
+def by_name(rank: int) -> None:
+    for schedule_class in (ScheduleGPipe, Schedule1F1B):
+        whole = made(lambda: Layers(2))
+        pipe = pipeline(whole, mb_args=(data()[0].chunk(4)[0],), split_spec=whole.split_spec)
+        stage = pipe.build_stage(rank, DEVICE)
+        schedule = schedule_class(stage, 4, loss_fn=TOTAL, scale_grads=False)
+        assert set(stage.submod.state_dict()) < set(whole.state_dict())
+        check(schedule, {"": pipe.get_stage_module(rank)}, copy.deepcopy(whole), (rank == 0, rank == 1))
+
+
+def by_mark(rank: int) -> None:
+    (x, target), y = data(), torch.randn(BATCH, HIDDEN, generator=torch.Generator().manual_seed(9))
+    whole = made(WithKeywords)
+    expected = whole(x, y=y)
+    loss = TOTAL(expected, target)
+    wanted = dict(zip(dict(whole.named_parameters()), torch.autograd.grad(loss, list(whole.parameters())), strict=True))
+    pipe = pipeline(whole, mb_args=(x[:4],), mb_kwargs={"y": y[:4]})
+    assert pipe.num_stages == 2
+    stage = build_stage(pipe.get_stage_module(rank), rank, pipe.info(), DEVICE)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=TOTAL, scale_grads=False)
+    losses: list[Any] = []
+    output = schedule.step(x, y=y) if rank == 0 else schedule.step(target=target, losses=losses)
+    if rank == 1:
+        torch.testing.assert_close(output, expected.detach())
+        torch.testing.assert_close(sum(losses), loss.detach())
+    names = [name for name, _ in stage.submod.named_parameters()]
+    assert names
+    for name, parameter in stage.submod.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def by_hand(rank: int) -> None:
+    for schedule_class in (ScheduleGPipe, Schedule1F1B):
+        check(*manual(schedule_class, [rank], 2), (rank == 0, rank == 1))
+    for looped in (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble):
+        check(*manual(looped, loop(rank), 4, 8), (rank == 0, rank == 1))
+    for placed in (ScheduleZBVZeroBubble, ScheduleDualPipeV):
+        check(*manual(placed, vee(rank), 4, 8), (rank == 0, rank == 0))
+
+
+class ShapedLikeV(PipelineScheduleMulti):
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, scale_grads: bool = True) -> None:
+        super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
+        self.pipeline_order = {
+            0: [_Action(0, F, 0), None, None, _Action(3, F, 0), _Action(3, B, 0), None, None, _Action(0, B, 0)],
+            1: [None, _Action(1, F, 0), _Action(2, F, 0), None, None, _Action(2, B, 0), _Action(1, B, 0), None],
+        }
+
+
+class Unbalanced(PipelineScheduleMulti):
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, scale_grads: bool = True) -> None:
+        super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
+        rows = ["0F0 1F0 . . 4F0 4B0 . . 1B0 0B0", ". . 2F0 3F0 . . 3B0 2B0 . ."]
+        for rank, row in enumerate(rows):
+            self.pipeline_order[rank] = [_Action.from_str(cell.strip(".")) for cell in row.split()]
+
+
+class WithWeights(PipelineScheduleMulti):
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, scale_grads: bool = True) -> None:
+        super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
+        rows = [
+            "0F0 0F1 2F0 2F1 . 2I0 2W0 0I0 2I1 0W0 0I1 2W1 0W1",
+            ". 1F0 1F1 3F0 3I0 3F1 1I0 3I1 3W0 1I1 1W0 3W1 1W1",
+        ]
+        self.pipeline_order = {
+            rank: [_Action.from_str(cell.strip(".")) for cell in row.split()] for rank, row in enumerate(rows)
+        }
+
+
+class WithTransfers(_PipelineScheduleRuntime):
+    def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any = None, scale_grads: bool = True) -> None:
+        super().__init__(stages=stages, n_microbatches=n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
+        down = [(F, 0), (F, 1), (SEND_F, 0), (SEND_F, 1), (RECV_B, 0), (RECV_B, 1), (B, 0), (B, 1)]
+        up = [(RECV_F, 0), (RECV_F, 1), (F, 0), (F, 1), (B, 0), (B, 1), (SEND_B, 0), (SEND_B, 1)]
+        self.pipeline_order_with_comms = {
+            0: [_Action(0, *each) for each in down],
+            1: [_Action(1, *each) for each in up],
+        }
+
+
+def own_orders(rank: int) -> None:
+    cases: list[tuple[Any, dict[int, list[int]], int]] = [
+        (ShapedLikeV, {0: [0, 3], 1: [1, 2]}, 1),
+        (Unbalanced, {0: [0, 1, 4], 1: [2, 3]}, 1),
+        (WithWeights, {0: [0, 2], 1: [1, 3]}, 2),
+        (WithTransfers, {0: [0], 1: [1]}, 2),
+    ]
+    for schedule_class, placed, microbatches in cases:
+        count = sum(map(len, placed.values()))
+        check(*manual(schedule_class, placed[rank], count, microbatches), ends_of(placed[rank], count))
+
+
+def through_files(rank: int) -> None:
+    """An order goes through both kinds of files and runs."""
+    before, _, _ = manual(ScheduleInterleavedZeroBubble, loop(rank), 4, 4)
+    with tempfile.TemporaryDirectory() as folder:
+        for format in ("compute_only", "compute_comms"):
+            file = str(Path(folder) / format)
+            before._dump_csv(file, format=format)
+            schedule, parts, whole = manual(_PipelineScheduleRuntime, loop(rank), 4, 4)
+            schedule._load_csv(file, format=format)
+            assert schedule.pipeline_order_with_comms == before.pipeline_order_with_comms
+            check(schedule, parts, whole, (rank == 0, rank == 1))
+
+
+def custom_functions(rank: int) -> None:
+    seen: list[str] = []
+    schedule, parts, whole = manual(ScheduleDualPipeV, vee(rank), 4, 6)
+
+    def pair(action: Any, ctx: Any) -> None:
+        first, second = action.sub_actions
+        seen.append(f"{first.stage_index} {second.stage_index}")
+        assert ctx.schedule_ref is schedule
+        assert len(ctx.arg_mbs) == len(ctx.kwarg_mbs) == 6
+        ctx.fetch(action)
+        ctx.compute(first)
+        ctx.compute(second)
+
+    def reduce(action: Any, ctx: Any) -> None:
+        seen.append(f"reduce {action.stage_index}")
+
+    schedule.register_custom_function(_ComputationType.OVERLAP_F_B, pair)
+    schedule.register_custom_function(_ComputationType.REDUCE_GRAD, reduce)
+    check(schedule, parts, whole, (rank == 0, rank == 0))
+    assert any(not each.startswith("reduce") for each in seen)
+    assert sorted(each for each in seen if each.startswith("reduce")) == sorted(f"reduce {s}" for s in vee(rank) * 2)
+
+
+def weight_functions(rank: int) -> None:
+    counts = {"built": 0, "run": 0}
+
+    def builder() -> Callable[[], None]:
+        counts["built"] += 1
+
+        def runner() -> None:
+            counts["run"] += 1
+
+        return runner
+
+    for schedule_class, indices, each in ((ScheduleGPipe, [rank], 4), (ScheduleInterleavedZeroBubble, loop(rank), 8)):
+        counts.update(built=0, run=0)
+        count = 2 * len(indices)
+        whole = made(lambda count=count: Layers(count))  # type: ignore[misc]
+        stages = [
+            PipelineStage(whole.get_submodule(f"layers.{index}"), index, count, DEVICE, dw_builder=builder)
+            for index in indices
+        ]
+        schedule: Any = schedule_class(stages[0] if len(stages) == 1 else stages, 4, loss_fn=TOTAL)  # type: ignore[operator]
+        run(schedule, *data(), (rank == 0, rank == 1))
+        assert counts == {"built": each, "run": each}
+
+
+def specs(rank: int) -> None:
+    """Batches along dimension 1, values that go whole, outputs that are summed."""
+
+    class First(nn.Module):
+        def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+            return x + table.sum(), x.sum()
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, total: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, str]:
+            return x * self.weight * (1 if mask is None else mask), total, "same"
+
+    x = torch.arange(24.0).view(3, 8)
+    stage = PipelineStage(First() if rank == 0 else Last(), rank, 2, DEVICE)
+    schedule = ScheduleGPipe(
+        stage,
+        4,
+        args_chunk_spec=(TensorChunkSpec(1), None),
+        kwargs_chunk_spec={"mask": TensorChunkSpec(1)},
+        output_merge_spec=(TensorChunkSpec(1), sum_reducer, None),
+    )
+    mask = torch.rand(1, 8, generator=torch.Generator().manual_seed(1))
+    for rows in (8, 7):  # the second is ragged
+        if rank == 0:
+            schedule.step(x[:, :rows], torch.ones(2))
+        else:
+            out, total, word = schedule.step(mask=mask[:, :rows])
+            torch.testing.assert_close(out, (x[:, :rows] + 2) * mask[:, :rows])
+            torch.testing.assert_close(total, x[:, :rows].sum())
+            assert word == "same"
+            assert len(stage.output_chunks) == 4
+
+
+# -- where torch is wrong
+
+
+def accumulates(rank: int) -> None:
+    """Two steps without zero_grad give twice the gradient; torch divides what was there before again."""
+    for scale_grads in (True, False):
+        schedule, parts, whole = manual(Schedule1F1B, [rank], 2)
+        schedule.scale_grads = scale_grads
+        x, target = data()
+        (TOTAL(whole(x), target) / (4 if scale_grads else 1)).backward()
+        for _ in range(2):
+            run(schedule, x, target, (rank == 0, rank == 1))
+        if rank == 0:
+            schedule.eval(x)
+        else:
+            schedule.eval(target=target)  # which torch lets divide gradients too
+        for prefix, part in parts.items():
+            for name, parameter in part.named_parameters():
+                wanted = 2 * whole.get_parameter(f"{prefix}{name}").grad  # type: ignore[operator]
+                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=1e-6)
+
+
+def ragged(rank: int) -> None:
+    """10 rows in 4 microbatches, a mean loss: the gradient is that of the whole batch."""
+    whole = made(lambda: Layers(2))
+    x, target = data(10)
+    loss = nn.functional.mse_loss(whole(x), target)
+    loss.backward()
+    part = copy.deepcopy(whole.get_submodule(f"layers.{rank}"))
+    part.zero_grad()
+    schedule = Schedule1F1B(PipelineStage(part, rank, 2, DEVICE), 4, loss_fn=nn.functional.mse_loss)
+    output, losses = run(schedule, x, target, (rank == 0, rank == 1))
+    if rank == 1:
+        assert output.shape == (10, HIDDEN)
+        torch.testing.assert_close(sum(w * l for w, l in zip([0.3, 0.3, 0.2, 0.2], losses, strict=True)), loss.detach())
+    for name, parameter in part.named_parameters():
+        reference = whole.get_parameter(f"layers.{rank}.{name}")
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-5, atol=1e-6)
+    shorter = schedule.eval(x[:3]) if rank == 0 else schedule.eval()
+    if rank == 1:
+        torch.testing.assert_close(shorter, whole(x[:3]).detach())
+
+
+def buffers(rank: int) -> None:
+    """No probing: after one step of 3 microbatches the statistics have seen 3 microbatches, and real ones."""
+    torch.manual_seed(0)
+    modules = [Normed(), Normed()]
+    plain = copy.deepcopy(modules)
+    x, target = data(12)
+    schedule = ScheduleGPipe(PipelineStage(modules[rank], rank, 2, DEVICE), 3, loss_fn=nn.functional.mse_loss)
+    for part in x.chunk(3):
+        plain[1](plain[0](part))
+    run(schedule, x, target, (rank == 0, rank == 1))
+    schedule.eval(x) if rank == 0 else schedule.eval(target=target)
+    assert modules[rank].training
+    for name, buffer in modules[rank].named_buffers():
+        torch.testing.assert_close(buffer, plain[rank].get_buffer(name))
+
+
+def few_microbatches(rank: int) -> None:
+    """Fewer microbatches than ranks, and numbers that divide nothing."""
+    for schedule_class, indices, last in (
+        (Schedule1F1B, [rank], 1),
+        (ScheduleInterleaved1F1B, loop(rank), 1),
+        (ScheduleFlexibleInterleaved1F1B, loop(rank), 1),
+        (ScheduleLoopedBFS, loop(rank), 1),
+        (ScheduleZBVZeroBubble, vee(rank), 0),
+        (ScheduleDualPipeV, vee(rank), 0),
+    ):
+        for microbatches in (1, 3, 5):
+            count = 2 * len(indices)
+            check(*manual(schedule_class, indices, count, microbatches), (rank == 0, rank == last), rows=11)
+
+
+def evaluates(rank: int) -> None:
+    """`eval` on V schedules, without a target, and with a dict for an output."""
+    schedule, _, whole = manual(ScheduleZBVZeroBubble, vee(rank), 4)
+    x, target = data()
+    losses: list[Any] = []
+    if rank == 0:
+        torch.testing.assert_close(schedule.eval(x), whole(x).detach())
+        schedule.eval(x, target=target, losses=losses)
+        torch.testing.assert_close(sum(losses), TOTAL(whole(x), target).detach())
+    else:
+        schedule.eval()
+        schedule.eval()
+
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"logits": x * 2, "hidden": [x]}
+
+    named = ScheduleGPipe(PipelineStage(nn.Identity() if rank == 0 else Named(), rank, 2, DEVICE), 4)
+    out = named.step(x) if rank == 0 else named.step()
+    if rank == 1:
+        torch.testing.assert_close(out["logits"], x * 2)
+        torch.testing.assert_close(out["hidden"][0], x)
+
+
+def refused(rank: int) -> list[str]:
+    """What goes wrong on one rank is an error on all, and never a hang."""
+
+    def attempt(function: Callable[[], Any]) -> str:
+        try:
+            function()
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    x, target = data()
+    found = []
+    stage = PipelineStage(Layer(), 0, 2, DEVICE)  # both ranks say that they are stage 0
+    found.append(attempt(lambda: ScheduleGPipe(stage, 2, loss_fn=TOTAL).step(x, target=target)))
+    schedule, _, _ = manual(ScheduleZBVZeroBubble, loop(rank), 4)  # placed as a loop
+    found.append(attempt(lambda: schedule.step(x, target=target)))
+    schedule, _, _ = manual(Schedule1F1B, [rank], 2, 8)
+    found.append(attempt(lambda: run(schedule, x[:3], target[:3], (rank == 0, rank == 1))))  # too few rows
+    with torch.no_grad():
+        found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))
+    found.append(attempt(lambda: schedule.step(x, target=target, losses=())))
+    check(*manual(Schedule1F1B, [rank], 2, 8), (rank == 0, rank == 1))
+    return found
+
+
+PROGRAMS = [
+    forward_only, by_name, by_mark, by_hand, own_orders, through_files, custom_functions, weight_functions, specs,
+    accumulates, ragged, buffers, evaluates,
+]  # fmt: skip
+
+
+def on_a_rank() -> dict[str, Any]:
+    """All programs, in one group: the first that fails ends it, with its traceback."""
+    rank = dist.get_rank()
+    for program in PROGRAMS:
+        program(rank)
+        dist.barrier()
+    return {"refused": refused(rank), "ran": [program.__name__ for program in PROGRAMS]}
+
+
+def on_a_rank_with_few() -> None:
+    few_microbatches(dist.get_rank())

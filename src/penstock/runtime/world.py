@@ -239,8 +239,8 @@ class World:
         is_last = placement.rank_of(placement.stages - 1) == transport.rank
         if args or kwargs or (target is not None and (goal is not None or not is_last)):
             raise UsageError(
-                f"inputs='first': only rank {home} passes a batch to step(), or the last stage's rank its target; "
-                f"rank {transport.rank} did too"
+                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too (the target "
+                f"alone may come from the last stage's rank)"
             )
         batch = cut(given, named, target if goal is None else goal, {**extra, **loss_kwargs}, whole=False)
         batch.rows = rows

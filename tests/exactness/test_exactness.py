@@ -16,6 +16,7 @@ from penstock.runtime.transport import ThreadTransport
 from penstock.runtime.world import World
 
 EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
+SEARCHED = [Case("auto", "transformer", optimizer=True), Case("auto", "skip"), Case("auto", "mlp", stages=2, rows=7)]
 PROCESSES = ["shared", "distributed"]  # transports
 WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
 
@@ -52,11 +53,11 @@ def check_on_processes(cases: list[Case], transport: str) -> None:
 
 
 def test_only_looped_bfs_adds_gradients_in_another_order_than_the_plain_loop() -> None:
-    out_of_order = {case.family for case in [*EVERY, *odd_sizes(), *on_four()] if not case.in_order}
+    out_of_order = {case.family for case in [*EVERY, *SEARCHED, *odd_sizes(), *on_four()] if not case.in_order}
     assert out_of_order == {"looped-bfs"}
 
 
-@pytest.mark.parametrize("case", EVERY, ids=str)
+@pytest.mark.parametrize("case", [*EVERY, *SEARCHED], ids=str)
 def test_threads(case: Case) -> None:
     check(case)
 
@@ -87,7 +88,7 @@ def test_threads_with_recompute(family: str, model: str, recompute: str) -> None
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_two_processes(transport: str) -> None:
     models = ("transformer", "several", "skip")
-    check_on_processes([Case(family, model) for family in TRAINING for model in models], transport)
+    check_on_processes([*SEARCHED, *(Case(family, model) for family in TRAINING for model in models)], transport)
 
 
 def on_four() -> list[Case]:

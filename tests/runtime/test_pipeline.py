@@ -231,6 +231,14 @@ def test_arguments_that_cannot_work(options: dict[str, Any], words: str) -> None
         penstock.Pipeline(arguments.pop("model"), **arguments)
 
 
+def test_a_searched_schedule_has_a_rank_for_each_stage_unless_told_otherwise() -> None:
+    for options, ranks in (({}, 4), ({"ranks": 2}, 2), ({"ranks": 1}, 1)):
+        with penstock.Pipeline(linears(4), schedule="auto", microbatches=3, loss_fn=F.mse_loss, **options) as pipe:
+            assert (pipe.schedule.name, pipe.schedule.ranks, pipe.schedule.stages) == ("auto", ranks, 4)
+    with pytest.raises(UsageError, match="4 stages cannot fill 3 ranks evenly"):
+        penstock.Pipeline(linears(4), schedule="auto", microbatches=3, ranks=3, loss_fn=F.mse_loss)
+
+
 @pytest.mark.parametrize(
     ("schedule", "options", "words"),
     [

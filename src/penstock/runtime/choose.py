@@ -1,4 +1,4 @@
-"""Which schedule a pipeline runs: the one that was given, loaded from a file, or built by name."""
+"""Which schedule a pipeline runs: the one that was given, loaded from a file, built by name or searched for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.errors import UsageError
 from penstock.runtime.world import World
 from penstock.schedule import Schedule, Topology, family
-from penstock.schedule.builders import build
+from penstock.schedule.builders import AUTO, build, is_auto
 
 __all__ = ["choose_schedule"]
 
@@ -40,11 +40,10 @@ def choose_schedule(
         raise UsageError("say how many microbatches a batch is cut into: microbatches=8")
     if ranks is not None and ranks < 1:
         raise UsageError(f"ranks={ranks}: a pipeline has at least 1")
-    entry = family(schedule)
+    name, usual = (AUTO, 1) if is_auto(schedule) else _named(schedule)
     wanted = ranks or world.size
     if wanted is None:
-        per_rank = entry.stages_per_rank if topology.stages % entry.stages_per_rank == 0 else 1
-        wanted = topology.stages // per_rank
+        wanted = topology.stages // (usual if topology.stages % usual == 0 else 1)
     world.check_ranks(wanted, ranks)
     per_rank, left = divmod(topology.stages, wanted)
     if left or not per_rank:
@@ -53,5 +52,11 @@ def choose_schedule(
             f"{topology.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
             f"or pass ranks={max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= wanted)}"
         )
-    built = build(entry.name, wanted, microbatches, per_rank, skips=topology.skips)
+    built = build(name, wanted, microbatches, per_rank, skips=topology.skips)
     return built if built.topology == topology else built.replace(topology=topology)
+
+
+def _named(schedule: str) -> tuple[str, int]:
+    """A family's name, and how many stages a rank it is meant for."""
+    entry = family(schedule)
+    return entry.name, entry.stages_per_rank

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -130,3 +134,47 @@ def test_whatif_takes_a_schedule_from_a_file_and_another_hop() -> None:
     slow = json.loads(call("whatif --from run.json -s zb.csv --hop 0.5 --json").stdout)
     fast = json.loads(call("whatif --from run.json -s zb.csv --hop 0 --json").stdout)
     assert fast["predictions"][0]["makespan"] < slow["predictions"][0]["makespan"]
+
+
+def test_a_terminal_without_utf8_gets_plain_dots() -> None:
+    result = subprocess.run(
+        [Path(sys.executable).parent / "penstock", "view", "1f1b", "-r", "2", "-m", "3", "--width", "60"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "\\x" not in result.stdout
+    assert "rank 1 ...." in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 60
+
+
+def test_the_run_of_a_schedule_without_a_name_predicts_itself() -> None:
+    named = Timeline.load("run.json")
+    for name in ("", "mine/own.csv"):
+        replace(named, schedule=named.schedule.replace(name=name)).save("own.json")
+        (entry,) = json.loads(call("whatif --from own.json --json").stdout)["predictions"]
+        assert entry["schedule"] == (name or "the run's own")
+        assert entry["makespan"] == pytest.approx(named.makespan)
+    replace(named, schedule=named.schedule.replace(name="")).save("own.json")
+    assert "has no name to build others by" in call("whatif --from own.json --ranks 3", 2).stderr
+
+
+@pytest.mark.parametrize("text", ["\x1b[31ms", "s" * 1000])
+def test_a_files_unit_and_name_cannot_write_to_a_terminal(text: str) -> None:
+    document = json.loads(Path("run.json").read_text())
+    Path("odd.json").write_text(json.dumps({**document, "unit": text}))
+    assert "odd.json: unit is no unit of time" in call("view odd.json", 1).stderr
+    if not text.isprintable():
+        document["schedule"]["name"] = text
+        Path("odd.json").write_text(json.dumps(document))
+        assert "'name' is missing or odd" in call("whatif --from odd.json", 1).stderr
+
+
+def test_a_files_own_name_cannot_break_a_picture() -> None:
+    odd = Path("\x1b[31m<b>.json")
+    odd.write_text(Path("run.json").read_text())
+    result = CliRunner().invoke(app, ["view", str(odd), "--svg", "odd.svg", "--html", "odd.html"])
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout.replace(str(odd), "")
+    assert ElementTree.parse("odd.svg").getroot().tag.endswith("svg")

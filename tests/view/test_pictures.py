@@ -91,6 +91,7 @@ def test_what_is_in_flight_peaks_where_the_timeline_says(name: str) -> None:
 
 def test_times_are_told_in_a_fitting_unit() -> None:
     assert [time_text(value, "s") for value in (0, 2.5, 0.0123456, 5e-6)] == ["0 s", "2.5 s", "12.35 ms", "5 us"]
+    assert [time_text(value, "s") for value in (0.99999, 0.00099999)] == ["1 s", "1 ms"]
     assert time_text(3, "") == "3"
 
 

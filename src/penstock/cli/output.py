@@ -36,6 +36,7 @@ __all__ = [
     "write",
     "write_faults",
     "write_json",
+    "writes",
 ]
 
 Parameters = ParamSpec("Parameters")
@@ -56,6 +57,15 @@ def write(text: str, stream: TextIO | None = None) -> None:
     except OSError as error:  # a full disk: what is still in the buffer must not fail again at the end
         _close(stream)
         raise OSError(error.errno, error.strerror, name) from None
+
+
+def writes(text: str) -> bool:
+    """Has stdout these letters? A terminal without UTF-8 does not."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _close(stream: TextIO) -> None:

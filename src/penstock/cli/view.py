@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 
 from penstock.cli.costs import Forward, Hop, Input, Weight, amount, amounts
-from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json
+from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import find_run, load_run
 from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_proved, whole
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.calibrate import costs_of, fitted
 from penstock.view.account import account
-from penstock.view.figures import SHARES, idle_shares
-from penstock.view.gantt import gantt
+from penstock.view.figures import SHARES, idle_shares, printable
+from penstock.view.gantt import IDLE, gantt
 from penstock.view.page import save_page
 from penstock.view.png import save_png
 from penstock.view.run import Run
@@ -130,7 +130,7 @@ def _runs(sources: Sequence[str], sizes: Sizes, predicted: bool, given: dict[str
 
 
 def _label(source: str) -> str:
-    return Path(source).name or source
+    return printable(Path(source).name or source)
 
 
 def _priced(schedule: Schedule, costs: Costs) -> Timeline:
@@ -151,7 +151,7 @@ def _chart(runs: Sequence[Run], columns: int) -> str:
     colour = paints()
     console = Console(width=columns, force_terminal=colour, no_color=not colour, highlight=False)
     with console.capture() as captured:
-        console.print(gantt(runs, columns))
+        console.print(gantt(runs, columns, ascii_only=not writes(IDLE)))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

@@ -110,19 +110,20 @@ def whatif(
 def _predict(
     name: str, run: Timeline, costs: Costs, beside: float, sizes: tuple[int | None, int | None, int | None]
 ) -> Prediction:
-    if not name:
-        raise UsageError("the run's schedule has no name to build others by; give --schedule")
-    if is_file(name):
-        schedule = read_proved(name, *sizes)
-    elif sizes == (None, None, None) and name == run.schedule.name:
+    own = name == run.schedule.name
+    if own and sizes == (None, None, None):
         schedule = run.schedule
+    elif not name:
+        raise UsageError("the run's schedule has no name to build others by; give --schedule")
+    elif is_file(name):
+        schedule = read_proved(name, *sizes)
     else:
         wanted = (sizes[0] or run.ranks, sizes[1] or run.schedule.microbatches, sizes[2])
         schedule = read_proved(name, *wanted)
     timeline = simulate(schedule, fitted(costs, schedule, run.schedule.stages))
     return Prediction(
         schedule,
-        name if is_file(name) else schedule.name,
+        name if is_file(name) and not own else schedule.name or "the run's own",
         timeline.makespan,
         timeline.makespan + beside,
         timeline.bubble,

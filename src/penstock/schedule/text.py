@@ -213,6 +213,8 @@ def from_json(text: str) -> Schedule:
     missing = [key for key in _KEYS if type(document.get(key)) is not _KEYS[key]]
     if not missing and not PASSES.issuperset(map(str, document["passes"])):
         missing = ["passes"]
+    if not missing and not document["name"].isprintable():  # it is shown on terminals
+        missing = ["name"]
     if missing:
         raise NotationError([Fault(f"the JSON is not a whole schedule: {key!r} is missing or odd") for key in missing])
     try:

@@ -26,6 +26,7 @@ __all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
 
 FORMAT = 1
 MARK = "penstock_timeline"
+LONGEST_UNIT = 20
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 
@@ -87,6 +88,8 @@ def from_json(text: str) -> Timeline:
     known: dict[str, Action] = {}
     spans, chores = (tuple(_spans(document[name], name, schedule, known, faults)) for name in ("spans", "chores"))
     walls = tuple(_walls(document["walls"], schedule.ranks, faults))
+    if len(document["unit"]) > LONGEST_UNIT or not document["unit"].isprintable():
+        faults.append(Fault(f"unit is no unit of time, such as 's': {document['unit'][:40]!r}"))
     if not _is_time(document["clock_error"]):
         faults.append(Fault(f"clock_error is no time: {document['clock_error']}"))
     peaks = [document[name] for name in ("peak_activations", "peak_memory")]

@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 from penstock.schedule import Op, Timeline
 
-__all__ = ["COLOURS", "MEANINGS", "SHARES", "Idle", "idle_shares", "in_flight", "number", "percent", "time_text"]
+__all__ = [
+    "COLOURS",
+    "MEANINGS",
+    "SHARES",
+    "Idle",
+    "idle_shares",
+    "in_flight",
+    "number",
+    "percent",
+    "printable",
+    "time_text",
+]
 
 # Okabe and Ito's colours, which people of every kind of sight can tell apart; dark text is readable on each. The
 # letter is always there too.
@@ -28,6 +39,7 @@ MEANINGS = {
 }
 
 
+ROUNDED = 0.99995  # of a unit is written as a whole one
 SHARES = ("fill", "wait", "drain", "other")
 
 
@@ -83,6 +95,11 @@ def in_flight(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
     return found
 
 
+def printable(text: str) -> str:
+    """Without letters that would do something to a terminal, or that XML has no place for."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
 def number(value: float) -> str:
     """Four digits, and no trailing zeros."""
     return f"{value:.4g}"
@@ -98,6 +115,6 @@ def time_text(value: float, unit: str) -> str:
     if unit != "s":
         return f"{number(value)} {unit}".rstrip()
     for name, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(value) >= size:
+        if abs(value) >= ROUNDED * size:
             return f"{number(value / size)} {name}"
     return f"{number(value / 1e-6)} us" if value else "0 s"

@@ -17,7 +17,7 @@ from penstock.schedule import Op, Span, Timeline
 from penstock.view.figures import COLOURS, MEANINGS, SHARES, idle_shares, percent, time_text
 from penstock.view.run import Run, same_unit
 
-__all__ = ["gantt", "legend"]
+__all__ = ["IDLE", "gantt", "legend"]
 
 IDLE = "·"
 FILL = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+"}  # tells a long action from idle where there is no colour

@@ -7,6 +7,7 @@ from html import escape
 from os import PathLike
 from pathlib import Path
 
+from penstock.view.figures import printable
 from penstock.view.picture import Box, Picture, Words, picture
 from penstock.view.run import Run
 
@@ -32,7 +33,7 @@ def svg(runs: Sequence[Run]) -> str:
 def render(drawn: Picture) -> str:
     """Any picture as SVG."""
     size = f'width="{drawn.width:g}" height="{drawn.height:g}" viewBox="0 0 {drawn.width:g} {drawn.height:g}"'
-    name = escape(drawn.title)
+    name = _safe(drawn.title)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">',
         f"<title>{name}</title><style>{STYLE.strip()}</style>",
@@ -43,13 +44,17 @@ def render(drawn: Picture) -> str:
     return "\n".join(lines)
 
 
+def _safe(text: str) -> str:
+    return escape(printable(text))
+
+
 def _paint(colour: str) -> str:
     return f'fill="{colour}"' if colour.startswith("#") else f'class="{colour}"'
 
 
 def _box(box: Box) -> str:
     place = f'x="{box.x:.2f}" y="{box.y:.2f}" width="{max(box.width, 0.1):.2f}" height="{box.height:.2f}"'
-    title = f"<title>{escape(box.title)}</title>" if box.title else ""
+    title = f"<title>{_safe(box.title)}</title>" if box.title else ""
     return f"<rect {place} {_paint(box.colour)}>{title}</rect>" if title else f"<rect {place} {_paint(box.colour)}/>"
 
 
@@ -58,4 +63,4 @@ def _words(words: Words) -> str:
     if words.bold:
         colour = colour.replace('class="', 'class="bold ') if "class" in colour else f'{colour} class="bold"'
     anchor = "" if words.anchor == "start" else f' text-anchor="{words.anchor}"'
-    return f'<text x="{words.x:.2f}" y="{words.y:.2f}"{anchor} {colour}>{escape(words.text)}</text>'
+    return f'<text x="{words.x:.2f}" y="{words.y:.2f}"{anchor} {colour}>{_safe(words.text)}</text>'

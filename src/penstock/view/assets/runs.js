@@ -63,10 +63,12 @@ function short(value) {
   return `${Number(value.toPrecision(4))}`;
 }
 
+const ROUNDED = 0.99995; // of a unit is written as a whole one
+
 function timeText(value, unit) {
   if (unit !== "s") return `${short(value)}${unit ? " " + unit : ""}`;
-  if (Math.abs(value) >= 1 || value === 0) return `${short(value)} s`;
-  if (Math.abs(value) >= 1e-3) return `${short(value * 1e3)} ms`;
+  if (Math.abs(value) >= ROUNDED || value === 0) return `${short(value)} s`;
+  if (Math.abs(value) >= ROUNDED * 1e-3) return `${short(value * 1e3)} ms`;
   return `${short(value * 1e6)} \u00b5s`;
 }
 

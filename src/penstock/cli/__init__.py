@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 import penstock
+from penstock.cli.checkpoint import checkpoint
 from penstock.cli.compare import compare
 from penstock.cli.output import complain
 from penstock.cli.search import search
@@ -34,6 +35,7 @@ EXAMPLES = """Examples:\n
   penstock search -r 8 -m 32 --weight 0.7 --hop 0.05 --memory 8 --save best.csv
   penstock view 1f1b zb-v -r 4 -m 8 --html page.html
   penstock whatif --from run.json --ranks 8 --schedule zb-v
+  penstock checkpoint verify runs/checkpoints
 """
 
 
@@ -68,6 +70,7 @@ app = typer.Typer(
 )
 for command in (show, verify, simulate, compare, search, view, whatif):
     app.command(short_help=(command.__doc__ or "").partition(":")[0].partition(".")[0] + ".")(command)
+app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")
 
 
 def _version(wanted: bool) -> None:

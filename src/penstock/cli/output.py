@@ -1,6 +1,6 @@
 """How the command writes: text, JSON, faults and complaints, and with which exit code.
 
-0: done; 1: the schedule in a file is wrong, and every fault is listed; 2: the command was
+0: done; 1: the schedule or checkpoint in a file is wrong, and every fault is listed; 2: the command was
 called with something that cannot work, and one paragraph on stderr says what would.
 
 Colour goes to terminals alone. A reader that stops early (`| head`) ends the output and not
@@ -20,7 +20,7 @@ from typing import Any, NoReturn, ParamSpec, TextIO
 import typer
 from rich.console import Console
 
-from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.errors import CheckpointError, Fault, ScheduleError, UsageError
 
 __all__ = [
     "complain",
@@ -112,6 +112,12 @@ def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
                 write_json({"faults": [document_of(fault) for fault in error.faults]})
             else:
                 write_faults(str(options.get("source", "the schedule")), error.faults, sys.stderr)
+            raise typer.Exit(1) from None
+        except CheckpointError as error:
+            if options.get("as_json"):
+                write_json({"error": str(error)})
+            else:
+                complain(str(error))
             raise typer.Exit(1) from None
         except UsageError as error:
             refuse(str(error))

@@ -112,6 +112,7 @@ class Split:
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
     allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
     recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
+    origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
 
     @property
     def stages(self) -> int:

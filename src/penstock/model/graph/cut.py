@@ -15,6 +15,7 @@ from penstock.model.graph.places import choose_cuts, find_cuts, modules_of
 from penstock.model.graph.stages import build_stages
 from penstock.model.graph.structure import Arguments
 from penstock.model.graph.values import Values
+from penstock.model.origin import origin_of
 from penstock.model.split import Split
 
 __all__ = ["split_by_graph"]
@@ -46,7 +47,7 @@ def split_by_graph(
     counts = ", ".join(str(stage.operations) for stage in program.stages)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     how = f"torch.export graph ({sizes}), operations a stage: {counts}"
-    return Split(parts, programs.topology, how)
+    return Split(parts, programs.topology, how, origin=origin_of(model))
 
 
 def _fixed(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.balancing import Balancing
 from penstock.model.lazy import is_lazy
+from penstock.model.origin import origin_of
 from penstock.model.profile import Weight, profile_calls
 from penstock.model.replay.calls import PARAMETER, Leaf, Recording
 from penstock.model.replay.part import ReplayPart
@@ -79,6 +80,7 @@ def _assemble(
         cuts=tuple(cuts),
         allowed=tuple(_starts(modules, recording)[1:]),
         recut=lambda others: _assemble(model, units, recording, weights, others, defaults),
+        origin=origin_of(model),
     )
 
 

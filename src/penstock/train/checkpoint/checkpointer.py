@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpointer", "Loaded", "load", "save"]
 
 AT_ONCE = 2  # copies: one that is being written, one that waits
+BEAT = 1.0  # seconds: how long a process waits for its own files before it looks for the others
 SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
 
 
@@ -54,7 +55,7 @@ class Checkpointer:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such rule")
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()
         self.async_save = async_save
         self._files = Directory(self.directory, keep_last, keep_every)
         self._planner = Planner()
@@ -142,36 +143,46 @@ class Checkpointer:
         )
 
     def _settle(self, processes: Processes, leave: int = 0) -> None:
-        """Wait until at most `leave` saves are under way; raise what went wrong in any, on every process alike."""
-        mine = self._collect(leave)
-        told = processes.exchange(None if mine is None else (str(mine), isinstance(mine, GivenUp)))
-        if not any(told):
+        """Wait until at most `leave` saves are under way; raise what went wrong in any, on every process alike.
+
+        The processes keep in touch meanwhile, so that one that dies or stalls does not keep the others waiting.
+        """
+        settled, mine, beat = False, None, 0.0
+        while not settled:
+            done, error = self._collect(leave, beat)
+            mine, beat = mine or error, BEAT
+            told = processes.exchange((done, None if mine is None else (str(mine), isinstance(mine, GivenUp))))
+            settled = all(each for each, _ in told)
+        causes = [(said[1], number, said[0]) for number, (_, said) in enumerate(told) if said is not None]
+        if not causes:
             return
         self._collect(0)  # the same save fails everywhere, here perhaps a moment later: one error is enough
         if mine is not None and not isinstance(mine, GivenUp):
             raise mine
-        causes = [(each[1], number, each[0]) for number, each in enumerate(told) if each is not None]
         _, number, text = min(causes)  # a cause before those who gave up because of it
         raise CheckpointError(f"process {number}: {text}", path=self.directory) from mine
 
-    def _collect(self, leave: int) -> BaseException | None:
-        """The first error of the saves that have ended, of which all but `leave` are waited for."""
+    def _collect(self, leave: int, seconds: float | None = None) -> tuple[bool, BaseException | None]:
+        """Whether at most `leave` saves are under way, after so long a wait; and the first error of the others."""
         first = None
         while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
             saving, future = self._under_way[0]
-            error = future.exception()
+            try:
+                error = future.exception(seconds)
+            except TimeoutError:
+                return False, first
             self._under_way.pop(0)
             if saving.body is not None:
                 self._bodies.append(saving.body)
             first = first or error
-        return first
+        return True, first
 
     def wait(self) -> None:
         """Until all that was saved is whole, on every process; raises what went wrong."""
         pipe = None if self._pipe is None else self._pipe()
         if pipe is not None and not pipe._closed:
             self._settle(Processes(pipe, "wait()"))
-        elif (error := self._collect(0)) is not None:
+        elif (error := self._collect(0)[1]) is not None:
             raise error
 
     # -- finding and loading
@@ -202,7 +213,7 @@ class Checkpointer:
         """Wait for what is under way here, and let other runs write to the directory; raises what went wrong here."""
         self._closed = True
         try:
-            error = self._collect(0)
+            _, error = self._collect(0)
         finally:
             if self._writer is not None:
                 self._writer.shutdown()

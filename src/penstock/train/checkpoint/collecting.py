@@ -97,4 +97,5 @@ def document_of(step: int, pipe: Pipeline, config: Any, processes: int, serial: 
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
+        "origin": pipe.split.origin,
     }

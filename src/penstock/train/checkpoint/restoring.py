@@ -28,9 +28,9 @@ def fit_model(pipe: Pipeline, contents: Contents, plain: Mapping[str, Any]) -> d
     """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs."""
     tensors, path = contents.tensors, contents.path
     targets: dict[str, Tensor] = {}
-    wrong: list[str] = []
+    known, wrong = names_in(pipe, contents)
     for name, value in model_entries(pipe):
-        key = f"model.{name}"
+        key = f"model.{known.get(name, name)}"
         if not isinstance(value, Tensor):
             if name not in plain:
                 wrong.append(f"the extra state {name} is not in it")
@@ -44,15 +44,34 @@ def fit_model(pipe: Pipeline, contents: Contents, plain: Mapping[str, Any]) -> d
             wrong.append(f"{name} is {saved['dtype']} in it and {_dtype_name(value)} in the model")
         else:
             targets[key] = value.detach()
-    known = set(_all_names(pipe))
+    everything = set(_all_names(pipe))
     all_saved = (key.removeprefix("model.") for key in tensors if key.startswith("model."))
-    foreign = sorted(name for name in all_saved if name not in known)
+    foreign = sorted(name for name in all_saved if name not in everything)
     if foreign:
         more = ", ..." if len(foreign) > 5 else ""
         wrong.insert(0, f"{len(foreign)} of its tensors are not in the model: {', '.join(foreign[:5])}{more}")
     if wrong:
         raise CheckpointError(_listed(f"{path} does not fit the model", wrong), path=path)
     return targets
+
+
+def names_in(pipe: Pipeline, contents: Contents) -> tuple[dict[str, str], list[str]]:
+    """Tied parameters that were saved under another of their names, by the one they have here; and what is wrong.
+
+    Which of its names comes first can depend on the way of cutting: in a graph, on where the module that reads it went.
+    """
+    places: dict[str, list[str]] = {}
+    for other, first in own_names(pipe).items():
+        places.setdefault(first, [first]).append(other)
+    names: dict[str, str] = {}
+    wrong: list[str] = []
+    for first, every in places.items():
+        saved = [name for name in dict.fromkeys(every) if f"model.{name}" in contents.tensors]
+        if len(saved) > 1:
+            wrong.append(f"{' and '.join(saved)} are {len(saved)} tensors in it and one in the model")
+        elif saved:
+            names[first] = saved[0]
+    return names, wrong
 
 
 def _all_names(pipe: Pipeline) -> Iterable[str]:
@@ -70,7 +89,8 @@ class OptimizerFit:
         self.targets: dict[str, Tensor] = {}
         self._optimizers = optimizers
         self._state = plain["state"]
-        self._names = names_by_parameter(pipe)
+        known, _ = names_in(pipe, contents)
+        self._names = {number: known.get(name, name) for number, name in names_by_parameter(pipe).items()}
         self._nothing = pipe._nothing
         self._contents = contents
         self._saved = [(group, decode(group["options"], contents.tensor)) for group in plain["groups"]]

@@ -1,0 +1,247 @@
+"""`penstock checkpoint`: what checkpoints there are, whether they are whole, and what is in them.
+
+Listing and verifying read text and bytes, so they answer without torch; what looks into tensors loads it when called.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.output import guarded, working, write, write_json
+from penstock.cli.source import AsJson
+from penstock.errors import CheckpointError, UsageError
+from penstock.train.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoints_in,
+    damages,
+    find_newest,
+    read_manifest,
+)
+
+__all__ = ["checkpoint"]
+
+checkpoint = typer.Typer(
+    name="checkpoint",
+    help="Checkpoints: list them, verify them, export their weights, compare two.",
+    rich_markup_mode=None,
+)
+
+
+@checkpoint.callback(invoke_without_command=True)
+def _entry(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+One = Annotated[str, typer.Argument(help="A checkpoint, or a directory of them: then the newest whole one.")]
+SHOWN = 20
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def said(size: float) -> str:
+    """Bytes, as people say them."""
+    for unit in UNITS:
+        if size < 1000 or unit == UNITS[-1]:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    raise AssertionError("unreachable")
+
+
+def found_in(place: str) -> list[Path]:
+    """The checkpoint at a place, or all in the directory there."""
+    path = Path(place)
+    if (path / MANIFEST).exists():
+        return [path]
+    if not path.exists():
+        raise UsageError(f"{place} is not there")
+    found = [named.path for named in checkpoints_in(path)]
+    if not found:
+        raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
+    return found
+
+
+def one_in(place: str) -> Path:
+    """The checkpoint at a place, or the newest whole one in the directory there."""
+    found = found_in(place)
+    if found == [Path(place)]:
+        return found[0]
+    newest, problems = find_newest(Path(place))
+    if newest is None:
+        raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
+    return newest
+
+
+def _looked_at(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return None, [str(error)]
+    return manifest, list(damages(path, manifest, sums=sums))
+
+
+def _document(path: Path, manifest: Manifest | None, wrong: list[str]) -> dict[str, Any]:
+    document: dict[str, Any] = {"path": str(path), "whole": not wrong, "problems": wrong}
+    if manifest is not None:
+        document |= {
+            "step": manifest.step,
+            "serial": manifest.serial,
+            "saved_at": manifest.saved_at,
+            "bytes": manifest.bytes,
+            "layout": dict(manifest.layout),
+            "versions": dict(manifest.versions),
+            "config": manifest.config,
+        }
+    return document
+
+
+@checkpoint.command("list", short_help="The checkpoints of a directory.")
+@guarded
+def list_(
+    directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")],
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints of a directory, the newest last; whole or not goes by manifest and sizes."""
+    looked = [(path, *_looked_at(path, sums=False)) for path in found_in(directory)]
+    looked.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
+    if as_json:
+        write_json([_document(*each) for each in looked])
+        return
+    rows = [("checkpoint", "step", "saved at", "size", "stages", "schedule", "processes", "")]
+    for path, manifest, wrong in looked:
+        if manifest is None:
+            rows.append((path.name, "", "", "", "", "", "", wrong[0]))
+            continue
+        layout = manifest.layout
+        rows.append(
+            (
+                path.name,
+                str(manifest.step),
+                manifest.saved_at,
+                said(manifest.bytes),
+                str(layout.get("stages", "")),
+                str(layout.get("schedule", "")),
+                str(layout.get("processes", "")),
+                wrong[0] if wrong else "whole",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        write("  ".join([*cells, row[-1]]).rstrip())
+
+
+@checkpoint.command("verify", short_help="Read all of them and compare checksums.")
+@guarded
+def verify(
+    places: Annotated[list[str], typer.Argument(help="Checkpoints, or directories of them.")],
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of checkpoints and compare checksums; exit code 1 where one is damaged."""
+    looked = []
+    for place in places:
+        for path in found_in(place):
+            with working(f"reading {path}"):
+                looked.append((path, *_looked_at(path, sums=True)))
+    if as_json:
+        write_json([_document(*each) for each in looked])
+    else:
+        for path, manifest, wrong in looked:
+            if wrong or manifest is None:
+                write("\n".join([f"{path}: damaged", *(f"  {line}" for line in wrong)]))
+            else:
+                count = f"{len(manifest.files)} files, {said(manifest.bytes)}"
+                write(f"{path}: whole (step {manifest.step}, {count}, every checksum right)")
+    if any(wrong for _, _, wrong in looked):
+        raise typer.Exit(1)
+
+
+@checkpoint.command("export", short_help="The weights as safetensors.")
+@guarded
+def export(
+    source: One,
+    out: Annotated[str, typer.Argument(help="A new directory, or a file that ends in .safetensors.")],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Write floating-point tensors as float32, float16 or bfloat16.")
+    ] = None,
+    file_size: Annotated[
+        str | None, typer.Option("--file-size", help="The most that one file holds, such as 5GB; else one file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the weights as safetensors; in Hugging Face's layout where the model came from transformers."""
+    limit = None if file_size is None else _bytes_of(file_size)
+    path = one_in(source)
+    from penstock.train.checkpoint.export import export as write_out
+
+    with working(f"exporting {path}"):
+        done = write_out(path, out, dtype=dtype, file_bytes=limit)
+    if as_json:
+        write_json(
+            {
+                "checkpoint": str(path),
+                "files": [str(file) for file in done.files],
+                "tensors": done.tensors,
+                "bytes": done.bytes,
+                "huggingface": done.huggingface,
+            }
+        )
+        return
+    write(f"{path}: {done.tensors} tensors, {said(done.bytes)}, written to")
+    for file in done.files:
+        write(f"  {file}")
+    if done.huggingface:
+        write(f"load them with AutoModel.from_pretrained({str(Path(out))!r}), or the class that config.json names")
+
+
+def _bytes_of(text: str) -> int:
+    for power, unit in reversed(list(enumerate(UNITS))):
+        number = text.strip().upper().removesuffix(unit.upper())
+        if number != text.strip().upper():
+            try:
+                return int(float(number) * 1000**power)
+            except ValueError:
+                break
+    raise UsageError(f"--file-size {text}: write a number and a unit, such as 5GB or 500MB")
+
+
+@checkpoint.command("diff", short_help="Two of them, tensor by tensor.")
+@guarded
+def diff(
+    one: One,
+    other: One,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also compare what processes keep: generators, data, scheduler.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints tensor by tensor, whatever their layouts; exit code 1 where they differ."""
+    paths = one_in(one), one_in(other)
+    from penstock.train.checkpoint.difference import compare
+
+    with working("comparing"):
+        found = compare(*paths, everything=everything)
+    if as_json:
+        changes = [{"name": c.name, "what": c.what, "largest": c.largest, "share": c.share} for c in found.changes]
+        write_json(
+            {
+                "checkpoints": [str(path) for path in paths],
+                "steps": found.steps,
+                "same": found.same,
+                "changes": changes,
+                "config": found.config,
+            }
+        )
+    else:
+        write(f"steps {found.steps[0]} and {found.steps[1]}: {found.same} tensors are the same to the bit")
+        for change in found.changes[:SHOWN]:
+            write(f"  {change.name}: {change.what}")
+        if len(found.changes) > SHOWN:
+            write(f"  ... and {len(found.changes) - SHOWN} more (all with --json)")
+        for line in found.config:
+            write(f"  {line}")
+    if found:
+        raise typer.Exit(1)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
     from penstock.runtime.batch_norm import defer_batch_norm as defer_batch_norm
+    from penstock.runtime.batch_norm import exact_batch_norm as exact_batch_norm
     from penstock.runtime.batch_norm import restore_batch_norm as restore_batch_norm
     from penstock.runtime.groups import parameter_groups as parameter_groups
     from penstock.runtime.losses import add_loss as add_loss
@@ -50,6 +51,7 @@ _HOMES = {
     "add_loss": "penstock.runtime.losses",
     "current_microbatch": "penstock.runtime.phase",
     "defer_batch_norm": "penstock.runtime.batch_norm",
+    "exact_batch_norm": "penstock.runtime.batch_norm",
     "is_checkpointing": "penstock.runtime.phase",
     "is_recomputing": "penstock.runtime.phase",
     "lazy": "penstock.model.lazy",
@@ -77,6 +79,7 @@ __all__ = [
     "add_loss",
     "current_microbatch",
     "defer_batch_norm",
+    "exact_batch_norm",
     "is_checkpointing",
     "is_recomputing",
     "lazy",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ParityError
+from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
@@ -96,6 +96,11 @@ def parity(
     emits several tensors, whose gradients meet in another order: these may differ by a few roundings.
     The model itself is not touched. Ranks are threads.
     """
+    if pipeline.get("batch_norm") == "exact":
+        raise UsageError(
+            "parity() goes microbatch by microbatch, and batch_norm='exact' normalises the batch as a whole; compare "
+            "such a pipeline with the plain model on the whole batch"
+        )
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
     with Pipeline(copy.deepcopy(model), **options) as pipe:

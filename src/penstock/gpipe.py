@@ -21,7 +21,7 @@ from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
 from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split, more_than_its_layers
-from penstock.runtime.batch_norm import defer_batch_norm
+from penstock.runtime.batch_norm import prepare_batch_norm
 from penstock.runtime.calls import Calls
 from penstock.runtime.gpipe_arguments import check_gpipe
 from penstock.runtime.microbatch import count_for, split_batch
@@ -45,6 +45,8 @@ class GPipe(nn.Module):
         checkpoint: str = "except_last",
         devices: Sequence[torch.device | str] | None = None,
         deferred_batch_norm: bool = False,
+        batch_norm: str = "microbatch",
+        batch_norm_group: Any = None,
         stages: int | None = None,
         batch_dims: Mapping[str | int, Any] | None = None,
         timeout: float = 3600.0,
@@ -60,9 +62,8 @@ class GPipe(nn.Module):
         self.devices = None if devices is None else [torch.device(device) for device in devices]
         self.batch_dims = dict(batch_dims or {})
         self.timeout = timeout
-        self.deferred_batch_norm = deferred_batch_norm
-        if deferred_batch_norm:
-            defer_batch_norm(model)
+        self.batch_norm = "deferred" if deferred_batch_norm else batch_norm
+        prepare_batch_norm(model, self.batch_norm, batch_norm_group)
         counts = list(balance) if isinstance(balance, Sequence) and not isinstance(balance, str) else None
         self._how = "parameters" if balance is None or isinstance(balance, int) else balance
         Balancing(self._how)  # which refuses what it does not know

@@ -20,7 +20,7 @@ from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
 from penstock.parallel.wanted import Composition
 from penstock.runtime.arguments import check_arguments, op_of
-from penstock.runtime.batch_norm import prepare_batch_norm
+from penstock.runtime.batch_norm import prepare_batch_norm, whole_stages
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput
@@ -34,6 +34,7 @@ from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
 from penstock.schedule.builders import forward_program
+from penstock.schedule.gather import gather
 from penstock.schedule.timeline import peaks
 
 __all__ = ["Pipeline", "StepResult"]
@@ -68,6 +69,7 @@ class Pipeline(Feed):
         recompute: str = "never",
         precision: str | torch.dtype | None = None,
         batch_norm: str = "microbatch",
+        batch_norm_group: Any = None,
         loss_reduction: str = "mean",
         loss_weight: Callable[[Any], Any] | None = None,
         init: Callable[[str, Tensor], Any] | None = None,
@@ -91,7 +93,7 @@ class Pipeline(Feed):
             def schedule_for(count: int) -> Schedule:
                 return choose_schedule(schedule, Topology.chain(count), microbatches, ranks, world)
 
-            prepare_batch_norm(model, batch_norm)
+            prepare_batch_norm(model, batch_norm, batch_norm_group)
             balancing = Balancing(balance, speeds, optimizer, schedule_for, world.first_says, world.is_first)
             self.split = cut_model(
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
@@ -117,7 +119,8 @@ class Pipeline(Feed):
     def _prove(self, schedule: Schedule) -> None:
         """Take a schedule: lowered, and proved to end, before anything runs."""
         self.schedule = schedule
-        self.program = lower(schedule, **self.composition.lowering) if not schedule.passes else schedule
+        lowered = lower(schedule, **self.composition.lowering) if not schedule.passes else schedule
+        self.program = gather(lowered, whole_stages(self.split.parts))
         verify(self.program)
         self.microbatches = schedule.microbatches
         self._inference: dict[int, Schedule] = {}
@@ -204,7 +207,8 @@ class Pipeline(Feed):
         count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
         program = self._inference.get(count)
         if program is None:
-            program = self._inference[count] = self.replicas.lowered(forward_program(self.schedule, count))
+            gathered = gather(forward_program(self.schedule, count), whole_stages(self.split.parts, always=True))
+            program = self._inference[count] = self.replicas.lowered(gathered)
         self.clock.training = False
         modes = [(module, module.training) for part in self.crew.modules().values() for module in part.modules()]
         try:

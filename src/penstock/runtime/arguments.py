@@ -123,6 +123,7 @@ RULES: dict[str, Rule] = {
     "loss_weight": (callable, "pass a function of the target that returns a number"),
     "init": (callable, "pass a function of (name, tensor) that fills the tensor"),
     "batch_dims": (_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
+    "batch_norm_group": (lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of replicas"),
     "group": (lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of torch.distributed"),
     "mesh": (
         lambda value: hasattr(value, "mesh_dim_names") and hasattr(value, "get_group"),

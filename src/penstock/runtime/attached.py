@@ -77,7 +77,7 @@ class AttachedStage(Stage):
         results = super()._run(record, microbatch, arrived, args, kwargs, split, loss_of, kind)
         if self.searching and kind != "recomputing":
             known = {id(leaf) for leaves in record.leaves.values() for leaf in leaves}
-            known |= {id(leaf) for leaf in (*self.parameters, *self.pieces[microbatch])}
+            known |= {id(leaf) for leaves in (self.parameters, *self.pieces) for leaf in leaves}
             ends = [edge.node for edges in record.roots.values() for edge in edges]
             for leaf in leaves_in_graph(ends):
                 if id(leaf) not in known:
@@ -88,7 +88,7 @@ class AttachedStage(Stage):
 
     def _go_back(self, microbatch: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         arrived = [leaf for leaves in record.leaves.values() for leaf in leaves]
-        entered = self.pieces[microbatch]
+        entered = [leaf for leaves in self.pieces for leaf in leaves] if record.whole else self.pieces[microbatch]
         wanted = (*arrived, *entered, *self.parameters)
         if not wanted:
             return

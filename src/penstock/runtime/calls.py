@@ -24,6 +24,7 @@ from penstock.runtime.record import Record
 from penstock.runtime.step import StepInput
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
+from penstock.schedule.gather import gather
 
 __all__ = ["Calls"]
 
@@ -47,10 +48,10 @@ class Calls:
         self._devices = dict(enumerate(devices or ()))
         self._clock = Clock(0)
         transports = ThreadTransport.group(split.stages, None, timeout, devices)
-        self._programs: dict[int, tuple[Schedule, Schedule]] = {}
+        self._programs: dict[tuple[int, frozenset[int]], tuple[Schedule, Schedule]] = {}
+        self.stages: list[AttachedStage] = []
         placement = self.programs(chunks)[0].placement
         self.crew = Crew(split, placement, transports, self._clock, self._devices, AttachedStage)
-        self.stages: list[AttachedStage] = []
         for executor in self.crew.executors.values():
             for stage in executor.stages.values():
                 assert isinstance(stage, AttachedStage)
@@ -58,9 +59,10 @@ class Calls:
 
     def programs(self, count: int) -> tuple[Schedule, Schedule]:
         """The forward part and the backward part of the schedule, proved as one."""
-        if count not in self._programs:
+        gathering = frozenset(stage.part.index for stage in self.stages if stage.gathers)
+        if (count, gathering) not in self._programs:
             schedule = build(SCHEDULE, self.split.stages, count, 1).replace(topology=self.split.topology)
-            program = lower(schedule)
+            program = gather(lower(schedule), gathering)
             verify(program)
 
             def half(backward: bool) -> Schedule:
@@ -69,8 +71,8 @@ class Calls:
 
                 return program.replace([[action for action in row if belongs(action)] for row in program.rows])
 
-            self._programs[count] = half(False), half(True)
-        return self._programs[count]
+            self._programs[count, gathering] = half(False), half(True)
+        return self._programs[count, gathering]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
         """The model's output for one batch."""
@@ -99,6 +101,7 @@ class Call:
         self._records: list[dict[int, Record]] | None = None  # by rank; None: there is no backward (any more)
         self._outputs: list[Tensor] = []  # those that want a gradient
         self._seed = _seed_here()
+        self._programs = calls.programs(self._count)
 
     # -- forward
 
@@ -150,6 +153,7 @@ class Call:
             keep_outputs=True,
             training=training,
             recompute=self._recomputed,
+            batch_dims=self._calls.batch_dims,
             returns=True,
             output_gradients=list(gradients),
         )
@@ -239,7 +243,7 @@ class Call:
 
     def _run(self, half: int, inputs: dict[int, StepInput], alone: frozenset[tuple[int, int]] = frozenset()) -> None:
         """One half; an error of a stage comes out as it was raised there, with the place added."""
-        program = self._calls.programs(self._count)[half]
+        program = self._programs[half]
         try:
             self._calls.crew.run(program, lambda: inputs, alone=alone)
             return

@@ -5,7 +5,7 @@ In which order they run, and when messages leave, is the executor's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.replication import Alone
 from penstock.runtime.stage import LossOf, Stage
 from penstock.runtime.step import StepInput, StepReport
+from penstock.runtime.together import Together
 from penstock.runtime.transport.share import alias
 from penstock.schedule import Op
 
@@ -57,6 +58,16 @@ class Computes:
         self._waited = 0.0
         self._resumed = 0.0  # when the last wait ended
         self._watching = False
+        self.together = Together(self)
+
+    def seed_of(self, microbatch: int, loss: Tensor) -> Tensor | None:
+        """What enters the backward at the loss of a microbatch."""
+        return (self._seeds or self._seeded()).of(microbatch, loss)
+
+    @property
+    def extra_seed(self) -> Tensor:
+        """What enters it at a named loss."""
+        return (self._seeds or self._seeded()).extra
 
     def _prepare(self, given: StepInput) -> None:
         self.given = given
@@ -96,8 +107,11 @@ class Computes:
             arrived = {source: self.crossing.unpack(payload) for source, payload in arrived.items()}
         if self.gathering:
             self._gather(stage)
+        if owner.gathers and len(given.batch.args) > 1:
+            self.together.forward(stage, microbatch, arrived)
+            return
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
-        loss_of = self._loss_of(microbatch) if owner.is_last and not given.returns else None
+        loss_of = self.loss_of(microbatch) if owner.is_last and not given.returns else None
         if not given.training:
             emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of)
         else:
@@ -110,6 +124,18 @@ class Computes:
                 recompute=microbatch in given.recompute or stage in given.recompute_stages,
                 loss_of=loss_of,
             )
+        self.deliver(stage, microbatch, emitted, loss, extra)
+
+    def deliver(
+        self,
+        stage: int,
+        microbatch: int,
+        emitted: dict[int, Any],
+        loss: Tensor | None,
+        extra: Sequence[tuple[str, Tensor]],
+    ) -> None:
+        """What the forward of a microbatch has made goes where it is needed."""
+        given = self.given
         if loss is not None:
             self.losses[microbatch] = loss.detach().clone()  # mse_loss gives a scalar in a storage of the output's size
         if extra and given.returns:
@@ -119,7 +145,7 @@ class Computes:
             )
         for name, value in extra:
             self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
-        if owner.is_last:
+        if OUTPUT in emitted:
             output = emitted.pop(OUTPUT)
             if given.keep_outputs:
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
@@ -133,7 +159,7 @@ class Computes:
         if wait is not None:
             wait()
 
-    def _loss_of(self, microbatch: int) -> LossOf | None:
+    def loss_of(self, microbatch: int) -> LossOf | None:
         """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
         given = self.given
         if given.loss_fn is None:
@@ -154,11 +180,18 @@ class Computes:
         owner, seeds, seed = self.stages[stage], self._seeds or self._seeded(), None
         if owner.is_last and self.given.returns:
             gradients[OUTPUT] = self.given.output_gradients[microbatch]
+        if 0 in owner.records and owner.records[0].whole:
+            self.together.backward(stage, microbatch, gradients)
+            return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             seed = seeds.of(microbatch, loss)
         back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)
         if self.added is not None:
             self.added(stage)
+        self.give_back(stage, microbatch, back)
+
+    def give_back(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
+        """The gradients of what a microbatch brought go back to where that came from."""
         if self.crossing is not None:
             back = {source: self.crossing.pack(payload) for source, payload in back.items()}
         self.mailbox.put_gradients(stage, microbatch, back)
@@ -192,6 +225,7 @@ class Computes:
         self._fetched.clear()
         self._outputs.clear()
         self.gathering.clear()
+        self.together.clear()
         self.losses = {}
         self.report = StepReport()
         self.__dict__.pop("given", None)

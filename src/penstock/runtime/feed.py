@@ -86,6 +86,7 @@ class Feed(OwnedState):
                 trained_loss(self.loss_fn) if training else self.loss_fn,
                 keep_outputs=outputs,
                 training=training,
+                batch_dims=self.batch_dims,
                 scale=1.0 if self.scaler is None or not training else self.scaler.loss_scale(),
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=self.schedule.recompute if training else frozenset(),

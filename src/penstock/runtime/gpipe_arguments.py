@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.arguments import RULES
+from penstock.runtime.batch_norm import BATCH_NORMS
 
 __all__ = ["check_gpipe"]
 
@@ -37,7 +38,11 @@ def check_gpipe(model: Any, given: Mapping[str, Any]) -> None:
             f"balance={balance!r}: pass the number of layers in each stage, a number of stages, 'time', 'parameters' "
             f"or 'memory', or {{name: weight}}"
         )
-    for name in ("stages", "devices", "batch_dims", "timeout"):
+    if given["batch_norm"] not in BATCH_NORMS:
+        raise UsageError(f"batch_norm={given['batch_norm']!r}: choose one of {', '.join(map(repr, BATCH_NORMS))}")
+    if given["deferred_batch_norm"] and given["batch_norm"] == "exact":
+        raise UsageError("deferred_batch_norm=True and batch_norm='exact' are two things; leave one of them out")
+    for name in ("stages", "devices", "batch_dims", "timeout", "batch_norm_group"):
         fits, would_work = RULES[name]
         if given[name] is not None and not fits(given[name]):
             raise UsageError(f"{name}={given[name]!r}: {would_work}")

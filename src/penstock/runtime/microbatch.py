@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.hidden import hides_tensors
 
-__all__ = ["Batch", "Microbatches", "Shared", "check_labels", "count_for", "merge", "split_batch"]
+__all__ = ["Batch", "Microbatches", "Shared", "check_labels", "count_for", "dims_of_leaves", "merge", "split_batch"]
 
 Dims = Mapping[str | int, Any]
 
@@ -129,7 +129,7 @@ class _Splitter:
         if type(value) is Tensor and type(dim) is int and value.dim() > 0:
             return list(self._cut(label, value, dim))
         leaves, spec = pytree.tree_flatten(value)
-        wanted = _dims_of_leaves(label, dim, value, len(leaves))
+        wanted = dims_of_leaves(label, dim, value, len(leaves))
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
@@ -213,7 +213,7 @@ def _rows_of(item: Any, dim: Any) -> int | None:
     """The rows of one microbatch that came ready: what all its tensors have along their batch dimension."""
     leaves = pytree.tree_leaves(item)
     try:
-        dims = _dims_of_leaves("", dim, item, len(leaves))
+        dims = dims_of_leaves("", dim, item, len(leaves))
     except UsageError:
         return None
     pairs = [(leaf, at) for leaf, at in zip(leaves, dims, strict=True) if isinstance(leaf, Tensor) and at is not None]
@@ -247,7 +247,7 @@ def _apart(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, value)
 
 
-def _dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
+def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
     """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut.
 
     One number, or None, holds for all leaves below the place where it stands; keys are found by name.
@@ -281,7 +281,7 @@ def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
     leaves, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         raise ModelError("microbatches gave outputs of different structure; they cannot be merged into one")
-    dims = _dims_of_leaves("output", dim, outputs[0], len(leaves[0]))
+    dims = dims_of_leaves("output", dim, outputs[0], len(leaves[0]))
     joined = [_join(column, at) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
     return pytree.tree_unflatten(joined, specs[0])
 

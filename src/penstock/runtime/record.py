@@ -20,7 +20,7 @@ _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: 
 class Record:
     """What a microbatch holds between its forward and its backward."""
 
-    __slots__ = ("again", "deferred", "extra", "leaves", "loss", "roots")
+    __slots__ = ("again", "deferred", "extra", "leaves", "loss", "roots", "total", "wants", "whole")
 
     def __init__(self, leaves: dict[int, list[Tensor]]) -> None:
         self.leaves = leaves  # by producing stage: the arrived tensors that want a gradient
@@ -29,6 +29,10 @@ class Record:
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
         self.again: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
+        self.whole = False  # all microbatches in one
+        # of a stage that takes its batch in one piece: by producer and microbatch, which tensors want a gradient
+        self.wants: dict[int, list[list[bool]]] = {}
+        self.total: Tensor | None = None  # and its loss
 
 
 def tensors_with_gradient(value: Any) -> list[Tensor]:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.runtime.backward import DeferredWeights, StageParameters
-from penstock.runtime.batch_norm import Statistics
+from penstock.runtime.batch_norm import Statistics, whole_norms
 from penstock.runtime.buffers import Buffers
 from penstock.runtime.losses import ExtraLosses, check_loss
 from penstock.runtime.payload import Outgoing, Received, afresh, check_unwritten, versions
@@ -53,11 +53,17 @@ class Stage:
         self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
         self.records: dict[int, Record] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
+        self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
         self._buffers = Buffers(part.index, part.module)
         self._outgoing = Outgoing(part.index, part.module)
         self._received = Received(part.index)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it takes its batch in one piece, for batch norms that normalise the whole of it."""
+        return any(norm.gathers for norm in self._whole_norms)
 
     def clear(self) -> None:
         """Forget all microbatches, as after a failed step."""

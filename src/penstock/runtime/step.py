@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ class StepInput:
     scale: float = 1.0  # of the gradients, for float16
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
     recompute_stages: frozenset[int] = frozenset()  # stages for which all do
+    batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
     returns: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
     replicas: int = 1  # that work on a batch each

@@ -1,6 +1,7 @@
 # Everything from a fresh machine that has Python 3.11 (or newer) and make:
 #
-#   make train      set up if needed, then draw and price every schedule side by side
+#   make train      set up if needed, then train a small GPT on Python's own source, as a pipeline of 4 processes
+#   make compare    set up if needed, then draw and price every schedule side by side
 #   make test       set up if needed, then lint, types and the fast tests
 #   make test-all   the same with the long tests
 #
@@ -11,9 +12,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test test-all test-slow lint format setup clean
+.PHONY: train compare test test-all test-slow lint format setup clean
 
 train: $(READY)
+	$(BIN)/penstock train examples/train/gpt.toml --fresh
+
+compare: $(READY)
 	$(BIN)/penstock compare --draw
 
 test: lint

@@ -1,8 +1,8 @@
-"""The `penstock` command: schedules looked at, proved, priced and compared from a shell.
+"""The `penstock` command: models trained; schedules looked at, proved, priced and compared; from a shell.
 
 One file a command; each reads a schedule through `source`, hands the work to the library and
 writes through `output`. Nothing here knows anything about schedules that the library does not
-say, and nothing here imports torch, so the command answers at once.
+say, and nothing here imports torch before it has to, so the command answers at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import typer.core
 import penstock
 from penstock.cli.checkpoint import checkpoint
 from penstock.cli.compare import compare
+from penstock.cli.evaluate import evaluate
+from penstock.cli.generate import generate
 from penstock.cli.output import complain
 from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
+from penstock.cli.train import train
 from penstock.cli.verify import verify
 from penstock.cli.view import view
 from penstock.cli.whatif import whatif
@@ -27,6 +30,8 @@ __all__ = ["app", "main"]
 
 EXAMPLES = """Examples:\n
 \b
+  penstock train examples/train/gpt.toml training.steps=100
+  penstock generate runs/gpt --prompt 'class '
   penstock show zb-v --ranks 4 --microbatches 8
   penstock show 1f1b -r 4 -m 8 --lowered --save program.csv
   penstock verify program.csv
@@ -61,15 +66,17 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     name="penstock",
     cls=Commands,
-    help="Pipeline schedules as values: draw them, prove them, price them, compare them.",
+    help="Train models as a pipeline; draw, prove, price and compare its schedules.",
     epilog=EXAMPLES,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-for command in (show, verify, simulate, compare, search, view, whatif):
-    app.command(short_help=(command.__doc__ or "").partition(":")[0].partition(".")[0] + ".")(command)
+NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
+for command in (train, evaluate, generate, show, verify, simulate, compare, search, view, whatif):
+    short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
+    app.command(NAMES.get(command), short_help=short)(command)
 app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")
 
 

@@ -1,7 +1,8 @@
 """How the command writes: text, JSON, faults and complaints, and with which exit code.
 
-0: done; 1: the schedule or checkpoint in a file is wrong, and every fault is listed; 2: the command was
-called with something that cannot work, and one paragraph on stderr says what would.
+0: done; 1: the schedule or checkpoint in a file is wrong, and every fault is listed, or a run
+failed; 2: the command was called with something that cannot work, and one paragraph on stderr
+says what would; 130: stopped by Ctrl-C.
 
 Colour goes to terminals alone. A reader that stops early (`| head`) ends the output and not
 the command, so the exit code still says what was found.
@@ -20,7 +21,7 @@ from typing import Any, NoReturn, ParamSpec, TextIO
 import typer
 from rich.console import Console
 
-from penstock.errors import CheckpointError, Fault, ScheduleError, UsageError
+from penstock.errors import CheckpointError, Fault, PenstockError, ScheduleError, UsageError
 
 __all__ = [
     "complain",
@@ -121,6 +122,9 @@ def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
             raise typer.Exit(1) from None
         except UsageError as error:
             refuse(str(error))
+        except PenstockError as error:  # of work that was under way: no fault of how it was called
+            complain(str(error))
+            raise typer.Exit(1) from None
         except OSError as error:
             refuse(f"{error.filename or 'a file'}: {error.strerror or error}")
         except OverflowError:

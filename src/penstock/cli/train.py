@@ -1,0 +1,100 @@
+"""`penstock train`: a configuration trained as a pipeline, on local processes or under torchrun."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.output import guarded, terminal_width, working, write
+from penstock.errors import UsageError
+from penstock.train.config import load_config
+from penstock.train.consistent import check_consistent
+
+if TYPE_CHECKING:
+    from penstock.train.run import RunFolder
+    from penstock.train.settings import TrainConfig
+
+__all__ = ["Items", "read_config", "train"]
+
+Items = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG] [KEY.SUB=VALUE]...",
+        help="A configuration (TOML), and settings that change it. Without one: the defaults.",
+        show_default=False,
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the stages, the schedule and predictions, and stop.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run in `output`.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
+
+
+def read_config(items: list[str] | None) -> tuple[TrainConfig, Path | None]:
+    """The configuration that the arguments mean, checked; and its file."""
+    files = [item for item in items or () if "=" not in item]
+    if len(files) > 1:
+        raise UsageError(f"{files[0]} and {files[1]} are two configurations; give one, and settings as key.sub=value")
+    path = Path(files[0]) if files else None
+    config = load_config(path, [item for item in items or () if "=" in item])
+    check_consistent(config, "the configuration" if path is None else str(path))
+    return config, path
+
+
+@guarded
+def train(items: Items = None, dry_run: DryRun = False, resume: Resume = False, fresh: Fresh = False) -> None:
+    """Train a model as a pipeline: a byte-level GPT on Python's own library, or what a configuration says.
+
+    Ranks are local processes, started again from the newest checkpoint when one fails. Under torchrun each process is a
+    rank, on any number of hosts. Ctrl-C finishes the step, saves and leaves; twice leaves at once.
+    """
+    config, _ = read_config(items)
+    if resume and fresh:
+        raise UsageError("--resume goes on with the run, --fresh removes it; give one of them")
+    raise typer.Exit(_dry_run(config) if dry_run else _train(config, items or [], resume, fresh))
+
+
+def _dry_run(config: TrainConfig) -> int:
+    with working("building and measuring"):
+        from penstock.train.plan import make_plan
+
+        plan = make_plan(config)
+    write(plan.text(terminal_width()))
+    return 0
+
+
+def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> int:
+    from penstock.train.run import RunFolder
+
+    folder = RunFolder(Path(config.output))
+    again = shlex.join(["penstock", "train", *items, "--resume"])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _as_rank(config, again, folder)
+    folder.prepare(config, resume=resume, fresh=fresh)
+    if config.pipeline.workers == "threads":
+        from penstock.train.stopping import Stop
+        from penstock.train.worker import Job, log_as, train_here
+
+        log_as(config, 0)
+        with Stop() as stop:
+            return train_here(Job(config, again), stop)
+    from penstock.train.launch import launch, torchrun_command
+
+    write(f"on several hosts, on each: {torchrun_command(config, items)}\n")
+    return launch(config, again, lambda text: write(f"penstock: {text}", sys.stderr))
+
+
+def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:
+    """One rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
+    from penstock.train.stopping import Stop
+    from penstock.train.worker import Job, log_as, train_here
+
+    log_as(config, int(os.environ["RANK"]))
+    with Stop() as stop:
+        if os.environ["RANK"] == "0":
+            folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False)
+        return train_here(Job(config, again), stop)

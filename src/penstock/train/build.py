@@ -1,0 +1,171 @@
+"""From a configuration to the things that train: model, pipeline, optimizer, learning rate.
+
+The same functions serve a rank of a run, a dry run, an evaluation and sampling; what differs is where the ranks live.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.errors import UsageError
+from penstock.pipeline import Pipeline
+from penstock.runtime.losses import own_loss
+from penstock.train.config import checked
+from penstock.train.consistent import stages_of
+from penstock.train.data import Batch
+from penstock.train.gpt import build_gpt, token_loss
+from penstock.train.settings import GPTOptions, TrainConfig
+from penstock.train.source import call_source, is_function
+
+__all__ = ["Loss", "build_model", "build_optimizer", "build_pipeline", "build_rate", "gpt_options", "rate_at"]
+
+Loss = Callable[..., Any]
+
+
+def gpt_options(config: TrainConfig) -> GPTOptions:
+    """The options of the built-in model."""
+    return checked(GPTOptions, config.model.options, "model.options")
+
+
+def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
+    """The model with fresh weights, the same on every rank, and its loss where it has one of its own."""
+    torch.manual_seed(config.seed)
+    source = config.model.source
+    if source == "gpt":
+        return build_gpt(gpt_options(config), config.data.sequence), token_loss
+    kind, _, name = source.partition(":")
+    if kind == "huggingface":
+        return _from_huggingface(name, config.model.options), token_loss
+    if not is_function(source):
+        raise UsageError(f'model.source is "{source}"; a function is written "module:function"')
+    found = call_source("model.source", source, config.model.options)
+    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, token_loss)
+    if not isinstance(model, nn.Module) or not (loss is None or callable(loss)):
+        raise UsageError(
+            f"model.source: {source} returned a {type(found).__name__}; return an nn.Module, or (nn.Module, loss)"
+        )
+    return model, loss
+
+
+def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
+    """A model of random weights from a configuration's name, or from a folder that holds one. Nothing is downloaded."""
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UsageError("huggingface models need the transformers package: pip install transformers") from None
+    if Path(name, "config.json").is_file():
+        shape = AutoConfig.from_pretrained(name, local_files_only=True, **options)
+    elif name in CONFIG_MAPPING:
+        shape = AutoConfig.for_model(name, **options)
+    else:
+        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3) or ["llama", "gpt2", "qwen2"]
+        raise UsageError(
+            f'model.source: transformers has no configuration "{name}", and there is no folder of that name with a '
+            f"config.json; near: {', '.join(near)}"
+        )
+    shape.use_cache = False
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise UsageError(f"model.source: {name} is no language model: {str(error).splitlines()[0]}") from None
+    return model.to(torch.float32)
+
+
+class _Scaled:
+    """A loss divided by the passes of one optimizer step, so that their gradients add up to the mean's."""
+
+    def __init__(self, loss: Loss | None, passes: int) -> None:
+        self._loss, self._passes = loss, passes
+
+    def __call__(self, output: Any, target: Any, **extra: Any) -> Any:
+        loss = own_loss(output) if self._loss is None else self._loss(output, target, **extra)
+        return loss / self._passes
+
+
+def build_pipeline(
+    config: TrainConfig,
+    model: nn.Module,
+    loss: Loss | None,
+    batch: Batch,
+    *,
+    ranks: int | None = None,
+    balance: Any = None,
+    transport: str | None = None,
+) -> Pipeline:
+    """The pipeline of a configuration; `batch` shows what the model takes."""
+    options = config.pipeline
+    if batch.target is None:
+        loss = None
+    if config.training.accumulate > 1:
+        loss = _Scaled(loss, config.training.accumulate)
+    wanted: dict[str, Any] = {"balance": balance or options.balance}
+    if options.split_at:
+        wanted = {"split_at": options.split_at}
+    return Pipeline(
+        model,
+        stages=stages_of(config),
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        loss_fn=loss,
+        example=example_of(batch, options.microbatches),
+        optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name),
+        ranks=ranks,
+        transport=transport,
+        recompute=options.recompute,
+        timeout=options.timeout,
+        seed=config.seed,
+        **wanted,
+    )
+
+
+def example_of(batch: Batch, microbatches: int) -> tuple[Any, ...] | dict[str, Any]:
+    """The first microbatch, near enough: what the model is looked at with."""
+
+    def piece(value: Any) -> Any:
+        rows = max(1, len(value) // microbatches) if isinstance(value, Tensor) and value.dim() else 0
+        return value[:rows] if rows else value
+
+    if batch.kwargs:
+        return {name: piece(value) for name, value in batch.kwargs.items()}
+    return tuple(piece(value) for value in batch.args)
+
+
+def build_optimizer(config: TrainConfig, pipe: Pipeline) -> torch.optim.Optimizer:
+    """Over the parameters that this process owns: matrices with weight decay, vectors without."""
+    options = config.optimizer
+    vectors = any(parameter.dim() < 2 for part in pipe.split.parts for parameter in part.module.parameters())
+    groups = pipe.parameter_groups({_is_vector: {"weight_decay": 0.0}} if vectors else {})
+    common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.name == "sgd":
+        return torch.optim.SGD(groups, momentum=options.momentum, **common)
+    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
+    return kind(groups, betas=(options.betas[0], options.betas[1]), eps=options.eps, **common)
+
+
+def _is_vector(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() < 2
+
+
+def build_rate(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """The learning rate over time, as torch's own scheduler."""
+    return LambdaLR(optimizer, lambda step: rate_at(config, step))
+
+
+def rate_at(config: TrainConfig, step: int) -> float:
+    """The share of `optimizer.lr` in a step, counted from 0: up in `warmup` steps, then down to `final` at the last."""
+    options = config.optimizer
+    if step < options.warmup:
+        return (step + 1) / options.warmup
+    if options.decay == "constant":
+        return 1.0
+    way = min(1.0, (step - options.warmup) / max(1, config.training.steps - 1 - options.warmup))
+    fallen = way if options.decay == "linear" else (1 - math.cos(math.pi * way)) / 2
+    return 1.0 - (1.0 - options.final) * fallen

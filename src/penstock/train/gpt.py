@@ -1,0 +1,109 @@
+"""The built-in model: a GPT over bytes, as an `nn.Sequential` that is cut by position.
+
+Small and plain on purpose: it is what a newcomer trains first, and what they read to see that nothing in a
+model has to know about the pipeline. No tokenizer: 256 bytes are its vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.train.settings import GPTOptions
+
+__all__ = ["Block", "Embed", "Head", "build_gpt", "token_loss"]
+
+
+class Embed(nn.Module):
+    """Tokens and their places as vectors."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.place = nn.Embedding(context, width)
+        self.drop = nn.Dropout(dropout)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.place.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(rows, tokens) to (rows, tokens, width)."""
+        length = tokens.shape[1]
+        if length > self.place.num_embeddings:
+            raise ValueError(f"a row has {length} tokens, the model takes {self.place.num_embeddings} at most")
+        embedded: Tensor = self.drop(self.token(tokens) + self.place.weight[:length])
+        return embedded
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a small network, each added to what passes by."""
+
+    def __init__(self, width: int, heads: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention = nn.LayerNorm(width)
+        self.project = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.before_network = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+        for linear in (self.project, self.join, self.widen, self.narrow):
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+        for last in (self.join, self.narrow):  # so that many blocks do not add up to more
+            nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, tokens, width) to the same."""
+        x = x + self.drop(self.join(self._attend(self.before_attention(x))))
+        hidden = F.gelu(self.widen(self.before_network(x)), approximate="tanh")
+        out: Tensor = x + self.drop(self.narrow(hidden))
+        return out
+
+    def _attend(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.project(x).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return found.transpose(1, 2).reshape(rows, length, width)
+
+
+class Head(nn.Module):
+    """Vectors to a score for each token that may come next."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.scores.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, tokens, width) to (rows, tokens, vocabulary)."""
+        scores: Tensor = self.scores(self.norm(x))
+        return scores
+
+
+def build_gpt(options: GPTOptions, sequence: int) -> nn.Sequential:
+    """The model, with weights from torch's generator."""
+    context = options.context or sequence
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    parts["embed"] = Embed(options.vocabulary, context, options.width, options.dropout)
+    for number in range(options.layers):
+        parts[f"block{number}"] = Block(options.width, options.heads, options.layers, options.dropout)
+    parts["head"] = Head(options.width, options.vocabulary)
+    return nn.Sequential(parts)
+
+
+def token_loss(output: object, target: Tensor) -> Tensor:
+    """Mean cross-entropy of the next token; the scores are the output or what it carries as `logits`."""
+    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if scores is None and isinstance(output, dict):
+        scores = output.get("logits")
+    if not isinstance(scores, Tensor):
+        raise TypeError(
+            f"the model returned a {type(output).__name__}; the loss of tokens needs a tensor of scores, or `logits`"
+        )
+    return F.cross_entropy(scores.flatten(0, -2).to(torch.float32), target.flatten())

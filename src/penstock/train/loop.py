@@ -1,0 +1,251 @@
+"""The training loop of one rank: steps, evaluations, saves, and the reasons to end.
+
+Every rank runs this same code on the same numbers. What only one can do, such as writing lines, rank 0 does; what
+they must decide together, such as stopping, they tell each other once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.pipeline import Pipeline, StepResult
+from penstock.schedule import Timeline
+from penstock.train.data import Batch, Batches
+from penstock.train.metrics import Metrics
+from penstock.train.nonfinite import NonFinite, find_culprit
+from penstock.train.progress import Pace, Progress, Reading, memory_now
+from penstock.train.run import RunFolder
+from penstock.train.settings import TrainConfig
+from penstock.train.stopping import Stop
+
+__all__ = ["Ending", "Trainer"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended on this rank."""
+
+    step: int
+    loss: float | None
+    validation: float | None
+    stopped: bool  # asked to, before the last step
+
+
+class Trainer:
+    """What one rank needs to train, joined."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        rate: LambdaLR,
+        data: Batches,
+        checkpointer: Any,
+        folder: RunFolder,
+        metrics: Metrics | None,
+        progress: Progress,
+    ) -> None:
+        self.config = config
+        self.pipe, self.optimizer, self.rate, self.data = pipe, optimizer, rate, data
+        self.checkpointer, self.folder = checkpointer, folder
+        self.metrics, self.progress = metrics, progress
+        self.step = 0  # steps that are done
+        self.loss: float | None = None
+        self.validation: float | None = None
+        self.timeline: Timeline | None = None
+        self._skips = 0
+        self._idle: float | None = None
+        self._recording: ExitStack | None = None
+        self._saved: int | None = None
+
+    def run(self, start: int, stop: Stop) -> Ending:
+        """Train from step `start` to the last one, or until asked to stop."""
+        self.step = self._saved = start
+        pace = Pace()
+        with ExitStack() as recording:
+            self._recording = recording
+            while self.step < self.config.training.steps:
+                self._record()
+                loss, norm, lr, tokens = self._train()
+                pace.step(tokens)
+                self.step += 1
+                asked, memory = self._tell(stop.asked)
+                idle = self._recorded(asked)
+                validation = self._evaluate() if self._evaluates(asked) else None
+                self._report(loss, norm, lr, pace, memory, idle, validation)
+                if asked:
+                    break
+                if self._due(self.config.checkpoint.every):
+                    self.save()
+        if self._saved != self.step or not start:
+            self.save()
+        self.checkpointer.wait()
+        return Ending(self.step, self.loss, self.validation, self.step < self.config.training.steps)
+
+    def save(self) -> None:
+        """A checkpoint of the step that is done."""
+        if self._saved == self.step and self.step:
+            return
+        self.checkpointer.save(
+            self.step,
+            self.pipe,
+            self.optimizer,
+            scheduler=self.rate,
+            data=self.data,
+            extra={"skips": self._skips},
+            config=self._document(),
+        )
+        self._saved = self.step
+
+    def _document(self) -> dict[str, Any]:
+        from penstock.train.config import to_document
+
+        return to_document(self.config)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def _evaluates(self, asked: bool) -> bool:
+        every = self.config.evaluation.every
+        return not asked and (self._due(every) or (every > 0 and self.step == self.config.training.steps))
+
+    # -- one step
+
+    def _train(self) -> tuple[float, float, float, int]:
+        """Forward, backward and update: (loss, norm of the gradients, learning rate, tokens)."""
+        passes = self.config.training.accumulate
+        loss, tokens = 0.0, 0
+        batches: list[Batch] = []
+        for number in range(passes):
+            batch = self.data.at(self.step * passes + number)
+            result = self._pass(batch)
+            loss += math.nan if result.loss is None else result.loss.item()
+            tokens += batch.tokens
+            batches.append(batch)
+            if not math.isfinite(loss):
+                break
+        clip = self.config.optimizer.clip
+        norm = (self.pipe.grad_norm() if clip is None else self.pipe.clip_grad_norm_(clip)).item()
+        lr = self.optimizer.param_groups[0]["lr"]
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.optimizer.step()
+            self._skips = 0
+        else:
+            self._not_finite(loss, norm, batches[-1])
+        self.rate.step()
+        self.optimizer.zero_grad()
+        self.pipe.zero_grad()
+        return loss, norm, lr, tokens
+
+    def _pass(self, batch: Batch) -> StepResult:
+        return self.pipe.step(*batch.args, target=batch.target, **batch.kwargs)
+
+    def _not_finite(self, loss: float, norm: float, batch: Batch) -> None:
+        """A step that must not reach the weights: left out, or the end."""
+        self._skips += 1
+        what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")
+        most = self.config.training.most_skips
+        if self.config.training.nonfinite == "skip" and self._skips <= most:
+            self.progress.say(f"step {self.step + 1}: {what}; the step is left out ({self._skips} in a row)")
+            return
+        where = find_culprit(self.pipe, lambda: self._pass(batch))
+        often = f" in {self._skips} steps in a row" if self._skips > 1 else ""
+        raise NonFinite(
+            f"step {self.step + 1}: {what}{often}. First bad: {where}. The newest checkpoint is from before it; lower "
+            f"optimizer.lr or optimizer.clip, or set training.nonfinite=skip to leave such steps out"
+        )
+
+    # -- between steps
+
+    def _tell(self, asked: bool) -> tuple[bool, list[int]]:
+        """Whether any rank was asked to stop, and every rank's memory."""
+        transport = self.pipe.world.transport
+        mine = (asked, memory_now())
+        told = [mine] if transport is None else transport.exchange(mine)
+        return any(asked for asked, _ in told), [memory for _, memory in told]
+
+    def _evaluate(self) -> float | None:
+        """The mean loss on batches that are not trained on."""
+        losses = []
+        for number in range(self.config.evaluation.batches):
+            batch = self.data.validation(number)
+            if batch is None:
+                break
+            result = self.pipe.evaluate(*batch.args, target=batch.target, **batch.kwargs)
+            if result.loss is not None:
+                losses.append(result.loss.item() * self.config.training.accumulate)
+        self.validation = sum(losses) / len(losses) if losses else None
+        return self.validation
+
+    def _report(
+        self,
+        loss: float,
+        norm: float,
+        lr: float,
+        pace: Pace,
+        memory: list[int],
+        idle: float | None,
+        validation: float | None,
+    ) -> None:
+        self.loss = loss
+        steps = self.config.training.steps
+        if self.metrics is not None:
+            self.metrics.write(
+                self.step,
+                loss=loss,
+                lr=lr,
+                norm=norm,
+                validation=validation,
+                tokens_per_second=round(pace.rate, 1),
+                memory=memory,
+                idle=None if idle is None else round(idle, 4),
+                skipped=True if self._skips else None,
+            )
+        self._idle = idle if idle is not None else self._idle
+        reading = Reading(
+            step=self.step,
+            steps=steps,
+            loss=loss,
+            lr=lr,
+            norm=norm,
+            rate=pace.rate,
+            memory=max(memory),
+            idle=self._idle,
+            left=pace.left(steps - self.step),
+            validation=validation,
+        )
+        self.progress.show(reading)
+
+    # -- the timeline
+
+    def _record(self) -> None:
+        """Two steps of every so many are recorded, and the last two."""
+        every, steps = self.config.logging.every, self.config.training.steps
+        coming = self.step + 1
+        if (
+            self._recording is not None
+            and self.timeline is None
+            and (coming % every in (0, every - 1) or coming >= steps - 1)
+        ):
+            self.timeline = self._recording.enter_context(self.pipe.record())
+
+    def _recorded(self, ending: bool) -> float | None:
+        """The idle share, after the second of them; the timeline is kept on disk for the page."""
+        every, steps = self.config.logging.every, self.config.training.steps
+        if self.timeline is None or not (self.step % every == 0 or self.step >= steps or ending):
+            return None
+        assert self._recording is not None
+        self._recording.close()
+        timeline, self.timeline = self.timeline, None
+        if not timeline.spans:
+            return None
+        if self.metrics is not None:  # on the rank that writes
+            timeline.save(self.folder.timeline)
+        return timeline.bubble

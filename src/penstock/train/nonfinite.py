@@ -1,0 +1,133 @@
+"""Which module made the first number that is none.
+
+When a loss comes out inf or NaN, the step is run once more with the same batch and the same random numbers, and
+every module's output is looked at on the way. The lowest stage with a bad output has the culprit: what is behind it
+only passed it on. Where all outputs are good, the bad number came up in the loss or in the backward, and the
+parameters' gradients tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import RunError
+from penstock.pipeline import Pipeline
+
+__all__ = ["NonFinite", "find_culprit"]
+
+
+class NonFinite(RunError):
+    """A loss or gradient was inf or NaN. Started again, the run would meet it again."""
+
+
+@dataclass
+class _Found:
+    """The first bad thing of one stage; `order` is by the time it was met, weights before outputs."""
+
+    stage: int
+    order: int
+    words: str
+
+
+def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
+    """Run the step again, on every rank, and say where the first bad number is: the same words on all of them.
+
+    Gradients are left dropped. What the step did to buffers (running statistics) it does twice.
+    """
+    found = _bad_parameters(pipe)
+    pipe.zero_grad()
+    with _watched(pipe, found):
+        pipe.clock.step -= 1
+        result = again()
+    bad_loss = result.loss is not None and not bool(torch.isfinite(result.loss))
+    gradients = [] if found else _bad_gradients(pipe)
+    pipe.zero_grad()
+    transport = pipe.world.transport
+    mine = ([(one.stage, one.order, one.words) for one in found], gradients)
+    told = [mine] if transport is None else transport.exchange(mine)
+    outputs = sorted(entry for entries, _ in told for entry in entries)
+    if outputs:
+        stage, _, words = outputs[0]
+        return f"stage {stage}: {words}"
+    last = pipe.split.stages - 1
+    if bad_loss:
+        return f"stage {last}: the loss function; every module's output was finite"
+    later = sorted((entry for _, entries in told for entry in entries), reverse=True)  # the backward goes from the end
+    if later:
+        return f"stage {later[0][0]}: {later[0][1]}"
+    return "no module: run once more, the same step was finite on every rank"
+
+
+def _bad_parameters(pipe: Pipeline) -> list[_Found]:
+    found = []
+    for stage, module in pipe.crew.modules().items():
+        for name, value in module.named_parameters():
+            if not bool(torch.isfinite(value).all()):
+                full = pipe.split.parts[stage].names.get(name, name)
+                found.append(_Found(stage, -1, f"the parameter {full} was already {_kind(value)} before the step"))
+                break
+    return found
+
+
+def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
+    found = []
+    for stage, module in pipe.crew.modules().items():
+        names = [
+            name
+            for name, value in module.named_parameters()
+            if value.grad is not None and not bool(torch.isfinite(value.grad).all())
+        ]
+        if names:  # of several, the one nearest to the loss
+            full = pipe.split.parts[stage].names.get(names[-1], names[-1])
+            owner = full.rpartition(".")[0] or full
+            found.append((stage, f"the backward of {owner}; all outputs were finite, the gradient of {full} is not"))
+    return found
+
+
+@contextmanager
+def _watched(pipe: Pipeline, found: list[_Found]) -> Iterator[None]:
+    hooks = []
+    for stage, part in pipe.crew.modules().items():
+        for name, module in part.named_modules():
+            if name:
+                hooks.append(module.register_forward_hook(_look(pipe, stage, name, found)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look(pipe: Pipeline, stage: int, name: str, found: list[_Found]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if any(one.stage == stage for one in found):
+            return
+        for value in pytree.tree_leaves(output):
+            if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+                full = _full_name(pipe, stage, name, module)
+                found.append(
+                    _Found(stage, len(found), f"{full} ({type(module).__name__}), whose output has {_kind(value)}")
+                )
+                return
+
+    return hook
+
+
+def _full_name(pipe: Pipeline, stage: int, name: str, module: nn.Module) -> str:
+    """The module's name in the whole model, read off a parameter of it."""
+    own = next((inner for inner, _ in module.named_parameters()), None)
+    if own is None:
+        return name
+    full = pipe.split.parts[stage].names.get(f"{name}.{own}", f"{name}.{own}")
+    return full.removesuffix(f".{own}")
+
+
+def _kind(value: Tensor) -> str:
+    return "NaN" if bool(torch.isnan(value).any()) else "inf"

@@ -1,0 +1,179 @@
+"""What a training run can be told: every key of the configuration file, with its type, default and bounds.
+
+This is the only list of them. The file is checked against these classes (`config`), the documentation's table is
+compared with them, and the code that trains reads them as plain attributes. Nothing here loads torch, so that a wrong
+key is refused at once.
+"""
+
+# ruff: noqa: RUF009  (`key` makes a field with a factory where the default is mutable)
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = [
+    "Checkpoints",
+    "Data",
+    "Evaluation",
+    "GPTOptions",
+    "Launch",
+    "Logging",
+    "Model",
+    "Optimizer",
+    "PipelineOptions",
+    "TrainConfig",
+    "Training",
+    "key",
+]
+
+
+def key(
+    default: Any,
+    about: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    example: str = "",
+) -> Any:
+    """One key: its default, what it is, the values it may have, and one that works where the default does not say."""
+    bounds = {"about": about, "least": least, "above": above, "most": most, "example": example}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=bounds)
+    return field(default=default, metadata=bounds)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    source: str = key("gpt", '"gpt", "module:function" that returns a model, or "huggingface:NAME" of a configuration')
+    options: dict[str, Any] = key({}, "keyword arguments of the source")
+
+
+@dataclass(frozen=True)
+class GPTOptions:
+    """The options of the built-in GPT."""
+
+    layers: int = key(6, "transformer blocks", least=1)
+    width: int = key(128, "numbers for a token between blocks", least=1)
+    heads: int = key(4, "attention heads", least=1)
+    vocabulary: int = key(256, "tokens that it knows; text as bytes has 256", least=2)
+    context: int | None = key(None, "the longest row that it takes (default: data.sequence)", least=1)
+    dropout: float = key(0.0, "share of the numbers that training drops", least=0, most=0.9)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What it is trained on."""
+
+    source: str | list[str] = key(
+        "stdlib", '"stdlib", files and globs (one or a list), or "module:function" that returns batches'
+    )
+    options: dict[str, Any] = key({}, "keyword arguments of a module:function")
+    tokens: Literal["bytes", "uint8", "uint16", "int32", "int64"] = key(
+        "bytes", "how files hold tokens: text as bytes, or memory-mapped numbers"
+    )
+    sequence: int = key(128, "tokens in a row", least=1)
+    batch: int = key(32, "rows in a step, all accumulated steps together", least=1)
+    validation: float = key(0.05, "share of the tokens, from their end, that is kept for evaluation", least=0, most=0.9)
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How it is cut and scheduled."""
+
+    ranks: int = key(4, "ranks of the pipeline", least=1)
+    stages: int | None = key(None, "stages of the model (default: what the schedule's family has)", least=1)
+    schedule: str = key("1f1b", "a family's name, or a .csv or .json file")
+    microbatches: int = key(8, "slices of a batch", least=1)
+    balance: Literal["parameters", "time", "memory"] | list[int] = key(
+        "parameters", "what the cut evens out, or layers by stage"
+    )
+    split_at: list[str] = key([], "names of the units with which stages 1, 2, ... begin")
+    recompute: Literal["never", "except_last", "always"] = key("never", "whose forward runs again in the backward")
+    workers: Literal["processes", "threads"] = key("processes", "what the ranks are")
+    timeout: float = key(60.0, "seconds until a silent rank counts as stalled", above=0)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How weights change, and the learning rate over time."""
+
+    name: Literal["adamw", "adam", "sgd"] = key("adamw", "the optimizer")
+    lr: float = key(3e-3, "the highest learning rate", above=0)
+    betas: list[float] = key([0.9, 0.95], "of Adam: two shares from 0 to below 1")
+    eps: float = key(1e-8, "of Adam", above=0)
+    momentum: float = key(0.0, "of SGD", least=0, most=1)
+    weight_decay: float = key(0.1, "of parameters with two dimensions or more", least=0)
+    clip: float | None = key(1.0, "the norm that gradients are clipped to", above=0)
+    warmup: int = key(20, "steps in which the rate rises from 0", least=0)
+    decay: Literal["constant", "linear", "cosine"] = key("cosine", "how the rate falls after that")
+    final: float = key(0.1, "share of the rate that is left at the last step", least=0, most=1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, and what to do about numbers that are none."""
+
+    steps: int = key(200, "optimizer steps in all", least=1)
+    accumulate: int = key(1, "passes through the pipeline before one optimizer step", least=1)
+    nonfinite: Literal["stop", "skip"] = key(
+        "stop", "a loss or gradient that is inf or NaN ends the run, or is left out"
+    )
+    most_skips: int = key(10, "skipped steps in a row that end the run after all", least=1)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss on data that is not trained on."""
+
+    every: int = key(50, "steps between evaluations; 0: none", least=0)
+    batches: int = key(4, "batches in one evaluation", least=1)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What is saved, and for how long."""
+
+    every: int = key(50, "steps between checkpoints; 0: only at the end", least=0)
+    keep_last: int = key(3, "how many of the newest stay", least=1)
+    keep_every: int | None = key(None, "steps whose multiples stay for good", least=1)
+    async_save: bool = key(True, "write while training goes on")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How ranks are started, and started again."""
+
+    max_restarts: int = key(3, "how often a failed run starts again from its newest checkpoint", least=0)
+
+
+@dataclass(frozen=True)
+class Logging:
+    """What is said while it runs."""
+
+    every: int = key(10, "steps between lines and recordings", least=1)
+    ranks: list[int] = key([], "ranks whose own output is shown, by number, beside rank 0's")
+    level: Literal["debug", "info", "warning", "error"] = key("info", "what is worth a line")
+    tensorboard: Literal["auto", "on", "off"] = key(
+        "auto", "write for TensorBoard: when it is installed, always, never"
+    )
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole configuration."""
+
+    output: str = key("runs/gpt", "the folder of the run: checkpoints, metrics, timeline, logs")
+    seed: int = key(0, "of weights, batches and dropout", least=0)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    training: Training = field(default_factory=Training)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    launch: Launch = field(default_factory=Launch)
+    logging: Logging = field(default_factory=Logging)

@@ -1,0 +1,417 @@
+"""Training itself, in this process with ranks as threads: what it learns, how it goes on, how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import UsageError
+from penstock.train.build import rate_at
+from penstock.train.config import load_config
+from penstock.train.consistent import check_consistent
+from penstock.train.evaluating import evaluate_checkpoint
+from penstock.train.metrics import Metrics, read_metrics
+from penstock.train.nonfinite import NonFinite
+from penstock.train.plan import make_plan
+from penstock.train.progress import Pace, Progress, Reading, of_time
+from penstock.train.run import RunFolder
+from penstock.train.sample import continue_text, find_checkpoint, open_gpt
+from penstock.train.settings import TrainConfig
+from penstock.train.stopping import INTERRUPTED, Stop
+from penstock.train.worker import Job, train_here
+
+TINY = [
+    "model.options.layers=2",
+    "model.options.width=16",
+    "model.options.heads=2",
+    "data.sequence=16",
+    "data.batch=8",
+    "pipeline.ranks=2",
+    "pipeline.microbatches=4",
+    "pipeline.workers=threads",
+    "training.steps=8",
+    "optimizer.warmup=2",
+    "evaluation.every=4",
+    "evaluation.batches=2",
+    "checkpoint.every=3",
+    "logging.every=4",
+    "logging.tensorboard=off",
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 200)
+    return path
+
+
+def config_of(folder: Path, text: Path, *changes: str) -> TrainConfig:
+    config = load_config(None, [*TINY, f"data.source={text}", f"output={folder / 'run'}", *changes])
+    check_consistent(config)
+    return config
+
+
+def trained(config: TrainConfig, resume: bool = False, stop: Stop | None = None) -> int:
+    RunFolder(Path(config.output)).prepare(config, resume=resume, fresh=not resume)
+    return train_here(Job(config, "penstock train mine.toml --resume"), stop or Stop())
+
+
+def losses(config: TrainConfig) -> list[float]:
+    lines = read_metrics(RunFolder(Path(config.output)).metrics)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+def test_it_learns_and_says_where_things_are(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of(tmp_path, text, "training.steps=60", "optimizer.lr=0.01", "checkpoint.every=20")
+    assert trained(config) == 0
+    found = losses(config)
+    assert found[0] > 5  # of 256 bytes, all alike: ln 256 = 5.5
+    assert sum(found[-5:]) / 5 < 3
+    folder = RunFolder(Path(config.output))
+    said = capsys.readouterr().out
+    for place in (folder.checkpoints / "step-00000060", folder.metrics, folder.page):
+        assert str(place) in said
+        assert place.exists()
+    assert "penstock generate" in said
+    line = read_metrics(folder.metrics)[-1]
+    assert {"loss", "lr", "norm", "tokens_per_second", "memory", "idle", "validation"} <= set(line)
+    assert "measured" in folder.page.read_text(encoding="utf-8")
+    assert [path.name for path in sorted(folder.checkpoints.glob("step-*"))] == [f"step-{n:08}" for n in (20, 40, 60)]
+
+
+@pytest.mark.parametrize(
+    "change", [[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]]
+)
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, text: Path, change: list[str]) -> None:
+    whole = config_of(tmp_path, text, f"output={tmp_path / 'whole'}", "evaluation.every=2", *change)
+    parts = config_of(tmp_path, text, f"output={tmp_path / 'parts'}", "evaluation.every=2", *change)
+    assert trained(whole) == 0
+    stop = Stop()
+    stop.asked = True
+    assert trained(parts, stop=stop) == INTERRUPTED
+    assert losses(parts) == losses(whole)[:1]
+    assert trained(parts, resume=True) == 0
+    assert losses(parts) == losses(whole)
+    validation = [
+        [line.get("validation") for line in read_metrics(RunFolder(Path(c.output)).metrics)] for c in (whole, parts)
+    ]
+    assert validation[0][1:] == validation[1][1:]  # a step that is the last before a stop is not evaluated
+
+
+def test_steps_that_are_done_again_are_in_the_metrics_once(tmp_path: Path, text: Path) -> None:
+    """As after a kill: step 8 was trained and written down, and the newest checkpoint is of step 6."""
+    config = config_of(tmp_path, text)
+    assert trained(config) == 0
+    wanted = losses(config)
+    folder = RunFolder(Path(config.output))
+    (folder.checkpoints / "step-00000008" / "manifest.json").unlink()
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 9, "lo')
+    assert trained(config, resume=True) == 0
+    assert losses(config) == wanted
+
+
+def test_a_finished_run_has_nothing_to_go_on_with(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, text, "training.steps=2")
+    assert trained(config) == 0
+    assert trained(config, resume=True) == 0
+    assert "step 2, nothing left to do" in capsys.readouterr().out
+    assert len(losses(config)) == 2
+
+
+def test_another_layout_goes_on_where_this_one_was(tmp_path: Path, text: Path) -> None:
+    config = config_of(tmp_path, text, "model.options.layers=4", "training.steps=6", "evaluation.every=0")
+    assert trained(config) == 0
+    wanted = losses(config)
+    other = config_of(
+        tmp_path,
+        text,
+        "model.options.layers=4",
+        "training.steps=6",
+        "evaluation.every=0",
+        f"output={tmp_path / 'other'}",
+        "pipeline.ranks=1",
+        "pipeline.stages=1",
+        "checkpoint.every=3",
+    )
+    RunFolder(Path(other.output)).prepare(other, resume=False, fresh=True)
+    source = RunFolder(Path(config.output)).checkpoints / "step-00000003"
+    source.rename(RunFolder(Path(other.output)).checkpoints / source.name)
+    assert trained(other, resume=True) == 0
+    again = [line["loss"] for line in read_metrics(RunFolder(Path(other.output)).metrics)]
+    assert again == pytest.approx(wanted[3:], rel=1e-4)
+
+
+def test_accumulated_passes_are_one_step_of_the_whole_batch(tmp_path: Path, text: Path) -> None:
+    """Two passes of 4 rows have the mean loss's own gradient: what one optimizer step does is that of plain code."""
+    config = config_of(
+        tmp_path, text, "training.accumulate=2", "training.steps=1", "optimizer.name=sgd", "optimizer.clip=9"
+    )
+    assert trained(config) == 0
+    line = read_metrics(RunFolder(Path(config.output)).metrics)[0]
+    from penstock.train.build import build_model
+    from penstock.train.data import open_data
+
+    data = open_data(config)
+    model, loss = build_model(config)
+    assert loss is not None
+    values = []
+    for number in range(2):
+        batch = data.at(number)
+        value = loss(model(*batch.args), batch.target)
+        (value / 2).backward()
+        values.append(value.item())
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert line["loss"] == pytest.approx(sum(values) / 2, rel=1e-5)
+    assert line["norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert line["validation"] == pytest.approx(sum(values) / 2, rel=0.2)  # near it, and not half of it
+
+
+class Poisoned(nn.Module):
+    """Gives NaN from one of its calls on."""
+
+    def __init__(self, after: int, where: str = "forward", only: int = 10**9) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.after, self.where, self.only, self.calls = after, where, only, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        bad = self.training and self.after <= self.calls < self.after + self.only
+        self.calls += self.training
+        if bad and self.where == "forward":
+            return out * math.nan
+        if bad and self.where == "backward":
+            out = out + torch.sqrt(out.detach() * 0 + (out - out)).sum() * 0.0  # 0 * inf in its gradient
+        return out
+
+
+def poisoned(after: int = 8, where: str = "forward", only: int = 10**9) -> tuple[nn.Module, Any]:
+    layers: list[nn.Module] = [nn.Linear(8, 8), nn.Linear(8, 8), Poisoned(after, where, only), nn.Linear(8, 8)]
+    return nn.Sequential(*layers), nn.functional.mse_loss
+
+
+class Numbers:
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(8, 8, generator=generator), torch.zeros(8, 8)
+
+    def validation(self, number: int) -> tuple[Tensor, Tensor]:
+        return self.batch(1000 + number)
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setitem(sys.modules, "my_run", sys.modules[__name__])
+    return ["model.source=my_run:poisoned", "data.source=my_run:Numbers", "model.options={}"]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("forward", r"step 3: the loss is nan. First bad: stage 1: 2 \(Poisoned\), whose output has NaN"),
+        ("backward", r"step 3: the loss is .*, the norm of the gradients nan.*stage 1: the backward of 2.inner"),
+    ],
+)
+def test_a_bad_number_stops_the_run_and_the_module_is_named(
+    tmp_path: Path, text: Path, mine: list[str], where: str, words: str
+) -> None:
+    config = config_of(tmp_path, text, *mine, f"model.options={{after=8, where='{where}'}}", "checkpoint.every=2")
+    with pytest.raises(NonFinite, match=words):
+        trained(config)
+    folder = RunFolder(Path(config.output))
+    assert find_checkpoint(folder.root).name == "step-00000002"
+    assert len(read_metrics(folder.metrics)) == 2
+
+
+def test_a_bad_step_is_left_out_by_option_and_too_many_end_the_run(tmp_path: Path, text: Path, mine: list[str]) -> None:
+    once = [*mine, "training.nonfinite=skip", "model.options={after=8, only=4}"]
+    config = config_of(tmp_path, text, *once)
+    assert trained(config) == 0
+    lines = read_metrics(RunFolder(Path(config.output)).metrics)
+    assert [line["step"] for line in lines if line.get("skipped")] == [3]
+    assert lines[2]["loss"] == "nan"
+    assert all(math.isfinite(line["loss"]) for line in lines[3:])
+    always = config_of(tmp_path, text, *mine, "training.nonfinite=skip", "training.most_skips=2")
+    with pytest.raises(NonFinite, match="in 3 steps in a row"):
+        trained(always)
+
+
+def test_a_models_own_loss_and_a_hugging_face_configuration_train(tmp_path: Path, text: Path) -> None:
+    shape = "{hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=256}"
+    config = config_of(
+        tmp_path,
+        text,
+        "model.source=huggingface:llama",
+        f"model.options={shape}",
+        "training.steps=3",
+        "optimizer.lr=0.01",
+    )
+    assert trained(config) == 0
+    assert losses(config)[0] > 5
+    with pytest.raises(UsageError, match=r'no configuration "lama".*near: .*llama'):
+        trained(config_of(tmp_path, text, "model.source=huggingface:lama", "model.options={}"))
+
+
+def test_a_measured_cut_is_kept_for_when_the_run_goes_on(tmp_path: Path, text: Path) -> None:
+    config = config_of(tmp_path, text, "pipeline.balance=time", "training.steps=2")
+    assert trained(config) == 0
+    kept = json.loads((Path(config.output) / "cut.json").read_text())
+    assert kept["stages"] == 2
+    (Path(config.output) / "cut.json").write_text(json.dumps({"stages": 2, "counts": [1, 3]}))
+    assert trained(load_config(Path(config.output) / "config.json", ["training.steps=3"]), resume=True) == 0
+    assert json.loads((Path(config.output) / "cut.json").read_text())["counts"] == [1, 3]
+
+
+# -- the folder of a run
+
+
+def test_another_run_is_not_written_over(tmp_path: Path, text: Path) -> None:
+    config = config_of(tmp_path, text, "training.steps=1")
+    folder = RunFolder(Path(config.output))
+    with pytest.raises(UsageError, match="has no run to go on from"):
+        folder.prepare(config, resume=True, fresh=False)
+    assert trained(config) == 0
+    note = folder.root / "my notes.txt"
+    note.write_text("mine")
+    with pytest.raises(UsageError, match="has a run already; add --resume"):
+        folder.prepare(config, resume=False, fresh=False)
+    folder.prepare(config, resume=False, fresh=True)
+    assert note.exists()
+    assert not folder.metrics.exists()
+    assert not list(folder.checkpoints.iterdir())
+    with pytest.raises(UsageError, match="which is a file"):
+        RunFolder(note).prepare(config, resume=False, fresh=False)
+
+
+# -- evaluation and text
+
+
+def test_a_checkpoint_is_evaluated_and_continued(tmp_path: Path, text: Path) -> None:
+    config = config_of(
+        tmp_path, text, "training.steps=80", "optimizer.lr=0.02", "data.sequence=12", "checkpoint.every=0"
+    )
+    assert trained(config) == 0
+    folder = RunFolder(Path(config.output))
+    path = find_checkpoint(folder.root)
+    assert path == find_checkpoint(folder.checkpoints) == find_checkpoint(path)
+    score = evaluate_checkpoint(config, path, 2)
+    line = read_metrics(folder.metrics)[-1]
+    assert (score.step, score.batches) == (80, 2)
+    assert score.loss == line["validation"]
+    assert score.bits == pytest.approx(score.loss / math.log(2))
+    wide = load_config(None, [*TINY, f"data.source={text}", "data.sequence=12", "pipeline.ranks=1"])
+    assert evaluate_checkpoint(wide, path, 2).loss == pytest.approx(score.loss, rel=1e-5)  # another layout
+
+    model, step, _ = open_gpt(path)
+    assert step == 80
+    options: dict[str, Any] = {"temperature": 0.7, "top": 5, "seed": 1}
+    found = b"".join(continue_text(model, b"the ", 40, **options))
+    assert len(found) == 40
+    assert set(found) <= set(b"the quick brown fox jumps over the lazy dog; \n")  # it knows its letters by now
+    assert found == b"".join(continue_text(model, b"the ", 40, **options))
+    assert found != b"".join(continue_text(model, b"the ", 40, **{**options, "seed": 2}))
+    likely = b"".join(continue_text(model, b"", 10, temperature=0, top=None, seed=1))
+    assert likely == b"".join(continue_text(model, b"", 10, temperature=0, top=None, seed=2))
+
+
+def test_what_cannot_be_sampled_or_evaluated_is_refused(tmp_path: Path, text: Path, mine: list[str]) -> None:
+    config = config_of(tmp_path, text, *mine, "training.steps=1", "model.options={after=99}")
+    assert trained(config) == 0
+    path = find_checkpoint(config.output)
+    with pytest.raises(UsageError, match="is of my_run:poisoned; text can be sampled from the built-in GPT"):
+        open_gpt(path)
+    with pytest.raises(UsageError, match="there is no"):
+        find_checkpoint(tmp_path / "nowhere")
+    plain = penstock.Pipeline(nn.Sequential(nn.Linear(2, 2)), stages=1, microbatches=1, loss_fn=nn.functional.mse_loss)
+    with penstock.Checkpointer(tmp_path / "own") as checkpointer:
+        checkpointer.save(1, plain)
+    with pytest.raises(UsageError, match="not saved by penstock train"):
+        open_gpt(find_checkpoint(tmp_path / "own"))
+    bare = config_of(tmp_path, text, "data.validation=0", "training.steps=1", f"output={tmp_path / 'bare'}")
+    assert trained(bare) == 0
+    with pytest.raises(UsageError, match="no validation data"):
+        evaluate_checkpoint(bare, find_checkpoint(bare.output), 2)
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, text: Path) -> None:
+    config = config_of(tmp_path, text)
+    plan = make_plan(config)
+    shown = plan.text()
+    for part in ("stage  rank", "0F0", "predicted idle share", "predicted peak memory", "text.txt"):
+        assert part in shown
+    assert plan.measured
+    assert 0 < plan.timeline.bubble < 1
+    weights = sum(p.numel() for p in open_model(config).parameters()) * 4
+    assert sum(plan.memory) > 4 * weights  # with gradients, two moments, and activations on top
+    assert not Path(config.output).exists()
+
+
+def open_model(config: TrainConfig) -> nn.Module:
+    from penstock.train.build import build_model
+
+    return build_model(config)[0]
+
+
+# -- small parts
+
+
+def test_the_rate_rises_and_falls() -> None:
+    config = load_config(None, ["training.steps=11", "optimizer.warmup=2", "optimizer.final=0.1"])
+    shares = [rate_at(config, step) for step in range(11)]
+    assert shares[:3] == [0.5, 1.0, 1.0]
+    assert shares[-1] == pytest.approx(0.1)
+    assert all(after <= before for before, after in pairwise(shares[1:]))
+    fall = ["optimizer.decay=linear", "optimizer.final=0"]
+    linear = load_config(None, ["training.steps=3", "optimizer.warmup=0", *fall])
+    assert [rate_at(linear, step) for step in range(3)] == [1.0, 0.5, 0.0]
+    flat = load_config(None, ["optimizer.warmup=0", "optimizer.decay=constant"])
+    assert rate_at(flat, 150) == 1.0
+
+
+def test_metrics_are_json_lines_without_nan(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m.jsonl", 0)
+    metrics.write(1, loss=math.nan, norm=math.inf, extra=None)
+    metrics.write(2, loss=0.1)
+    metrics.close()
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": "nan", "norm": "inf"}, {"step": 2, "loss": 0.1}]
+    Metrics(tmp_path / "m.jsonl", 1).close()
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1]
+    Metrics(tmp_path / "m.jsonl", 0).close()
+    assert read_metrics(tmp_path / "m.jsonl") == []
+
+
+def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    reading = Reading(2, 30, 1.5, 1e-3, 0.25, 1234.5, 5_000_000, 0.25, 65.0)
+    progress = Progress(sys.stdout, 2)
+    for step in range(1, 5):
+        progress.show(Reading(**{**reading.__dict__, "step": step}))
+    progress.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["2/30", "4/30"]
+    assert lines[0] == (
+        "step  2/30  loss 1.5000  lr 1.00e-03  norm 0.25  1,234 tokens/s  memory 5 MB  idle 25 %  eta 1:05"
+    )
+    Progress(None, 1).show(reading)
+    assert capsys.readouterr().out == ""
+
+
+def test_time_is_said_as_people_do() -> None:
+    assert [of_time(s) for s in (5, 65, 3661, 90061, math.inf)] == ["0:05", "1:05", "1:01:01", "1 d 1:01:01", "-"]
+    pace = Pace()
+    pace.step(100)
+    assert pace.rate > 0
+    assert pace.left(0) == 0

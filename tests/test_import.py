@@ -19,7 +19,7 @@ BELOW: dict[str, set[str]] = {
     "model": {"errors", "schedule"},
     "runtime": {"errors", "schedule", "model"},
     "parallel": {"errors", "schedule", "model", "runtime"},
-    "train": {"errors", "schedule", "model", "runtime", "parallel"},
+    "train": {"errors", "schedule", "model", "runtime", "parallel", "pipeline", "view"},
     "view": {"errors", "schedule", "model", "runtime", "pipeline"},
 }
 

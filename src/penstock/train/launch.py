@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from penstock.train.checkpoint import Checkpointer
 from penstock.train.run import RunFolder
 from penstock.train.settings import TrainConfig
 from penstock.train.stopping import INTERRUPTED
@@ -109,9 +110,7 @@ class Agent(LocalElasticAgent):
 
 
 def _newest(folder: RunFolder) -> str | None:
-    import penstock
-
-    latest = penstock.Checkpointer(folder.checkpoints).latest()
+    latest = Checkpointer(folder.checkpoints).latest()
     return None if latest is None else str(latest)
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import penstock
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, gpt_options
+from penstock.train.checkpoint import Checkpointer
+from penstock.train.checkpoint.manifest import read_manifest
 from penstock.train.config import checked
 from penstock.train.gpt import Embed
 from penstock.train.run import RunFolder
@@ -28,7 +29,7 @@ def find_checkpoint(place: str | Path) -> Path:
         raise UsageError(f"there is no {path}; give a run's folder, or a checkpoint in its checkpoints/")
     for folder in (RunFolder(path).checkpoints, path):
         if folder.is_dir():
-            latest = penstock.Checkpointer(folder).latest()
+            latest = Checkpointer(folder).latest()
             if latest is not None:
                 return latest
     return path  # loading it says what is wrong, if anything is
@@ -36,8 +37,6 @@ def find_checkpoint(place: str | Path) -> Path:
 
 def saved_config(checkpoint: Path) -> TrainConfig:
     """The configuration that a checkpoint was trained with."""
-    from penstock.train.checkpoint.manifest import read_manifest  # as it stands there now
-
     document: Any = read_manifest(checkpoint).config
     if not isinstance(document, dict) or "model" not in document:
         raise UsageError(f"{checkpoint} was not saved by penstock train: it has no configuration in it")
@@ -46,7 +45,7 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 
 def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline) -> int:
     """Put a checkpoint's weights into a pipeline of any layout; the step that they are from."""
-    return int(penstock.Checkpointer(checkpoint.parent).load(pipe, path=checkpoint).step)
+    return int(Checkpointer(checkpoint.parent).load(pipe, path=checkpoint).step)
 
 
 def open_gpt(checkpoint: Path) -> tuple[nn.Sequential, int, TrainConfig]:

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-import penstock
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.build import build_model, build_optimizer, build_pipeline, build_rate
+from penstock.train.checkpoint import Checkpointer
 from penstock.train.consistent import stages_of
 from penstock.train.data import Batches, open_data
 from penstock.train.loop import Ending, Trainer
@@ -130,7 +130,7 @@ def train_here(job: Job, stop: Stop) -> int:
         optimizer = build_optimizer(config, pipe)
         rate = build_rate(config, optimizer)
         kept = config.checkpoint
-        checkpointer = penstock.Checkpointer(
+        checkpointer = Checkpointer(
             folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, async_save=kept.async_save
         )
         start = 0

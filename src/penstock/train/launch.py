@@ -30,7 +30,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from penstock.train.checkpoint import Checkpointer
+from penstock.train.checkpoint.checkpointer import Checkpointer
 from penstock.train.run import RunFolder
 from penstock.train.settings import TrainConfig
 from penstock.train.stopping import INTERRUPTED

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, gpt_options
-from penstock.train.checkpoint import Checkpointer
+from penstock.train.checkpoint.checkpointer import Checkpointer
 from penstock.train.checkpoint.manifest import read_manifest
 from penstock.train.config import checked
 from penstock.train.gpt import Embed

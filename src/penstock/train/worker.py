@@ -33,7 +33,7 @@ from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.build import build_model, build_optimizer, build_pipeline, build_rate
-from penstock.train.checkpoint import Checkpointer
+from penstock.train.checkpoint.checkpointer import Checkpointer
 from penstock.train.consistent import stages_of
 from penstock.train.data import Batches, open_data
 from penstock.train.loop import Ending, Trainer

@@ -21,6 +21,7 @@ from penstock.parallel.replicas import Replicas
 from penstock.parallel.sharded import Sharder, check_shardable
 from penstock.parallel.wanted import Composition
 from penstock.runtime.facts import compared, facts_of
+from penstock.runtime.transport.distributed import DistributedTransport
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -31,10 +32,12 @@ __all__ = ["compose"]
 def compose(pipe: Pipeline, wanted: Composition) -> Replicas:
     """Spread, hand out and shard this rank's stages; what then runs beside its steps."""
     axes = wanted.axes
-    ((rank, executor),) = pipe.crew.executors.items()
+    (executor,) = pipe.crew.executors.values()
+    transport = pipe.world.transport
+    assert isinstance(transport, DistributedTransport)
     modules = {index: stage.module for index, stage in executor.stages.items()}
     links = {
-        axis: Link(axes.group(axis), pipe.world.timeout, rank, word)
+        axis: Link(axes.group(axis), pipe.world.timeout, transport, word)
         for axis, word in (("dp", "replica"), ("tp", "shard"))
         if axes.size(axis) > 1
     }

@@ -33,11 +33,12 @@ SLACK = 10.0  # and the backend's own timeout is the last resort
 class Link:
     """This rank's end. `rank` is its rank in its pipeline; `word` is what the members of the group are called."""
 
-    def __init__(self, group: Any, timeout: float, rank: int, word: str = "replica") -> None:
+    def __init__(self, group: Any, timeout: float, pipeline: DistributedTransport, word: str = "replica") -> None:
         self.group = group
+        self._pipeline = pipeline
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
-        self._rank = rank
+        self._rank = pipeline.rank
         self._word = word
         self._timeout = timeout + LATER
         self._transport = DistributedTransport(group, self._timeout)
@@ -56,10 +57,13 @@ class Link:
 
     def exchange(self, value: Any) -> list[Any]:
         """Give a small value to every member, and get every member's."""
+        self._pipeline.outside(self.abort)
         try:
             return self._transport.exchange(value)
         except PeerFailure as failure:
-            raise self._told(failure) from None
+            raise self._lost(failure) from None
+        finally:
+            self._pipeline.outside(None)
 
     def told(self, call: str, value: Any) -> list[Any]:
         """What every member says in this call, which all must make."""
@@ -84,20 +88,29 @@ class Link:
         """Around anything that waits for all members: ends with a named failure where it cannot end well."""
         watch = self._watch
         watch.waiting = Waiting((self.index + 1) % self.size, None, -1, monotonic())
+        self._pipeline.outside(self.abort)
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
             yield
         except PeerFailure as failure:
-            raise self._told(failure) from None
+            raise self._lost(failure) from None
         except RuntimeError as error:
             if watch.verdict is None and not _from_backend(error):
                 raise
-            raise self._told(self._lose(what)) from error
+            raise self._lost(self._verdict(what)) from error
         finally:
             watch.waiting = None
+            self._pipeline.outside(None)
 
-    def _lose(self, what: str) -> PeerFailure:
+    def _lost(self, failure: PeerFailure) -> PeerFailure:
+        """This link has ended; the pipeline goes with it, since its other ranks may wait on links that have not."""
+        told = self._told(failure)
+        if self._pipeline.broken is None:
+            self._pipeline.abort(told)
+        return told
+
+    def _verdict(self, what: str) -> PeerFailure:
         """The group's verdict on a collective that broke; of two members, it was the other."""
         watch = self._watch
         if watch.verdict is not None:
@@ -119,7 +132,10 @@ class Link:
     def abort(self, failure: PeerFailure) -> None:
         """This rank cannot go on: all members shall leave with this failure."""
         if self._transport.broken is None:
-            self._transport.abort(failure)
+            failure = copy(failure)
+            if failure.replica is None and self._word == "replica":
+                failure.replica = self.index
+            self._transport.abort(copy(failure))
 
     def close(self) -> None:
         """End the watch."""

@@ -197,6 +197,12 @@ class DistributedTransport(Transport):
     def abort(self, failure: PeerFailure) -> None:
         self._watch.settle(failure)
 
+    def outside(self, leave: Callable[[PeerFailure], None] | None) -> None:
+        """This rank waits for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
+        self._watch.outside = leave
+        if leave is not None and self._watch.verdict is not None:
+            leave(self._watch.verdict)
+
     def reset(self) -> None:
         """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
 

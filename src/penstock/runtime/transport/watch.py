@@ -44,6 +44,7 @@ __all__ = ["Waiting", "Watch"]
 BEAT = 0.5
 STORE_SECONDS = 3.0  # for the store to answer
 SETTLE_SECONDS = 6.0  # for the thread to settle a verdict: the store's and some beats
+OUTSIDE_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
 STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 
 
@@ -79,6 +80,8 @@ class Watch:
         bell: Bell | None = None,
     ) -> None:
         self.waiting: Waiting | None = None
+        self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
+        self._marked = False  # the others know that it does
         self.verdict: PeerFailure | None = None
         self.doing: Callable[[], str] = lambda: "nothing known"
         self.news: list[PeerFailure] = []
@@ -177,9 +180,11 @@ class Watch:
         # either sees the verdict or is seen waiting.
         self.verdict = verdict
         self._settled.set()
-        waiting = self.waiting
+        waiting, outside = self.waiting, self.outside
         if waiting is not None:
             self._cut(waiting.peer)
+        if outside is not None:
+            outside(verdict)
 
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
@@ -187,14 +192,24 @@ class Watch:
             return self._standing()
         if not self.news:
             self._read_news()
+        if self._marked != (self.outside is not None):
+            self._marked = not self._marked
+            self._ask("set", self._key(f"outside/{self._rank}"), str(int(self._marked)))
         waiting, proposal = self.waiting, self._proposal
         overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
+        if overdue and proposal is None and waiting is not None and self._anybody_outside():
+            overdue = time.monotonic() - waiting.since > self._timeout + OUTSIDE_SECONDS
         if overdue or proposal is not None:
             self._ask("compare_set", self._key("alarm"), "", _dump((self._rank, waiting, proposal)))
             self._call()
         if self._ask("check", [self._key("alarm")]):
             return self._arbitrate(*_load(self._ask("get", self._key("alarm"))))
         return None
+
+    def _anybody_outside(self) -> bool:
+        """Whether some rank here waits for another group's: then that group is the one to find out who is silent."""
+        keys = [self._key(f"outside/{rank}") for rank in range(self._ranks)]
+        return any(self._ask("check", [key]) and self._ask("get", key) == b"1" for key in keys)
 
     def _read_news(self) -> None:
         step, announced = self._step, self._announced

@@ -1,0 +1,122 @@
+"""A process of one replica dies, stops or leaves: every process of every replica names it, and none waits for ever."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faults.fleet import KILL, STOP, Ending, launch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import PeerFailure
+
+WIDTH, M = 4, 4
+SOON = 5.0
+TIMEOUT = 3.0  # of a pipeline in these tests
+Say = Callable[[Any], None]
+
+
+class Trap(nn.Linear):
+    """Springs in the second step."""
+
+    spring: Callable[[], None] | None = None
+    calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        if self.spring is not None and self.calls == M + 2:
+            self.spring()
+        return torch.tanh(super().forward(input))
+
+
+def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, schedule: str) -> None:
+    mesh = penstock.mesh(pp=2, dp=2)
+    torch.manual_seed(0)
+    modules = [Trap(WIDTH, WIDTH) for _ in range(4 if schedule == "zb-v" else 2)]
+    pipe = penstock.Pipeline(
+        modules,
+        microbatches=M,
+        schedule=schedule,
+        loss_fn=F.mse_loss,
+        mesh=mesh,
+        replicate=replicate,
+        timeout=TIMEOUT,
+    )
+
+    def spring() -> None:
+        say(("fault", time.monotonic()))
+        if how == "exit":
+            sys.exit(3)
+        if how == "stick":
+            time.sleep(16)
+        os.kill(os.getpid(), int(how))
+
+    if (mesh.get_local_rank("pp"), mesh.get_local_rank("dp")) == (rank, replica):
+        next(iter(pipe.crew.modules().values())).spring = spring  # type: ignore[assignment]
+    x = torch.randn(8, WIDTH)
+    pipe.step(x, target=x)
+    pipe.zero_grad()
+    try:
+        pipe.step(x, target=x)
+    except PeerFailure as error:
+        say((time.monotonic(), error.rank, error.replica, str(error)))
+    try:
+        pipe.step(x, target=x)
+    except PeerFailure as error:
+        say(str(error))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def check(endings: list[Ending], rank: int, replica: int, seconds: float) -> None:
+    victim = rank * 2 + replica  # neighbours in dp are neighbours in rank
+    begun = endings[victim].said[0][1]
+    for number, ending in enumerate(endings):
+        if number != victim:
+            assert ending.code == 0, (number, ending.code, ending.said, ending.error[-3000:])
+            told, who, where, text = ending.said[0]
+            assert (who, where) == (rank, replica), (number, text)
+            assert told - begun < seconds, (number, text)
+            assert "the group must be rebuilt" in ending.said[1], (number, ending.said[1])
+
+
+@pytest.mark.parametrize(
+    ("replicate", "how", "rank", "replica", "schedule"),
+    [
+        ("ddp", KILL, 1, 1, "1f1b"),
+        pytest.param("ddp", KILL, 0, 0, "1f1b", marks=pytest.mark.slow),
+        pytest.param("fsdp", KILL, 0, 1, "zb-v", marks=pytest.mark.slow),
+        pytest.param("fsdp", KILL, 1, 0, "1f1b", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_process(replicate: str, how: int, rank: int, replica: int, schedule: str) -> None:
+    check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, SOON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicate", "how", "rank", "replica", "schedule"),
+    [("ddp", STOP, 1, 1, "1f1b"), ("fsdp", STOP, 0, 1, "1f1b"), ("fsdp", "stick", 1, 0, "zb-v")],
+)
+def test_a_process_that_stops(replicate: str, how: Any, rank: int, replica: int, schedule: str) -> None:
+    check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, SOON + TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicate", ["ddp", "fsdp"])
+def test_a_process_that_leaves_tells_the_others_why(replicate: str) -> None:
+    endings = launch(4, lose, replicate, "exit", 1, 0, "1f1b")
+    begun = endings[2].said[0][1]
+    assert endings[2].code == 3
+    for number in (0, 1, 3):
+        told, who, where, text = endings[number].said[0]
+        assert (who, where) == (1, 0)
+        assert "SystemExit: 3" in text
+        assert told - begun < SOON

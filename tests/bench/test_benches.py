@@ -16,6 +16,7 @@ TITLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TITLES)
 def test_a_bench_prints_its_tables_in_quick_mode(name: str) -> None:
     command = [sys.executable, str(BENCH / name), "--quick", "--schedules", "1f1b,zb-v"]

@@ -86,7 +86,7 @@ def test_on_threads_the_script_ends_with_the_failure_also_if_a_rank_never_comes_
     assert "what each rank was doing" in text
     assert "ValueError: boom" in text or kind == "stick"
     assert "never" not in text.splitlines()
-    assert took < 10
+    assert took < 30  # and not a hang: interpreter and torch end in it too, on a machine that may be busy
 
 
 @pytest.mark.slow
@@ -99,4 +99,4 @@ def test_on_processes_every_one_ends_by_itself_with_an_error(tmp_path: Path, kin
         assert "never" not in text.splitlines()
         if rank != victim:
             assert f"penstock.errors.PeerFailure: rank {victim} failed" in text
-    assert took < 12
+    assert took < 30

@@ -59,7 +59,7 @@ def plainly(steps: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_copies_are_bitwise_equal_after_a_hundred_steps(ranks: int) -> None:
     states = on_processes(ranks, train, ranks, 100, "1f1b")
     expected = plainly(100)
@@ -91,7 +91,7 @@ def norm_and_sums(ranks: int) -> tuple[float, dict[str, Tensor]]:
         return norm, gradients
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_norm_counts_a_tied_parameter_once_and_steps_add(ranks: int) -> None:
     model = made()
     plain_step(model, batch(1))

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.runtime.batch_norm import exact_batch_norm as exact_batch_norm
     from penstock.runtime.batch_norm import restore_batch_norm as restore_batch_norm
     from penstock.runtime.groups import parameter_groups as parameter_groups
+    from penstock.runtime.lengths import by_tokens as by_tokens
     from penstock.runtime.losses import add_loss as add_loss
     from penstock.runtime.microbatch import Microbatches as Microbatches
     from penstock.runtime.microbatch import Shared as Shared
@@ -49,6 +50,7 @@ _HOMES = {
     "Shared": "penstock.runtime.microbatch",
     "StepResult": "penstock.pipeline",
     "add_loss": "penstock.runtime.losses",
+    "by_tokens": "penstock.runtime.lengths",
     "current_microbatch": "penstock.runtime.phase",
     "defer_batch_norm": "penstock.runtime.batch_norm",
     "exact_batch_norm": "penstock.runtime.batch_norm",
@@ -77,6 +79,7 @@ __all__ = [
     "StepResult",
     "__version__",
     "add_loss",
+    "by_tokens",
     "current_microbatch",
     "defer_batch_norm",
     "exact_batch_norm",

@@ -28,8 +28,9 @@ from penstock.model.cut import cut_model
 from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
+from penstock.runtime.lengths import ByTokens
 from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares
-from penstock.runtime.microbatch import Batch, split_batch
+from penstock.runtime.microbatch import Batch
 from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
 from penstock.runtime.randomness import randomness, unit_stream
@@ -103,6 +104,8 @@ def parity(
         )
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
+    if isinstance(cut.get("split"), ByTokens):
+        del cut["split"]
     with Pipeline(copy.deepcopy(model), **options) as pipe:
         own, single = copy.deepcopy(model), copy.deepcopy(model)
         for each in (own, single):
@@ -111,7 +114,7 @@ def parity(
         if plain.recut is not None and plain.cuts != pipe.split.cuts:  # the pipeline's placement had a say
             plain = plain.recut(pipe.split.cuts)
         poison(plain)
-        batch = split_batch(pipe.microbatches, args, kwargs, target, loss_kwargs or {}, pipe.batch_dims)
+        batch = pipe.microbatches_of(args, kwargs, target, loss_kwargs or {})
         expected, found = _Trace(plain), _Trace(pipe.split)
         _run_plain(pipe, plain, batch, expected)
         whole = uncut(plain, single, cut)

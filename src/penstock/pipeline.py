@@ -21,10 +21,12 @@ from penstock.model.cut import cut_model
 from penstock.parallel.wanted import Composition
 from penstock.runtime.arguments import check_arguments, op_of
 from penstock.runtime.batch_norm import prepare_batch_norm, whole_stages
+from penstock.runtime.batching import Batching
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.executor import Handler, StepInput
-from penstock.runtime.feed import Feed, StepResult
+from penstock.runtime.feed import StepResult
+from penstock.runtime.lengths import ByTokens
 from penstock.runtime.microbatch import count_for
 from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
@@ -40,7 +42,7 @@ from penstock.schedule.timeline import peaks
 __all__ = ["Pipeline", "StepResult"]
 
 
-class Pipeline(Feed):
+class Pipeline(Batching):
     """Trains a model cut into stages, by a schedule, on threads of this process or under torchrun."""
 
     def __init__(
@@ -55,7 +57,7 @@ class Pipeline(Feed):
         balance: str | Sequence[int] | Mapping[str, float] | None = None,
         speeds: Sequence[float] | None = None,
         optimizer: str = "adamw",
-        split: str = "auto",
+        split: str | ByTokens = "auto",
         split_at: Sequence[str] = (),
         skips: Iterable[tuple[int, int]] = (),
         ranks: int | None = None,
@@ -86,7 +88,10 @@ class Pipeline(Feed):
         self.loss_weight = loss_weight
         self.batch_dims = dict(batch_dims or {})
         self.inputs = inputs
+        self._named = (schedule, ranks)
         self.composition = Composition(mesh, replicate, window, shard_precision)
+        replicated = self.composition.replicate is not None
+        split, microbatches = self._by_length(split, microbatches, replicated)
         self.world = world = World.find(group, mesh, transport, timeout)
         with world.building():
 
@@ -124,6 +129,7 @@ class Pipeline(Feed):
         verify(self.program)
         self.microbatches = schedule.microbatches
         self._inference: dict[int, Schedule] = {}
+        self._proved = {self.microbatches: (self.schedule, self.program)}
 
     # -- training
 
@@ -141,8 +147,10 @@ class Pipeline(Feed):
             return self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
 
         self._check_open()
-        self.clock.training = True
         self._settle()
+        if self.batching is not None:
+            self._take(self.replicas.same_count(lambda: self._planned("step()", args, kwargs, training=True)))
+        self.clock.training = True
         with self._undone_if_it_fails(), self.tied.summed():
             begun = None if self._recorder is None else self._recorder.begin()
             reports = self.replicas.run(
@@ -204,7 +212,10 @@ class Pipeline(Feed):
 
         self._check_open()
         self._settle()
-        count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
+        if self.batching is None:
+            count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
+        else:
+            count = self.replicas.same_count(lambda: self._planned("evaluate()", args, kwargs, training=False))
         program = self._inference.get(count)
         if program is None:
             gathered = gather(forward_program(self.schedule, count), whole_stages(self.split.parts, always=True))

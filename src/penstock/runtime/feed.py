@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.executor import StepInput, StepReport
+from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.losses import loss_weights, shares_of, trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
 from penstock.runtime.state import OwnedState
@@ -47,6 +48,10 @@ class Feed(OwnedState):
     loss_weight: Callable[[Any], Any] | None
     batch_dims: dict[str | int, Any]
     inputs: str
+    batching: ByTokens | None = None
+    microbatches: int
+    _plan: Plan | None = None  # for the batch that runs
+    _least: int = 1  # microbatches, where their number follows from the batch
     _checked_keywords: set[frozenset[str]]
     _passed: set[str | int]  # labels of batch_dims that some call has had
 
@@ -73,7 +78,7 @@ class Feed(OwnedState):
         ) -> Batch:
             if whole:
                 self._check_batch(args, kwargs, loss_kwargs)
-            return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims, whole)
+            return self._cut(count, args, kwargs, target, loss_kwargs, whole)
 
         given = (args, kwargs, target, loss_kwargs)
         batch = self.world.carry(cast("Pipeline", self), *given, cut) if self.inputs == "first" else cut(*given)
@@ -94,6 +99,34 @@ class Feed(OwnedState):
             )
             for rank in self.crew.executors
         }
+
+    def _cut(
+        self,
+        count: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any],
+        whole: bool = True,
+    ) -> Batch:
+        """The batch in microbatches: by rows, or by the plan that there is for it."""
+        by_plan = None
+        if self._plan is not None and self.batching is not None:
+            by_plan = PlanSplitter(self._plan, self.batching.sequences, self.batch_dims)
+        return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims, whole, splitter=by_plan)
+
+    def _planned(self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> int:
+        """How many microbatches lengths make of this batch; all ranks follow the same plan."""
+        batching = self.batching
+        assert batching is not None
+        fixed = training and batching.max_tokens is None
+        least = self.microbatches if batching.max_tokens is None else self._least
+        self._plan = self.world.agreed(
+            call, lambda: batching.plan(args, kwargs, least, fixed), "or with different lengths"
+        )
+        if self._plan is None:
+            raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
+        return self._plan.count
 
     def _shares(self, batch: Batch, count: int, training: bool) -> Callable[[], list[float]]:
         if self.crew.last() is None:
@@ -128,7 +161,10 @@ class Feed(OwnedState):
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""
-        return merge(outputs, self.batch_dims.get("output", 0))
+        dim = self.batch_dims.get("output", 0)
+        if self._plan is None or self.batching is None:
+            return merge(outputs, dim)
+        return merge_by_plan(outputs, dim, self._plan, self.batching.sequences.get("output"))
 
     # -- checks
 

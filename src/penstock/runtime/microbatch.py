@@ -19,12 +19,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.hidden import hides_tensors
 
-__all__ = ["Batch", "Microbatches", "Shared", "check_labels", "count_for", "dims_of_leaves", "merge", "split_batch"]
+__all__ = [
+    "Batch",
+    "Microbatches",
+    "Shared",
+    "Splitter",
+    "check_labels",
+    "count_for",
+    "dims_of_leaves",
+    "merge",
+    "split_batch",
+]
 
 Dims = Mapping[str | int, Any]
 
@@ -61,13 +72,14 @@ def split_batch(
     dims: Dims,
     whole: bool = True,
     attached: bool = False,
+    splitter: Splitter | None = None,
 ) -> Batch:
     """Cut everything into `count` microbatches; `dims` says along which dimension where it is not 0.
 
     Not `whole`: what one rank needs of a batch, which was checked where all of it is. `attached`: the pieces stay in
-    the graph of what they are pieces of.
+    the graph of what they are pieces of. `splitter`: one that cuts in a way of its own.
     """
-    splitter = _Splitter(count, dims, attached=attached)
+    splitter = Splitter(count, dims, attached=attached) if splitter is None else splitter
     columns = [splitter.split(position, value) for position, value in enumerate(args)]
     named = {name: splitter.split(name, value) for name, value in kwargs.items()}
     arguments = splitter.rows_by_name()
@@ -96,7 +108,7 @@ def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target:
 
     A ready split says so itself; else there are `most`, or as many as there are rows.
     """
-    splitter = _Splitter(1, dims, strict=False)
+    splitter = Splitter(1, dims, strict=False)
     labelled: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
     for label, value in labelled:
         if isinstance(value, Microbatches):
@@ -115,7 +127,9 @@ def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[
         )
 
 
-class _Splitter:
+class Splitter:
+    """Cuts values by rows, all into the same number of pieces, and keeps count of the rows."""
+
     def __init__(self, count: int, dims: Dims, strict: bool = True, attached: bool = False) -> None:
         self.count, self.dims, self.strict, self.attached = count, dims, strict, attached
         self.total: int | None = None
@@ -128,11 +142,13 @@ class _Splitter:
         dim = self.dims.get(label, 0)
         if type(value) is Tensor and type(dim) is int and value.dim() > 0:
             return list(self._cut(label, value, dim))
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_packed)
         wanted = dims_of_leaves(label, dim, value, len(leaves))
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
+            else self._repacked(label, leaf)
+            if isinstance(leaf, PackedSequence) and leaf_dim is not None
             else (self._uncut(label, leaf, leaf_dim is not None),) * self.count
             for leaf, leaf_dim in zip(leaves, wanted, strict=True)
         ]
@@ -160,11 +176,25 @@ class _Splitter:
                 f"wrap it in penstock.Shared(...) if every microbatch needs it whole, or say where its rows "
                 f"are with batch_dims={{{label!r}: ...}}"
             )
+        return self.pieces(label, value, dim)
+
+    def pieces(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
+        """One piece for each microbatch."""
+        rows = value.shape[dim]
         if self.attached and value.requires_grad:
             size, larger = divmod(rows, self.count)
             sizes = [size + 1] * larger + [size] * (self.count - larger)
             return torch.split_with_sizes(value, sizes, dim)  # one node of the graph, not one a piece
         return value.detach().tensor_split(self.count, dim)
+
+    def _repacked(self, label: str | int, value: PackedSequence) -> list[PackedSequence]:
+        """A packed sequence has its rows one after the other in time: unpacked, cut, and packed again."""
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        rows = zip(self._cut(label, padded, 0), self._cut(label, lengths, 0), strict=True)
+        return [
+            pack_padded_sequence(part[:, : most.max()], most, batch_first=True, enforce_sorted=False)
+            for part, most in rows
+        ]
 
     def _ready(self, label: str | int, value: Microbatches) -> list[Any]:
         if len(value) != self.count:
@@ -247,6 +277,10 @@ def _apart(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, value)
 
 
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
 def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
     """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut.
 
@@ -255,7 +289,7 @@ def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[
     if dim is None or isinstance(dim, int):
         return [dim] * leaves
     found: list[int | None] = []
-    for path, _ in pytree.tree_flatten_with_path(value)[0]:
+    for path, _ in pytree.tree_flatten_with_path(value, is_leaf=_is_packed)[0]:
         here = dim
         try:
             for key in path:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["World"]
 
+Found = TypeVar("Found")
 TRANSPORTS = ("threads", "shared", "distributed")
 VARIABLE = "PENSTOCK_TRANSPORT"
 
@@ -171,23 +172,28 @@ class World:
 
     def same_count(self, pipe: Pipeline, count: Callable[[], int | None]) -> int:
         """How many microbatches an evaluation has: what the ranks that see the batch say."""
+        counts = self.agreed("evaluate()", count, "(rank, microbatches)")
+        return pipe.microbatches if counts is None else counts
+
+    def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
+        """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
         if self._transport is None:
-            return count() or pipe.microbatches
+            return find()
         mine, own = None, None
         try:
-            mine = count()
+            mine = find()
         except PenstockError as error:  # the others wait for this rank's answer, whatever it is
             own = error
-        told = list(enumerate(self.told("evaluate()", (mine, None if own is None else str(own)))))
+        told = list(enumerate(self.told(call, (mine, None if own is None else str(own)))))
         if own is not None:
             raise own
         for rank, (_, problem) in told:
             if problem is not None:
                 raise PeerFailure(rank, problem)
-        counts = [(rank, other) for rank, (other, _) in told if other is not None]
-        if len({other for _, other in counts}) > 1:
-            raise ModelError(f"the ranks were given batches of different size (rank, microbatches): {counts}")
-        return counts[0][1] if counts else pipe.microbatches
+        found: list[tuple[int, Found]] = [(rank, other) for rank, (other, _) in told if other is not None]
+        if any(other != found[0][1] for _, other in found):
+            raise ModelError(f"the ranks were given batches of different size {what}: {found}")
+        return found[0][1] if found else None
 
     def told(self, call: str, value: Any) -> list[Any]:
         """What every rank says in this call, which all must make; on threads there is one to say it."""

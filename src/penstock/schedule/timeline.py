@@ -74,6 +74,12 @@ class Timeline:
         for name, found in (("spans", spans), ("chores", chores), ("walls", walls)):
             object.__setattr__(self, name, tuple(found))
 
+    def take(self, schedule: Schedule, peak_activations: Sequence[int]) -> None:
+        """For who measures: what follows is of this schedule, for another number of microbatches."""
+        object.__setattr__(self, "schedule", schedule)
+        object.__setattr__(self, "peak_activations", tuple(peak_activations))
+        self.fill(())
+
     @property
     def measured(self) -> bool:
         """Was it measured? Else it was simulated."""

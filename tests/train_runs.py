@@ -23,12 +23,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Net(nn.Module):
     """Tied ends, a buffer that training changes, dropout: replayed, so that masks do not depend on the cut."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, plain: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, 8)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.1)) for _ in range(7)
         )
+        if plain:  # as many buffers, but nothing that depends on which rows are together
+            for block in self.blocks:
+                block[1].momentum, block[1].training = 0.0, False
+                block[1].requires_grad_(False)
+                block[3].p = 0.0
         self.head = nn.Linear(8, 12, bias=False)
         if tied:
             self.head.weight = self.embed.weight
@@ -65,10 +70,20 @@ class Data:
 class Run:
     """A pipeline and all that a training loop has around it."""
 
-    def __init__(self, seed: int = 0, optimizer: Any = torch.optim.AdamW, tied: bool = True, **layout: Any) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        optimizer: Any = torch.optim.AdamW,
+        tied: bool = True,
+        plain: bool = False,
+        microbatches: int = 4,
+        **layout: Any,
+    ) -> None:
         torch.manual_seed(seed)
         example = (torch.zeros(2, 6, dtype=torch.int64),)
-        self.pipe = penstock.Pipeline(Net(tied), microbatches=4, loss_fn=loss_of, example=example, **layout)
+        self.pipe = penstock.Pipeline(
+            Net(tied, plain), microbatches=microbatches, loss_fn=loss_of, example=example, **layout
+        )
         decayed = [p for _, p in self.pipe.named_parameters() if p.dim() > 1]
         others = [p for _, p in self.pipe.named_parameters() if p.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "load_into", "say"]
 
+ALIKE = ("processes", "placement", "replicas", "replicate", "tp")  # what a process's own state depends on
 logger = logging.getLogger("penstock.checkpoint")
 
 
@@ -52,7 +54,9 @@ def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loa
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
     contents, _ = processes.together(lambda: (Contents(path), None), path)
-    restoring, _ = processes.together(lambda: (_Restoring(pipe, given, contents), None), path)
+    restoring, _ = processes.together(
+        lambda: (_Restoring(pipe, given, contents, manifest.layout, processes.count), None), path
+    )
     processes.together(lambda: (contents.fill(restoring.targets), None), path)
     loaded, _ = processes.together(lambda: (restoring.finish(processes, manifest), None), path)
     return loaded
@@ -89,11 +93,13 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
 class _Restoring:
     """A checkpoint that fits: `targets` are to be filled, then `finish` hands out the rest."""
 
-    def __init__(self, pipe: Pipeline, given: Given, contents: Contents) -> None:
+    def __init__(self, pipe: Pipeline, given: Given, contents: Contents, layout: Mapping[str, Any], count: int) -> None:
         self._pipe, self._given, self._contents = pipe, given, contents
         self._plains: list[dict[str, Any]] = contents.index["processes"]
         self._joined = _joined(self._plains)
-        self.targets = fit_model(pipe, contents, self._joined["model"])
+        here = layout_of(pipe, count)
+        self._alike = all(here[name] == layout.get(name) for name in ALIKE)
+        self.targets = fit_model(pipe, contents, self._joined["model"], self._alike)
         optimizers = optimizers_of(given.optimizer)
         self._fit = fit_optimizers(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
         if self._fit is not None:
@@ -119,10 +125,8 @@ class _Restoring:
         for name in ("scheduler", "scaler"):
             if getattr(given, name) is not None:
                 getattr(given, name).load_state_dict(decode(first[name], self._tensor))
-        here = layout_of(pipe, processes.count)
-        alike = all(here[name] == manifest.layout.get(name) for name in ("processes", "placement"))
         if given.data is not None:
-            own = self._plains[processes.number] if alike else {}
+            own = self._plains[processes.number] if self._alike else {}
             found = own if "data" in own else next(plain for plain in self._plains if "data" in plain)
             given.data.load_state_dict(decode(found["data"], self._tensor))
         clock = first["clock"]
@@ -133,8 +137,8 @@ class _Restoring:
             extra=decode(first["extra"], self._tensor),
             config=decode(manifest.config, self._tensor),
             layout=dict(manifest.layout),
-            same_layout=alike,
-            generators=_restore_generators(self._plains, processes, alike, self._tensor),
+            same_layout=self._alike,
+            generators=_restore_generators(self._plains, processes, self._alike, self._tensor),
             versions=dict(manifest.versions),
         )
 

@@ -35,6 +35,7 @@ class Processes:
         self._call = call
         self._transport = world.transport
         self._group = _whole_mesh(pipe)
+        self._link = getattr(pipe.replicas, "_link", None)
         if self._group is not None:
             self.count, self.number = dist.get_world_size(self._group), dist.get_rank(self._group)
         elif self._transport is not None:
@@ -52,13 +53,16 @@ class Processes:
         if self._group is None:
             return list(self._world.told(self._call, value))
         self._world.told(self._call, None)  # names who is missing in this pipeline, before all meet
+        if self._link is not None:
+            self._link.told(self._call, None)  # and in the others
         told = [None] * self.count
         dist.all_gather_object(told, value, group=self._group)
         return told
 
     def lost(self) -> Exception | None:
         """The loss of a peer, if one is known; from any thread."""
-        return None if self._transport is None else self._transport.broken
+        lost = None if self._transport is None else self._transport.broken
+        return lost if lost is not None or self._link is None else self._link.broken
 
     def together(self, work: Callable[[], tuple[Mine, Any]], path: Any = None) -> tuple[Mine, list[Any]]:
         """Do something on every process; what fails on one is an error on all.
@@ -89,7 +93,7 @@ def _said(error: Exception) -> str:
 
 def _whole_mesh(pipe: Pipeline) -> Any:
     """The group of all processes of a mesh that is more than the pipeline's axis; else None."""
-    mesh = getattr(getattr(pipe, "composition", None), "mesh", None)
+    mesh = pipe.composition.axes.mesh
     if mesh is None or mesh.size() == dist.get_world_size(pipe.world.group):
         return None
     if mesh.size() != dist.get_world_size():

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["fit_model", "fit_optimizers"]
 
 
-def fit_model(pipe: Pipeline, contents: Contents, plain: Mapping[str, Any]) -> dict[str, Tensor]:
+def fit_model(
+    pipe: Pipeline, contents: Contents, plain: Mapping[str, Any], replicas_alike: bool = True
+) -> dict[str, Tensor]:
     """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs."""
     tensors, path = contents.tensors, contents.path
     targets: dict[str, Tensor] = {}
@@ -43,7 +45,8 @@ def fit_model(pipe: Pipeline, contents: Contents, plain: Mapping[str, Any]) -> d
         elif saved["dtype"] != _dtype_name(value):
             wrong.append(f"{name} is {saved['dtype']} in it and {_dtype_name(value)} in the model")
         else:
-            targets[key] = value.detach()
+            own = f"replica-{pipe.replicas.index:05d}.{name}"
+            targets[own if own in tensors and replicas_alike else key] = value.detach()
     everything = set(_all_names(pipe))
     all_saved = (key.removeprefix("model.") for key in tensors if key.startswith("model."))
     foreign = sorted(name for name in all_saved if name not in everything)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import UsageError
 from penstock.model.lazy import stands_for
@@ -57,11 +58,16 @@ class Saved:
         return encode(value, set_aside, place)
 
     def add_model(self, pipe: Pipeline) -> None:
-        """Parameters, persistent buffers and extra state of this process's stages."""
+        """Parameters, persistent buffers and extra state of this process's stages.
+
+        Replicas have the same parameters, but buffers of their own: the model's are those of the first.
+        """
+        replica = pipe.replicas.index
         for name, value in model_entries(pipe):
             if isinstance(value, Tensor):
-                self.tensors[f"model.{name}"] = value.detach()
-            else:
+                own = replica and not isinstance(value, (nn.Parameter, DTensor))
+                self.tensors[f"replica-{replica:05d}.{name}" if own else f"model.{name}"] = value.detach()
+            elif not replica:
                 self.plain.setdefault("model", {})[name] = self.add(
                     f"model-extra.{name}", value, f"the extra state {name}"
                 )

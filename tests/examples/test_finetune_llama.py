@@ -1,0 +1,35 @@
+"""examples/finetune_llama.py: trains, goes on where it stopped, and ends as the run that never stopped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_llama.py"
+
+
+def run(folder: Path, steps: int, *launcher: str) -> str:
+    command = [*(launcher or (sys.executable,)), str(EXAMPLE), str(steps)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_it_resumes_where_it_stopped(tmp_path: Path) -> None:
+    lines = run(tmp_path, 20).splitlines()
+    assert [line.split()[1] for line in lines] == ["10", "20"]
+    losses = [float(line.split()[3]) for line in lines]
+    assert losses[1] < losses[0]
+    assert run(tmp_path, 20) == ""  # nothing is left to do
+    torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "4"]
+    assert run(tmp_path, 30, *torchrun).startswith("step 30  loss ")
+
+
+def test_its_code_is_short() -> None:
+    code = EXAMPLE.read_text().split('"""', 2)[2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 45

@@ -1,0 +1,107 @@
+"""Any other width: replicas, shards and stages exchanged for each other, the optimizer included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import on_processes
+from torch import Tensor
+from train_runs import LAYOUTS, Data, Run
+
+import penstock
+
+WIDTHS: dict[str, dict[str, Any]] = {
+    "4 stages": {"pp": 4},
+    "2 stages, 2 replicas": {"pp": 2, "dp": 2, "replicate": "ddp"},
+    "2 stages, 2 shards": {"pp": 2, "dp": 2, "replicate": "fsdp"},
+    "1 stage, 4 shards": {"pp": 1, "dp": 4, "replicate": "fsdp"},
+}
+
+
+class Share(Data):
+    """A replica's rows of each batch; its state also says whose it is."""
+
+    def __init__(self, index: int, replicas: int) -> None:
+        super().__init__()
+        self.index, self.replicas = index, replicas
+
+    def next(self) -> Tensor:
+        return super().next().chunk(self.replicas)[self.index]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "of": self.index}
+
+
+def made(width: dict[str, Any], seed: int = 0) -> Run:
+    mesh = penstock.mesh(pp=width["pp"], dp=width.get("dp", 1))
+    replicas = width.get("dp", 1)
+    options = {"mesh": mesh, "stages": width["pp"], "schedule": "1f1b" if width["pp"] > 1 else "gpipe"}
+    if replicas > 1:
+        options["replicate"] = width["replicate"]
+    # Few rows a replica: two microbatches. No dropout or batch statistics, which depend on who has which rows.
+    run = Run(seed=seed, plain=True, microbatches=8 // replicas, **options)
+    run.data = Share(run.pipe.replicas.index, replicas)
+    return run
+
+
+def close_to(losses: list[float], wanted: list[float]) -> None:
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=2e-5, atol=1e-6)
+
+
+def all_pairs(folder: str) -> dict[str, list[float]]:
+    place = Path(folder)
+    after = {}
+    for name, width in WIDTHS.items():
+        run = made(width)
+        run.steps(2)
+        penstock.save(place / name, run.pipe, run.optimizer, step=2, **run.parts())
+        after[name] = run.steps(2)
+        run.close()
+    for source in WIDTHS:
+        for target, width in WIDTHS.items():
+            run = made(width, seed=9)
+            loaded = penstock.load(place / source, run.pipe, run.optimizer, **run.parts())
+            assert loaded.same_layout == (source == target)
+            losses = run.steps(2)
+            if source == target:
+                assert losses == after[source]
+            else:
+                close_to(losses, after[source])
+            run.close()
+    own_buffers(place)
+    dist.barrier()
+    return after
+
+
+def own_buffers(place: Path) -> None:
+    """Buffers follow a replica's own batches: each gets its own back, and who has none gets the first's."""
+    run = made(WIDTHS["2 stages, 2 replicas"])
+    buffers = [buffer for _, buffer in run.pipe.named_buffers()]
+    for buffer in buffers:
+        buffer.fill_(float(dist.get_rank() + 1))
+    penstock.save(place / "buffers", run.pipe)
+    for buffer in buffers:
+        buffer.zero_()
+    penstock.load(place / "buffers", run.pipe)
+    assert all(bool((buffer == dist.get_rank() + 1).all()) for buffer in buffers)
+    run.close()
+    other = made(WIDTHS["2 stages, 2 shards"])
+    penstock.load(place / "buffers", other.pipe)
+    first = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}[dist.get_rank()]  # pp is the outer axis: ranks 0 and 2 are replica 0
+    assert all(bool((buffer == first).all()) for _, buffer in other.pipe.named_buffers())
+    other.close()
+
+
+@pytest.mark.slow
+def test_every_width_resumes_from_every_other(tmp_path: Path) -> None:
+    told = on_processes(4, all_pairs, str(tmp_path))
+    assert all(each == told[0] for each in told)
+    for source, losses in told[0].items():
+        run = Run(seed=5, plain=True, microbatches=8, **LAYOUTS["two stages"])  # threads
+        penstock.load(tmp_path / source, run.pipe, run.optimizer, **run.parts())
+        close_to(run.steps(2), losses)
+        run.close()

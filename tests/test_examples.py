@@ -13,10 +13,9 @@ EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(path)], env=os.environ, capture_output=True, text=True, timeout=110
-    )
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(path)]
+    result = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -21,13 +21,12 @@ def run(folder: Path, steps: int, *launcher: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_resumes_where_it_stopped(tmp_path: Path) -> None:
-    lines = run(tmp_path, 20).splitlines()
-    assert [line.split()[1] for line in lines] == ["10", "20"]
-    losses = [float(line.split()[3]) for line in lines]
-    assert losses[1] < losses[0]
-    assert run(tmp_path, 20) == ""  # nothing is left to do
+    (line,) = run(tmp_path, 10).splitlines()
+    assert line.startswith("step 10  loss ")
     torchrun = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node", "4"]
-    assert run(tmp_path, 30, *torchrun).startswith("step 30  loss ")
+    (later,) = run(tmp_path, 20, *torchrun).splitlines()
+    assert later.startswith("step 20  loss ")
+    assert float(later.split()[3]) < float(line.split()[3])
 
 
 def test_its_code_is_short() -> None:

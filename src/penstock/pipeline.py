@@ -98,7 +98,7 @@ class Pipeline(Batching):
             def schedule_for(count: int) -> Schedule:
                 return choose_schedule(schedule, Topology.chain(count), microbatches, ranks, world)
 
-            prepare_batch_norm(model, batch_norm, batch_norm_group)
+            prepare_batch_norm(model, batch_norm, self.composition.norm_group(batch_norm, batch_norm_group))
             balancing = Balancing(balance, speeds, optimizer, schedule_for, world.first_says, world.is_first)
             self.split = cut_model(
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split

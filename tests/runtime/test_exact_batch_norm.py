@@ -263,6 +263,31 @@ def stages() -> dict[str, dict[str, Tensor]]:
     return found
 
 
+def meshed() -> dict[str, Tensor]:
+    """Two replicas of a pipeline of two ranks: the mesh says over whose batches to normalise. This rank's state."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh.get_local_rank("dp")
+    options: dict[str, Any] = {"schedule": "gpipe", "batch_norm": "exact", "loss_fn": F.mse_loss, "mesh": mesh}
+    with penstock.Pipeline(network(), stages=2, microbatches=3, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(2):
+            x, y = (half.chunk(2)[replica] for half in batch(step, 12))
+            optimizer.zero_grad()
+            pipe.step(x, target=y)
+            optimizer.step()
+        return dict(pipe.state_dict())
+
+
+@pytest.mark.slow
+def test_a_mesh_says_which_replicas_there_are() -> None:
+    wanted = plain_run(network(), rows=12)
+    answers = on_processes(4, meshed)
+    assert {name for found in answers for name in found} == set(network().state_dict())
+    for found in answers:
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
 def both() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     return replicas(), stages()
 

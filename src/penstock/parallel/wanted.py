@@ -40,6 +40,10 @@ class Composition:
         spread = self.replicate is not None or self.axes.size("tp") > 1
         return {"reduce": spread, "window": self.window if sharded else None}
 
+    def norm_group(self, how: str, given: Any) -> Any:
+        """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""
+        return self.axes.group("dp") if how == "exact" and given is None and self.axes.size("dp") > 1 else given
+
     def build(self, pipe: Pipeline) -> Alone:
         """What runs beside the steps of this rank."""
         if self.axes.size("dp") == 1 and self.axes.size("tp") == 1:

@@ -218,7 +218,8 @@ def trains(model: nn.Module, *inputs: Tensor, steps: int = 2, stages: int = 2, *
     plain = copy.deepcopy(model)
     options = {"split": "replay", "microbatches": 2, "loss_fn": square, "stages": stages, **options}
     far = 0.0
-    with penstock.Pipeline(model, example=tuple(each[:2].clone() for each in inputs), **options) as pipe:
+    options = {"example": tuple(each[:2].clone() for each in inputs), **options}
+    with penstock.Pipeline(model, **options) as pipe:
         for _ in range(steps):
             expected = torch.zeros(())
             for number in range(2):

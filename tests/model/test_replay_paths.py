@@ -146,15 +146,54 @@ def test_checkpointing_inside_units_changes_nothing(schedule: str) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_checkpointing_around_a_unit_in_the_glue_is_refused_when_it_would_run_again() -> None:
-    class Around(Chain):
+class Around(Chain):
+    """The model's own code checkpoints its blocks, as many do."""
+
+    reentrant = False
+    checkpoints = True
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: nn.Sequential(nn.Linear(W, W), nn.Dropout(0.3), nn.Tanh()))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.checkpoints else block(x)
+        return x
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (2, "zb-h1"), (4, "zb-v")])
+def test_checkpointing_around_a_unit_in_the_glue_changes_nothing(stages: int, schedule: str) -> None:
+    found = []
+    for checkpoints in (False, True):
+        torch.manual_seed(0)
+        model, x = Around(), rows()
+        model.checkpoints = checkpoints
+        options: dict[str, Any] = {"split": "replay", "microbatches": 2, "loss_fn": square, "seed": 3}
+        with penstock.Pipeline(model, example=(x[:2],), stages=stages, schedule=schedule, **options) as pipe:
+            for _ in range(2):
+                pipe.step(x)
+            found.append([parameter.grad for _, parameter in sorted(pipe.named_parameters())])
+    assert all(gradient.any() for gradient in found[1])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_a_checkpoint_that_hides_gradients_is_refused() -> None:
+    """The first stage sends on what was made without gradients: its parameters would have got none."""
+    model = Around()
+    model.reentrant = True
+    with pytest.raises(PenstockError, match=r"checkpoints the call of blocks\.\d.* with use_reentrant=True"):
+        trains(model, rows().requires_grad_())
+
+
+def test_a_checkpoint_around_units_of_several_stages_is_refused() -> None:
+    class AroundAll(Chain):
         def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
+            y: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return y
 
     with pytest.raises(PenstockError, match=r"checkpoints the call of blocks\.\d.*let the unit checkpoint itself"):
-        trains(Around(4, SelfCheckpointing), rows().requires_grad_())
+        trains(AroundAll(), rows())
 
 
 def test_hooks_that_change_a_units_weight_or_output_work() -> None:

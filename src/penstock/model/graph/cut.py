@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.fixed import fixed_inputs
 from penstock.model.graph.capture import capture
 from penstock.model.graph.part import GraphPart, Program, Programs, StageState, all_tensors
 from penstock.model.graph.places import choose_cuts, find_cuts, modules_of
@@ -36,7 +36,7 @@ def split_by_graph(
         wanted = len(split_at) + 1 if balance is None or isinstance(balance, str) else len(balance)
     if wanted < 1:
         raise ModelError(f"a model cannot make {wanted} stages; pass stages=1 or more")
-    arguments = Arguments(model, _fixed(model, kwargs))
+    arguments = Arguments(model, fixed_inputs(model, kwargs))
     values = Values(capture(model, arguments, args, kwargs))
     tensors = all_tensors(model)
     cuts = choose_cuts(values, tensors, wanted, balance, split_at)
@@ -48,12 +48,6 @@ def split_by_graph(
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     how = f"torch.export graph ({sizes}), operations a stage: {counts}"
     return Split(parts, programs.topology, how, origin=origin_of(model))
-
-
-def _fixed(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Training needs no key-value cache."""
-    names = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in names and "use_cache" not in kwargs else {}
 
 
 def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Programs) -> GraphPart:

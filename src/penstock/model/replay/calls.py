@@ -36,6 +36,7 @@ class Call:
     seconds: float = 0.0
     glue: bool = False  # a parameter-free module that no unit's value reaches: every stage runs it
     changed_in_place: bool = False  # the glue writes into what it returned
+    adds: bool = False  # to lists or dicts, beside what it returns: (what it returns, what it adds) are its leaves
     keeps: str = ""  # what it changes on itself at every call, such as running statistics
 
 

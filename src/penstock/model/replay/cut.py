@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.balancing import Balancing
+from penstock.model.fixed import fixed_inputs
 from penstock.model.lazy import is_lazy
 from penstock.model.origin import origin_of
 from penstock.model.profile import Weight, profile_calls
@@ -33,7 +33,7 @@ def split_by_replay(
 ) -> Split:
     """Cut a model without tracing it; see `record`, `plan` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    defaults = _defaults(model, kwargs)
+    defaults = fixed_inputs(model, kwargs)
     wanted = stages if stages is not None else len(split_at) + 1
     if stages is None and not split_at and balance.counts is not None:
         wanted = len(balance.counts)
@@ -117,12 +117,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     """A tied parameter has several names; the model's `named_parameters` gives it the first."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def _defaults(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Training needs no key-value cache, and one would carry tensors past the units."""
-    names = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in names and "use_cache" not in kwargs else {}
 
 
 def _cuts(

@@ -26,11 +26,14 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, WHOLE, no_stream
+from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.marks import Absent
 from penstock.model.replay.owned import StageUnits
+from penstock.model.replay.paths import diverged, stale
 from penstock.model.replay.plan import GLUE, Plan
-from penstock.model.replay.shapes import Shapes, stand_in
+from penstock.model.replay.shapes import Shapes, stand_in, stand_in_parameter
+from penstock.model.replay.sinks import Sinks
 from penstock.model.replay.structure import differ, flatten, unflatten
 from penstock.model.replay.tree import stage_tree
 
@@ -44,7 +47,7 @@ class _Abandoned(BaseException):
 class _Run:
     """One microbatch on its way through the model's forward."""
 
-    __slots__ = ("absent", "arrived", "checkpoint", "emitted", "inside", "number")
+    __slots__ = ("absent", "arrived", "checkpoint", "emitted", "inside", "number", "with_gradients")
 
     def __init__(self, arrived: dict[Mark, Tensor], absent: Absent | None) -> None:
         self.arrived = arrived
@@ -52,6 +55,7 @@ class _Run:
         self.emitted: dict[Mark, Any] = {}
         self.number = 0
         self.inside = False  # a unit of this stage runs
+        self.with_gradients = torch.is_grad_enabled()
         self.checkpoint: Callable[..., Any] | None = None  # around the unit call that comes
 
 
@@ -120,7 +124,7 @@ class ReplayPart:
             table = module._parameters
             if any(parameter is not None and parameter.device.type == "meta" for parameter in table.values()):
                 module.__dict__["_parameters"] = {
-                    name: _stand_in_parameter(parameter, home) for name, parameter in table.items()
+                    name: stand_in_parameter(parameter, home) for name, parameter in table.items()
                 }
 
     def follow(self) -> None:
@@ -138,7 +142,7 @@ class ReplayPart:
         kwargs = {**self._defaults, **kwargs}
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself
-        run = self._local.run = _Run(received, Absent(self._stale) if follow else None)
+        run = self._local.run = _Run(received, Absent(stale) if follow else None)
         if self._plan.recording.writes_inputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         result: dict[int, Any] = {}
@@ -148,7 +152,7 @@ class ReplayPart:
             if not self._is_last or run.number != len(self._plan.recording.calls):
                 raise self._diverged("the forward ended", run.number)
             if run.absent is not None and run.absent.touches(output):
-                raise self._stale("the output needs a value that it did not need with the example")
+                raise stale("the output needs a value that it did not need with the example")
             result[OUTPUT] = output
         except _Abandoned:
             pass
@@ -167,12 +171,7 @@ class ReplayPart:
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], by_call: bool) -> Any:
         run: _Run | None = getattr(self._local, "run", None)
         if run is None:
-            if not by_call:  # a unit that checkpoints itself runs again in the backward
-                return own(*args, **kwargs)
-            raise ModelError(
-                f"the model's code checkpoints the call of {name}, and so code of other stages with it; let the unit "
-                f"checkpoint itself, in its own forward, or leave that to Pipeline(recompute='always')"
-            )
+            return self._again(name, own, args, kwargs, by_call)
         if run.inside:
             return own(*args, **kwargs)
         number, calls = run.number, self._plan.recording.calls
@@ -190,21 +189,39 @@ class ReplayPart:
             return self._own(run, number, own, args, kwargs)
         return self._ghost(run, number, args, kwargs)
 
+    def _again(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
+        """In the backward: a unit checkpoints itself, or the model's code its call."""
+        if not by_call:
+            return own(*args, **kwargs)
+        numbers = [number for number, call in enumerate(self._plan.recording.calls) if call.unit == name]
+        stages = {self._plan.stage_of[number] for number in numbers}
+        if stages == {GLUE}:
+            return own(*args, **kwargs)
+        if stages != {self.index} or len(numbers) > 1:  # which of its calls it is, nothing says
+            raise not_again(name)
+        with self.around(numbers[0]):
+            return own(*args, **kwargs)
+
     def _own(self, run: _Run, number: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
         if run.absent is not None and run.absent.touches((args, kwargs)):
-            raise self._stale(f"{call.unit} needs a value that it did not need with the example")
+            raise stale(f"{call.unit} needs a value that it did not need with the example")
+        check_reentrant(call.unit, run.with_gradients)
         if run.checkpoint is not None:
             own = functools.partial(run.checkpoint, own)
+        expected = None if self._is_last else self._shapes.of(number, call, args, kwargs)
+        sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
         try:
             with self.around(number), nullcontext() if run.absent is None else run.absent.paused():
                 output = own(*args, **kwargs)
         finally:
             run.inside = False
-        leaves, spec = flatten(output)
-        if not self._is_last:
-            self._check_leaves(number, leaves, spec, args, kwargs)
+        if sinks is not None and not call.adds and sinks.added():
+            raise stale(f"{call.unit} adds to a list that it left alone with the example")
+        leaves, spec = flatten((output, sinks.added()) if sinks is not None and call.adds else output)
+        if expected is not None:
+            self._check_leaves(number, leaves, spec, *expected)
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
                 run.emitted[number, place] = leaf
@@ -213,12 +230,12 @@ class ReplayPart:
         if not call.changed_in_place:
             return output
         # the glue writes into it: what was emitted must stay as it is
-        return unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return self._handed(number, unflatten(leaves, spec), sinks)
 
-    def _check_leaves(self, number: int, leaves: list[Any], spec: Any, args: Any, kwargs: Any) -> None:
+    def _check_leaves(self, number: int, leaves: list[Any], spec: Any, known: list[Any], expected: Any) -> None:
         """Stages after this one go by what they expect the call to return; it must be what it did return."""
         call = self._plan.recording.calls[number]
-        known, expected = self._shapes.of(number, call, args, kwargs)
         if spec != expected:
             raise self._diverged(f"{call.unit} returned values in another structure", number)
         for place, (leaf, other) in enumerate(zip(leaves, known, strict=True)):
@@ -247,7 +264,16 @@ class ReplayPart:
                 leaves.append(stand_in(leaf, call.changed_in_place, self.filling))
                 if run.absent is not None:
                     run.absent.add(leaves[-1:])
-        return unflatten(leaves, spec)
+        return self._handed(number, unflatten(leaves, spec), Sinks(args, kwargs) if call.adds else None)
+
+    def _handed(self, number: int, value: Any, sinks: Sinks | None) -> Any:
+        """What the model's code gets of a call: the output, and in its lists what belongs there."""
+        if not self._plan.recording.calls[number].adds or sinks is None:
+            return value
+        output, added = value
+        if not sinks.put(added):
+            raise self._diverged("a list was missing that the call adds to", number)
+        return output
 
     def _checkpointed(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The model's code checkpoints a unit's call: here the checkpoint goes into the call, around the unit only."""
@@ -262,31 +288,12 @@ class ReplayPart:
 
         return checkpointed
 
-    def _stale(self, what: str) -> ModelError:
-        return ModelError(
-            f"the model took another path than with the example: {what}. Its data flow depends on values, random "
-            f"numbers, sizes, on which inputs are given, or on the mode; pass an example= that takes this path, make "
-            f"the part that decides one unit, or pass a list of stage modules"
-        )
-
     def _diverged(self, what: str, number: int) -> ModelError:
-        calls = self._plan.recording.calls
-        due = f"{calls[number].unit} was due" if number < len(calls) else "no further call was due"
-        return ModelError(
-            f"the model took another path than with the example: as call {number}, {what}, where {due}. Its control "
-            f"flow depends on the data; make the part that decides one unit, or pass a list of stage modules"
-        )
+        return diverged(self._plan.recording.calls, what, number)
 
 
 def _named(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) or value is None else f"a {type(value).__name__}"
-
-
-def _stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:
-    if parameter is None or parameter.device.type != "meta":
-        return parameter
-    empty = stand_in(Leaf(tuple(parameter.shape), parameter.dtype, device), writable=False)
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _state_names(module: nn.Module) -> list[str]:

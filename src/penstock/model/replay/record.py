@@ -25,6 +25,7 @@ from penstock.errors import ModelError
 from penstock.model.replay.calls import Call, Recording, shapes_of
 from penstock.model.replay.carried import Carried, kept_by, own_state, updates_itself
 from penstock.model.replay.marks import Reads, fresh
+from penstock.model.replay.sinks import Sinks, install_collectors
 from penstock.model.replay.structure import tensors_in
 from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.undo import Elsewhere, undone
@@ -90,6 +91,8 @@ def record(
             with carried.watched(lambda: len(marks.recording.calls)):
                 run()
             carried.check()
+        install = install_collectors(model, tree)
+    install()
     return first.recording
 
 
@@ -124,6 +127,7 @@ def _watch(
     call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))
     run = own if instead is None else instead(name)
     unit = own.args[0] if isinstance(own, functools.partial) else module  # the copy that is run
+    sinks = Sinks(args, kwargs)
     marks.enter(name, module)
     with marks.silent():
         before = own_state(unit)
@@ -135,7 +139,13 @@ def _watch(
     call.seconds = perf_counter() - begin
     with marks.silent():
         call.keeps = kept_by(unit, before) if instead is None else updates_itself(module)
-    return marks.note(call, given, output)
+    added = sinks.added()
+    if not added:
+        return marks.note(call, given, output)
+    call.adds = True
+    output, added = marks.note(call, given, (output, added))
+    sinks.put(added)
+    return output
 
 
 def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Marks, args: Any, kwargs: Any) -> Any:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.replay.calls import Call, Leaf, shapes_of
+from penstock.model.replay.sinks import Sinks
 from penstock.model.replay.structure import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
 
-__all__ = ["Shapes", "shapes_only", "stand_in"]
+__all__ = ["Shapes", "shapes_only", "stand_in", "stand_in_parameter"]
+
+_FAILURES = (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, IndexError)
 
 
 class Shapes:
@@ -39,25 +42,28 @@ class Shapes:
         return self._known[key]
 
     def _run(self, module: nn.Module, call: Call, given: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
         try:
-            output = run_on_meta(module, args, kwargs)
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+            found = run_on_meta(module, args, kwargs)
+        except _FAILURES:
             guessed = _with_changed_sizes(call, given[0])
             if guessed is not None and given[1:] == call.given[1:]:
                 return guessed, call.spec
-            raise ModelError(
-                f"{call.unit} was recorded for arguments of shapes {call.given[0]} and cannot be run on meta tensors "
-                f"for {given[0]} ({type(error).__name__}: {error}); pass an example= of the shape that "
-                f"a microbatch has"
-            ) from error
-        device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-        leaves, spec = flatten(output)
+            try:
+                found = run_with(module, device, args, kwargs)
+            except _FAILURES as error:
+                raise ModelError(
+                    f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
+                    f"tensors nor on zeros for {given[0]} ({type(error).__name__}: {error}); pass an example= of the "
+                    f"shape that a microbatch has"
+                ) from error
+        leaves, spec = flatten(found if call.adds else found[0])
         known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return known, spec
 
 
-def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A module's output without computing it: shapes, types, structure."""
+def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Any]]:
+    """A module's output without computing it, and what it adds to sinks: shapes, types, structure."""
 
     def to_meta(value: Any) -> Any:
         leaves, structure = flatten(value)
@@ -67,7 +73,7 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs))
 
 
-def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> Any:
+def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Any]]:
     """A module's forward on zeros in the place of its parameters; buffers keep their values.
 
     On a copy: stages on other threads may be running the module itself.
@@ -79,7 +85,8 @@ def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) ->
         return tensor.detach().to(device, copy=True)
 
     with torch.no_grad():
-        return hollow_copy(module, fill)(*args, **kwargs)
+        copy = hollow_copy(module, fill)
+        return Sinks(args, kwargs).run(lambda: copy(*args, **kwargs))
 
 
 def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -91,15 +98,17 @@ def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
         try:
-            output = run_on_meta(module, args, kwargs)
-        except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            output = run_with(module, device, args, kwargs)
-        leaves, structure = flatten(output)
+            found = run_on_meta(module, args, kwargs)
+        except _FAILURES:
+            found = run_with(module, device, args, kwargs)
+        leaves, structure = flatten(found)
         zeros = [
             torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
         ]
-        return unflatten(zeros, structure)
+        output, added = unflatten(zeros, structure)
+        Sinks(args, kwargs).put(added)
+        return output
 
     return forward
 
@@ -108,7 +117,7 @@ def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
     """The recorded shapes with the sizes put in that changed, where that leaves no doubt.
 
     No doubt means: each size of the recorded arguments turned into one and the same size in all
-    places where it stood.
+    places where it stood, and each size of the results is one of them.
     """
     if [len(shape) for shape, _ in given] != [len(shape) for shape, _ in call.given[0]]:
         return None
@@ -117,6 +126,8 @@ def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
         for old, new in zip(before, now, strict=True):
             if became.setdefault(old, new) != new:
                 return None
+    if any(size not in became for leaf in call.leaves if isinstance(leaf, Leaf) for size in leaf.shape):
+        return None
     return [
         Leaf(tuple(became.get(size, size) for size in leaf.shape), leaf.dtype, leaf.device)
         if isinstance(leaf, Leaf)
@@ -131,3 +142,11 @@ def stand_in(leaf: Leaf, writable: bool, filling: float = 0.0) -> Tensor:
     if writable:
         return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
     return torch.full((), value, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+
+
+def stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:
+    """In the place of a parameter that will never have a value here: one element, expanded."""
+    if parameter is None or parameter.device.type != "meta":
+        return parameter
+    empty = stand_in(Leaf(tuple(parameter.shape), parameter.dtype, device), writable=False)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -15,7 +15,7 @@ import torch
 from model.zoo import CAUSAL, DIFFUSERS, IMAGES, MASKED, SEQUENCES, SOUNDS, TWO_TOWERS, S, compared, make
 
 import penstock
-from penstock.errors import ModelError, PeerFailure
+from penstock.errors import PeerFailure
 
 LISTED = ("Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Bert", "T5", "ViT", "Mixtral", "UNet2DModel")
 EVERY = (*CAUSAL, *MASKED, *SEQUENCES, *IMAGES, *SOUNDS, *TWO_TOWERS, *DIFFUSERS)
@@ -73,11 +73,21 @@ def test_a_tied_head_is_exact_to_rounding_in_double() -> None:
         torch.set_default_dtype(before)
 
 
-def test_router_losses_collected_by_hooks_are_refused_and_named() -> None:
+def test_a_router_loss_switched_on_in_the_configuration_trains() -> None:
+    """Transformers collects the logits by hooks inside of the layers; that is one more output of them."""
     model, batch = make("Mixtral")
     model.config.output_router_logits = True  # type: ignore[union-attr]
-    with pytest.raises(ModelError, match=r"model\.layers\.0 gives a tensor away"):
-        compared(model, [batch(S)], stages=2)
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    assert compared(model, [batch(S), batch(S + 3)], stages=2) < ROUNDINGS
+    again = sum(len(module._forward_hooks) for module in model.modules())
+    model.zero_grad()
+    assert compared(model, [batch(S)], stages=4) < ROUNDINGS
+    assert sum(len(module._forward_hooks) for module in model.modules()) == again > hooks  # installed once
+
+
+def test_a_cache_that_is_only_among_further_arguments_is_switched_off() -> None:
+    model, batch = make("GraniteMoe")
+    assert compared(model, [batch(S), batch(S + 3)], stages=4, schedule="zb-v") < ROUNDINGS
 
 
 def test_layer_drop_raises_and_never_trains_by_the_old_plan() -> None:

@@ -73,7 +73,15 @@ CAUSAL: dict[str, dict[str, Any]] = {
     "Olmoe": EXPERTS, "DeepseekV2": MLA | {"n_group": 1}, "DeepseekV3": MLA | {"n_group": 2},
     "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, "Mamba": {"state_size": 4},
     "Mamba2": {"state_size": 4, "num_heads": 4, "head_dim": 8, "expand": 2, "n_groups": 1, "chunk_size": 8},
-    "Rwkv": {"attention_hidden_size": H},
+    "Rwkv": {"attention_hidden_size": H}, "GraniteMoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Jamba": {
+        "num_experts": 2, "num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+    },
+    "Qwen3Next": EXPERTS | {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "head_dim": 8, "shared_expert_intermediate_size": 8,
+    },
 }  # fmt: skip
 MASKED: dict[str, dict[str, Any]] = {
     "Bert": {}, "Roberta": {}, "Electra": {"embedding_size": 8}, "Albert": {"embedding_size": 8},

@@ -17,6 +17,7 @@ from torch import nn
 
 import penstock.compat.pipelining as ours
 from penstock.compat.pipelining import microbatch, schedules
+from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import ModelError, ScheduleError, UsageError
 from penstock.schedule import verify
 
@@ -188,7 +189,21 @@ def test_the_order_that_is_shown_is_the_order_that_runs(name: str) -> None:
     forwards = [a.microbatch_index for a in shown[3] if a is not None and str(a.computation_type) == "F"]
     assert sorted(set(forwards)) == list(range(8))
     verify(schedule._schedule())
+    assert schedules._validate_schedule(shown, 4, 4 * per_rank, 8)[1] == 1
+    assert "rank 3" in schedules._format_pipeline_order(shown)
     assert str(schedules._Action.from_str("(1F3;0B2)OVERLAP_F_B")) == "(1F3;0B2)OVERLAP_F_B"
+
+
+def test_stages_may_be_mocked_to_look_at_orders() -> None:
+    class Mock(_PipelineStageBase):
+        def __init__(self, **given: Any) -> None:
+            self.num_stages, self.group_size, self.group_rank = given["num_stages"], given["group_size"], 0
+
+    for local, microbatches, ranks in [(2, 3, 4), (3, 12, 4), (2, 15, 4), (4, 10, 5)]:
+        made: Any = [Mock(group_size=ranks, num_stages=local * ranks) for _ in range(local)]
+        for zero_bubble in (True, False):
+            schedule = ours.ScheduleFlexibleInterleaved1F1B(made, microbatches, enable_zero_bubble=zero_bubble)
+            schedules._validate_schedule(schedule.pipeline_order, ranks, local * ranks, microbatches)
 
 
 def test_wrapped_and_wrong_stages_are_refused() -> None:
@@ -216,6 +231,8 @@ def test_chunks_are_cut_and_joined_as_specs_say() -> None:
     args, _ = microbatch.split_args_kwargs_into_chunks((x, y), None, 2, theirs_too)
     assert args[0][1] is not None
     assert [part[1].shape[0] for part in args] == [6, 6]
+    many, _ = microbatch.split_args_kwargs_into_chunks((torch.ones(4, 2), torch.ones(8, 2)), {}, 2)
+    assert [tuple(map(len, part)) for part in many] == [(2, 4), (2, 4)]
     named = microbatch.merge_chunks([{"a": x, "n": 1}, {"a": x, "n": 1}], {"a": ours.TensorChunkSpec(0), "n": None})
     assert named["a"].shape == (4, 6)
     assert named["n"] == 1
@@ -268,7 +285,7 @@ def test_models_are_cut_before_and_after_modules_and_left_as_they_were() -> None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     model.eval()
     x = torch.randn(3, 4)
-    torch.testing.assert_close(pipe(x), model(x))
+    torch.testing.assert_close(pipe(x)[0], model(x))
 
 
 @pytest.mark.parametrize("mark", [ours.pipe_split, theirs.pipe_split])

@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import penstock
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.runtime.lengths import ByTokens, Plan
+from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter
+from penstock.runtime.microbatch import split_batch
 from penstock.schedule import build
 
 VOCABULARY, WIDTH, CLASSES, LONGEST = 20, 8, 3, 12
@@ -426,6 +427,34 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         pipe.step(ids, lengths=lengths, target=labels)
 
 
+class FromDict(Embed):
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(batch["ids"], batch["lengths"]), batch["lengths"]
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.classify = Attend().double(), Classify().double()
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.classify(self.attend(x, lengths), lengths)
+        return out
+
+
+def test_a_dict_of_everything_is_a_batch_too() -> None:
+    ids, lengths, classes, _ = batch()
+    torch.manual_seed(0)
+    modules = [FromDict().double(), Both()]
+    wanted = F.cross_entropy(modules[1](*modules[0]({"ids": ids, "lengths": lengths})), classes)
+    split = penstock.by_tokens(16, lengths=lambda batch: batch["lengths"])
+    with penstock.Pipeline(modules, loss_fn=F.cross_entropy, split=split) as pipe:
+        found = pipe.step({"ids": ids, "lengths": lengths}, target=classes)
+        torch.testing.assert_close(found.loss, wanted.detach(), rtol=1e-12, atol=1e-12)
+        with pytest.raises(ModelError, match="0 has 20 entries along dimension 1, but 0 is padded to 12"):
+            pipe.step({"ids": ids, "lengths": lengths, "more": torch.zeros(10, 20)}, target=classes)
+
+
 def test_a_schedule_of_a_fixed_number_goes_by_length_within_it() -> None:
     ids, lengths, classes, _ = batch()
     with penstock.Pipeline(
@@ -434,3 +463,31 @@ def test_a_schedule_of_a_fixed_number_goes_by_length_within_it() -> None:
         loss = pipe.step(ids, lengths=lengths, target=classes).loss
         model = Whole(copy.deepcopy(stages(Classify)))
         torch.testing.assert_close(loss, F.cross_entropy(model(ids, lengths), classes).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_block_masks_are_cut_with_their_rows() -> None:
+    """A block mask asks about rows by their number in the batch: a piece must ask about its own."""
+    from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+    documents = torch.randint(0, 3, (5, 256), generator=torch.Generator().manual_seed(0)).sort(1).values
+    lengths = torch.tensor([256, 3, 256, 200, 2])
+
+    def same_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return documents[row, query] == documents[row, key]
+
+    mask = create_block_mask(same_document, 5, 1, 256, 256, device="cpu")
+    causal = create_block_mask(lambda row, head, query, key: query >= key, None, None, 256, 256, device="cpu")
+    whole = create_mask(same_document, 5, 1, 256, 256, device="cpu")
+    x = torch.zeros(5, 256)
+    plan = penstock.by_tokens().plan((x,), {"lengths": lengths}, 3, True)
+    assert plan is not None
+    splitters: list[Any] = [None, PlanSplitter(plan, {}, {})]
+    for splitter, rows in zip(splitters, ([[0, 1], [2, 3], [4]], plan.rows), strict=True):
+        pieces = split_batch(3, (x,), {"mask": mask, "causal": causal}, None, {}, {}, splitter=splitter).kwargs
+        assert all(piece["causal"] is causal for piece in pieces)
+        for piece, index in zip(pieces, rows, strict=True):
+            found = create_mask(piece["mask"].mask_mod, len(index), 1, 256, 256, device="cpu")
+            assert torch.equal(found, whole[list(index)])
+            assert torch.equal(piece["mask"].to_dense(), mask.to_dense()[list(index)])
+    with pytest.raises(ModelError, match="'mask' has 5 rows, but argument 0 has 4"):
+        split_batch(2, (x[:4],), {"mask": mask}, None, {}, {})

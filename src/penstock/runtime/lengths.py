@@ -203,6 +203,12 @@ class PlanSplitter(Splitter):
         super().__init__(plan.count, dims)
         self._plan = plan
         self._sequences = sequences
+        self._nested = False  # what is cut now lies in a container
+        self._padded: tuple[Label, int] | None = None  # the first sequence, and how wide it is with its padding
+
+    def split(self, label: Label, value: Any) -> list[Any]:
+        self._nested = not isinstance(value, Tensor)
+        return super().split(label, value)
 
     def pieces(self, label: Label, value: Tensor, dim: int) -> Sequence[Tensor]:
         rows = sum(map(len, self._plan.rows))
@@ -214,6 +220,8 @@ class PlanSplitter(Splitter):
         if label not in self._sequences:
             return found
         along, widest = self._sequences[label], max(self._plan.widths)
+        if self._nested and not -value.dim() <= along < value.dim():
+            return found  # say, lengths beside the ids in a dict
         if not -value.dim() <= along < value.dim() or along % value.dim() == dim % value.dim():
             raise UsageError(
                 f"sequences says that {label!r} is padded along dimension {along}, but it has shape "
@@ -223,16 +231,20 @@ class PlanSplitter(Splitter):
             raise ModelError(
                 f"{label!r} has {value.shape[along]} tokens along dimension {along}, but the longest row has {widest}"
             )
+        self._padded = self._padded or (label, value.shape[along])
+        if value.shape[along] != self._padded[1]:
+            raise ModelError(
+                f"{label!r} has {value.shape[along]} entries along dimension {along}, but {self._padded[0]!r} is "
+                f"padded to {self._padded[1]}; name only what is padded alike in by_tokens' sequences"
+            )
         return [
             piece.narrow(along, 0, width).contiguous() for piece, width in zip(found, self._plan.widths, strict=True)
         ]
 
-    def _repacked(self, label: Label, value: PackedSequence) -> list[PackedSequence]:
-        sequences, self._sequences = self._sequences, {}  # what is packed has no padding to cut
-        try:
-            return super()._repacked(label, value)
-        finally:
-            self._sequences = sequences
+    def indices(self, rows: int) -> Sequence[Tensor]:
+        if rows != sum(map(len, self._plan.rows)):
+            raise ModelError(f"there are {rows} rows, but {sum(map(len, self._plan.rows))} lengths")
+        return self._plan.index
 
     def cut_rows(self) -> list[int] | None:
         return None if self.total is None else [len(rows) for rows in self._plan.rows]

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.hidden import hides_tensors
+from penstock.runtime.rowed import cut_rowed, is_rowed, rows_of_rowed
 
 __all__ = [
     "Batch",
@@ -142,13 +142,13 @@ class Splitter:
         dim = self.dims.get(label, 0)
         if type(value) is Tensor and type(dim) is int and value.dim() > 0:
             return list(self._cut(label, value, dim))
-        leaves, spec = pytree.tree_flatten(value, is_leaf=_is_packed)
+        leaves, spec = pytree.tree_flatten(value, is_leaf=is_rowed)
         wanted = dims_of_leaves(label, dim, value, len(leaves))
         columns = [
             self._cut(label, leaf, leaf_dim)
             if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
-            else self._repacked(label, leaf)
-            if isinstance(leaf, PackedSequence) and leaf_dim is not None
+            else self._cut_rowed(label, leaf)
+            if leaf_dim is not None and is_rowed(leaf)
             else (self._uncut(label, leaf, leaf_dim is not None),) * self.count
             for leaf, leaf_dim in zip(leaves, wanted, strict=True)
         ]
@@ -157,14 +157,15 @@ class Splitter:
     def _cut(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
         if not -value.dim() <= dim < value.dim():
             raise UsageError(f"batch_dims[{label!r}] is {dim}, but the tensor has shape {tuple(value.shape)}")
-        rows = value.shape[dim]
+        self._note(label, value.shape[dim], f" along dimension {dim}", f" (its shape is {tuple(value.shape)})")
+        return self.pieces(label, value, dim)
+
+    def _note(self, label: str | int, rows: int, where: str = "", shape: str = "") -> None:
+        """All that is cut has the same rows."""
         if self.total is None:
             self.total, self._said_by = rows, _name(label)
             if rows == 0:
-                raise ModelError(
-                    f"{_name(label)} has 0 rows (its shape is {tuple(value.shape)}): "
-                    f"an empty batch has nothing to compute; skip it"
-                )
+                raise ModelError(f"{_name(label)} has 0 rows{shape}: an empty batch has nothing to compute; skip it")
             if rows < self.count and self.strict:
                 raise ModelError(
                     f"{_name(label)} has {rows} rows, fewer than the {self.count} microbatches; "
@@ -172,11 +173,10 @@ class Splitter:
                 )
         elif rows != self.total and self.strict:
             raise ModelError(
-                f"{_name(label)} has {rows} rows along dimension {dim}, but {self._said_by} has {self.total}; "
+                f"{_name(label)} has {rows} rows{where}, but {self._said_by} has {self.total}; "
                 f"wrap it in penstock.Shared(...) if every microbatch needs it whole, or say where its rows "
                 f"are with batch_dims={{{label!r}: ...}}"
             )
-        return self.pieces(label, value, dim)
 
     def pieces(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
         """One piece for each microbatch."""
@@ -187,14 +187,16 @@ class Splitter:
             return torch.split_with_sizes(value, sizes, dim)  # one node of the graph, not one a piece
         return value.detach().tensor_split(self.count, dim)
 
-    def _repacked(self, label: str | int, value: PackedSequence) -> list[PackedSequence]:
-        """A packed sequence has its rows one after the other in time: unpacked, cut, and packed again."""
-        padded, lengths = pad_packed_sequence(value, batch_first=True)
-        rows = zip(self._cut(label, padded, 0), self._cut(label, lengths, 0), strict=True)
-        return [
-            pack_padded_sequence(part[:, : most.max()], most, batch_first=True, enforce_sorted=False)
-            for part, most in rows
-        ]
+    def indices(self, rows: int) -> Sequence[Tensor]:
+        """The numbers of each microbatch's rows."""
+        return torch.arange(rows).tensor_split(self.count)
+
+    def _cut_rowed(self, label: str | int, value: Any) -> Sequence[Any]:
+        rows = rows_of_rowed(value)
+        if rows is None:
+            return (value,) * self.count
+        self._note(label, rows)
+        return cut_rowed(value, self.indices(rows))
 
     def _ready(self, label: str | int, value: Microbatches) -> list[Any]:
         if len(value) != self.count:
@@ -241,13 +243,14 @@ def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) 
 
 def _rows_of(item: Any, dim: Any) -> int | None:
     """The rows of one microbatch that came ready: what all its tensors have along their batch dimension."""
-    leaves = pytree.tree_leaves(item)
+    leaves = pytree.tree_leaves(item, is_leaf=is_rowed)
     try:
         dims = dims_of_leaves("", dim, item, len(leaves))
     except UsageError:
         return None
     pairs = [(leaf, at) for leaf, at in zip(leaves, dims, strict=True) if isinstance(leaf, Tensor) and at is not None]
     found = {leaf.shape[at] for leaf, at in pairs if -leaf.dim() <= at < leaf.dim()}
+    found |= {rows for leaf in leaves if is_rowed(leaf) and (rows := rows_of_rowed(leaf)) is not None}
     return found.pop() if len(found) == 1 else None
 
 
@@ -277,10 +280,6 @@ def _apart(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, value)
 
 
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
-
-
 def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
     """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut.
 
@@ -289,7 +288,7 @@ def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[
     if dim is None or isinstance(dim, int):
         return [dim] * leaves
     found: list[int | None] = []
-    for path, _ in pytree.tree_flatten_with_path(value, is_leaf=_is_packed)[0]:
+    for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_rowed)[0]:
         here = dim
         try:
             for key in path:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from penstock.errors import UsageError
 from penstock.runtime.handler import Context
-from penstock.schedule import Action, Op, Schedule
+from penstock.schedule import Action, Op, Schedule, verify
 
 __all__ = ["Orders", "orders_of", "schedule_of"]
 
@@ -75,13 +76,29 @@ def orders_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
     return {rank: [None if each is None else _of(each) for each in row] for rank, row in enumerate(schedule.rows)}
 
 
-def schedule_of(orders: Orders, microbatches: int, name: str) -> Schedule:
+def schedule_of(orders: Orders, microbatches: int | None, name: str) -> Schedule:
     """What torch keeps, as a schedule."""
     rows = [
         [None if each is None or str(each) == "" else Action.parse(str(each)) for each in orders[rank]]
         for rank in sorted(orders)
     ]
     return Schedule(rows, microbatches=microbatches, name=name)
+
+
+def _format_pipeline_order(pipeline_order: Orders) -> str:
+    """A picture of the order."""
+    return schedule_of(pipeline_order, None, "").draw()
+
+
+def _validate_schedule(actions: Orders, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
+    """Prove that the order runs everything once, in an order that can end; which rank each stage is on."""
+    schedule = schedule_of(actions, num_microbatches, "")
+    if (schedule.ranks, schedule.stages) != (pp_group_size, num_stages):
+        raise UsageError(
+            f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, not {num_stages} on {pp_group_size}"
+        )
+    verify(schedule)
+    return {stage: schedule.placement.rank_of(stage) for stage in range(num_stages)}
 
 
 @dataclass

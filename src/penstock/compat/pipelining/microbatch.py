@@ -100,10 +100,18 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Arguments into exactly `chunks` microbatches, the first ones a row longer where they do not divide."""
+    """Arguments into exactly `chunks` pieces each, the first ones a row longer where they do not divide.
+
+    Here they may have different numbers of rows; a schedule's step takes only what fits together.
+    """
     given = dict(kwargs or {})
-    batch = split_batch(chunks, args, given, None, {}, batch_dims(args, given, args_chunk_spec, kwargs_chunk_spec))
-    return batch.args, batch.kwargs
+    dims = batch_dims(args, given, args_chunk_spec, kwargs_chunk_spec)
+    columns = [split_batch(chunks, (value,), {}, None, {}, {0: dims.get(place, 0)}) for place, value in enumerate(args)]
+    named = {name: split_batch(chunks, (value,), {}, None, {}, {0: dims.get(name, 0)}) for name, value in given.items()}
+    return (
+        [tuple(column.args[number][0] for column in columns) for number in range(chunks)],
+        [{name: column.args[number][0] for name, column in named.items()} for number in range(chunks)],
+    )
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:

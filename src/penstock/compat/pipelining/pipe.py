@@ -77,7 +77,7 @@ class Pipe(nn.Module):
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any], split_at: list[str]) -> None:
         super().__init__()
-        self.__dict__["model"] = model
+        self.model = model
         self.cut: dict[str, Any] = {"example": example, "split_at": split_at}
         if not split_at:
             self.cut = {"example": example, "stages": 1}
@@ -96,9 +96,10 @@ class Pipe(nn.Module):
         """The model, cut where its forward calls `pipe_split()`."""
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The whole model, here."""
-        return self.__dict__["model"](*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """The whole model, here; its output as a tuple, as torch has it."""
+        output = self.model(*args, **kwargs)
+        return output if isinstance(output, tuple) else (output,)
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """What a stage owns, under the model's own names."""

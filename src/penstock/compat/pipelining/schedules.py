@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.compat.pipelining.actions import _Action, _ComputationType, _PipelineContext
+from penstock.compat.pipelining.actions import (
+    _Action,
+    _ComputationType,
+    _format_pipeline_order,
+    _PipelineContext,
+    _validate_schedule,
+)
 from penstock.compat.pipelining.base import _PipelineSchedule
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import UsageError
@@ -26,6 +32,8 @@ __all__ = [
     "_PipelineContext",
     "_PipelineScheduleRuntime",
     "_ScheduleForwardOnly",
+    "_format_pipeline_order",
+    "_validate_schedule",
     "get_schedule_class",
 ]
 
@@ -35,6 +43,7 @@ OVERLAP_F_B = _ComputationType.OVERLAP_F_B
 UNSHARD, RESHARD, REDUCE_GRAD = _ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD
 SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
 SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
+F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
 
 
 class PipelineScheduleSingle(_PipelineSchedule):

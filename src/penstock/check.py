@@ -29,7 +29,7 @@ from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.lengths import ByTokens
-from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares
+from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares, own_loss
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
@@ -281,7 +281,9 @@ def _plain_forward(
             emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
             if OUTPUT in emitted:
                 result = emitted[OUTPUT]
-                if pipe.loss_fn is not None:
+                if pipe.loss_fn is None:
+                    result = own_loss(result)
+                else:
                     result = pipe.loss_fn(result, batch.targets[number], **batch.loss_kwargs[number])
         trace.keep_forward(part.index, number, emitted, None if result is None else check_loss(result), collected.found)
         extra += [value for _, value in collected.found]

@@ -73,6 +73,17 @@ def test_it_takes_a_sequential_with_a_cut_and_leaves_the_model_alone() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_model_may_bring_its_own_loss() -> None:
+    class Last(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            output = super().forward(input)
+            return {"loss": output.square().mean(), "logits": output}
+
+    torch.manual_seed(0)
+    model = [nn.Linear(WIDTH, WIDTH), Last(WIDTH, WIDTH)]
+    assert penstock.parity(model, torch.randn(ROWS, WIDTH), pipeline={"microbatches": M}).exact
+
+
 def test_skips_and_a_frozen_stage_are_exact_too() -> None:
     class Sender(nn.Module):
         def __init__(self) -> None:

@@ -95,11 +95,6 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks: list[dict[str, Any]
     assert all("losses is a tuple" in each for each in losses)
 
 
-@pytest.mark.slow
-def test_any_number_of_microbatches_is_right() -> None:
-    on_processes(2, programs.on_a_rank_with_few)
-
-
 # -- in one process
 
 

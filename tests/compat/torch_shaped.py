@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from penstock.compat.pipelining import (
 )
 from penstock.compat.pipelining.microbatch import sum_reducer
 from penstock.compat.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from penstock.errors import PeerFailure
 
 HIDDEN, BATCH = 8, 16
 DEVICE = torch.device("cpu")
@@ -471,6 +473,79 @@ def evaluates(rank: int) -> None:
         torch.testing.assert_close(out["hidden"][0], x)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(9, HIDDEN), nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(HIDDEN, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def shares_weights(rank: int) -> None:
+    """A weight on two stages of a Pipe stays one weight, where torch makes two copies of it that drift apart."""
+    ids = torch.arange(8) % 9
+    plain, whole = made(Tied), made(Tied)
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(plain(ids), ids)
+        for parameter, gradient in zip(
+            plain.parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True
+        ):
+            parameter.data -= 0.5 * gradient
+    pipe = pipeline(whole, (ids[:2],), split_spec={"layers.1": SplitPoint.BEGINNING})
+    stage = pipe.build_stage(rank, DEVICE)
+    schedule = ScheduleGPipe(stage, 4, loss_fn=nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.5)
+    for _ in range(3):
+        schedule.step(ids) if rank == 0 else schedule.step(target=ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    name = "embed.weight" if rank == 0 else "head.weight"
+    torch.testing.assert_close(stage.submod.get_parameter(name), plain.get_parameter("embed.weight"))
+
+
+def deferred_receives(rank: int) -> None:
+    """torch's defer_pp_recv=True pairs messages with the wrong receives; here it changes nothing."""
+    for schedule_class, indices, last in (
+        (ScheduleZBVZeroBubble, vee(rank), 0),
+        (ScheduleInterleavedZeroBubble, loop(rank), 1),
+    ):
+        made_so = manual(schedule_class, indices, 4, 3, defer_pp_recv=True, backward_requires_autograd=True)
+        check(*made_so, (rank == 0, rank == last), rows=6)
+
+
+class Fails(nn.Module):
+    broken = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.broken:
+            raise ValueError("no such luck")
+        out: Tensor = self.linear(x)
+        return out
+
+
+def fails_and_goes_on(rank: int) -> None:
+    """A rank that fails is named on all ranks at once, and the next step is a step."""
+    module = nn.Linear(HIDDEN, HIDDEN) if rank == 0 else Fails()
+    schedule = Schedule1F1B(PipelineStage(module, rank, 2, DEVICE), 4, loss_fn=TOTAL)
+    with pytest.raises(PeerFailure, match="no such luck") as caught:
+        run(schedule, *data(), (rank == 0, rank == 1))
+    assert (caught.value.rank, caught.value.stage, caught.value.action) == (1, 1, "1F0")
+    module.broken = False  # type: ignore[assignment]
+    output, losses = run(schedule, *data(), (rank == 0, rank == 1))
+    assert (output is None, len(losses)) == ((True, 0) if rank == 0 else (False, 4))
+
+
 def refused(rank: int) -> list[str]:
     """What goes wrong on one rank is an error on all, and never a hang."""
 
@@ -498,7 +573,8 @@ def refused(rank: int) -> list[str]:
 
 PROGRAMS = [
     forward_only, by_name, by_mark, by_hand, own_orders, through_files, custom_functions, weight_functions, specs,
-    accumulates, ragged, buffers, evaluates,
+    accumulates, ragged, buffers, evaluates, shares_weights, deferred_receives, fails_and_goes_on,
+    few_microbatches,
 ]  # fmt: skip
 
 
@@ -509,7 +585,3 @@ def on_a_rank() -> dict[str, Any]:
         program(rank)
         dist.barrier()
     return {"refused": refused(rank), "ran": [program.__name__ for program in PROGRAMS]}
-
-
-def on_a_rank_with_few() -> None:
-    few_microbatches(dist.get_rank())

@@ -288,6 +288,21 @@ def test_a_model_that_is_cut_by_replay_or_graph_follows() -> None:
             assert pipe.predict(x).dtype is torch.bfloat16
 
 
+@pytest.mark.slow
+def test_a_hugging_face_model_has_the_bits_of_autocast() -> None:
+    """Rotary embeddings leave autocast inside the forward."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes))
+    ids = torch.randint(0, 50, (8, 16))
+    batch = {"input_ids": ids, "labels": ids}
+    example = {name: value[:2] for name, value in batch.items()}
+    for schedule in ("1f1b", "zb-h1"):
+        options = {"stages": 4, "microbatches": 4, "schedule": schedule, "example": example, "precision": "bf16"}
+        assert penstock.parity(model, **batch, pipeline=options).exact
+
+
 def test_full_precision_can_be_had_under_the_callers_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16), piped(precision="fp32") as pipe:
         assert pipe.predict(batch()[0]).dtype is torch.float32

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from penstock.model.split import Split, more_than_its_layers
 from penstock.runtime.batch_norm import prepare_batch_norm
 from penstock.runtime.calls import Calls
 from penstock.runtime.gpipe_arguments import check_gpipe
-from penstock.runtime.microbatch import count_for, split_batch
+from penstock.runtime.microbatch import check_labels, count_for, split_batch
 from penstock.schedule import build
 
 __all__ = ["GPipe"]
@@ -35,6 +36,17 @@ MOST_BY_ITSELF = 8  # stages on a CPU where nothing says how many
 
 class GPipe(nn.Module):
     """`model = GPipe(model, balance=[2, 2, 2], chunks=8)`, and train it as any module."""
+
+    chunks: int
+    checkpoint: str
+    devices: list[torch.device] | None
+    batch_dims: dict[str | int, Any]
+    batch_norm: str
+    timeout: float
+    _how: Any
+    _stages: int | None
+    _calls: Calls | None
+    _cut_from: tuple[Any, ...]  # what `_calls` was made from
 
     def __init__(
         self,
@@ -52,25 +64,31 @@ class GPipe(nn.Module):
         timeout: float = 3600.0,
     ) -> None:
         super().__init__()
-        check_gpipe(model, locals())
+        check_gpipe(GPipe, model, locals())
+        batch_norm = "deferred" if deferred_batch_norm else batch_norm
+        prepare_batch_norm(model, batch_norm, batch_norm_group)
+        placed = None if devices is None else [torch.device(device) for device in devices]
+        counts = list(balance) if isinstance(balance, Sequence) and not isinstance(balance, str) else None
+        how = "parameters" if balance is None or isinstance(balance, int) else balance
+        Balancing(how)  # which refuses what it does not know
+        # not as attributes are usually set: the model's own layers may have any of these names
+        self.__dict__.update(
+            _model=model,
+            training=model.training,
+            chunks=chunks,
+            checkpoint=checkpoint,
+            devices=placed,
+            batch_dims=dict(batch_dims or {}),
+            batch_norm=batch_norm,
+            timeout=timeout,
+            _how=how,
+            _stages=_how_many(stages, balance if isinstance(balance, int) else counts, placed),
+            _calls=None,
+            _cut_from=(),
+        )
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
-        self.__dict__["_model"] = model
-        self.training = model.training
-        self.chunks = chunks
-        self.checkpoint = checkpoint
-        self.devices = None if devices is None else [torch.device(device) for device in devices]
-        self.batch_dims = dict(batch_dims or {})
-        self.timeout = timeout
-        self.batch_norm = "deferred" if deferred_batch_norm else batch_norm
-        prepare_batch_norm(model, self.batch_norm, batch_norm_group)
-        counts = list(balance) if isinstance(balance, Sequence) and not isinstance(balance, str) else None
-        self._how = "parameters" if balance is None or isinstance(balance, int) else balance
-        Balancing(self._how)  # which refuses what it does not know
-        self._stages = self._how_many(stages, balance if isinstance(balance, int) else None, counts)
-        self._calls: Calls | None = None
-        self._cut_from: list[nn.Module | None] = []
-        if isinstance(model, nn.Sequential) and not more_than_its_layers(model) and self._how in ("parameters", counts):
+        if isinstance(model, nn.Sequential) and not more_than_its_layers(model) and how in ("parameters", counts):
             self._build(None)
 
     @property
@@ -92,10 +110,13 @@ class GPipe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole batch: forward in microbatches now, backward when autograd comes to it."""
-        if self._calls is None or self._cut_from != list(self._modules.values()):
+        return _uncompiled(self._output, args, kwargs)
+
+    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._calls is None or self._cut_from != self._what_is_cut():
             self._build((args, kwargs))
         assert self._calls is not None
-        self._check_keywords(kwargs)
+        self._check_names(len(args), kwargs)
         for part in self._calls.split.parts:
             if isinstance(part, ReplayPart):
                 part.follow()
@@ -137,35 +158,27 @@ class GPipe(nn.Module):
 
     # -- the cut
 
-    def _how_many(self, stages: int | None, count: int | None, counts: list[int] | None) -> int | None:
-        said = {
-            "stages": stages,
-            "balance": count if counts is None else len(counts),
-            "devices": None if self.devices is None else len(self.devices),
-        }
-        given = {name: value for name, value in said.items() if value is not None}
-        if len(set(given.values())) > 1:
-            words = ", ".join(f"{name}= says {value}" for name, value in given.items())
-            raise UsageError(f"how many stages? {words}; leave all but one out, or make them agree")
-        return next(iter(given.values()), None)
-
     def _by_itself(self) -> int:
         """How many stages where nothing says so: one for each GPU, or for each core there is."""
         many = torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
         return max(1, min(many, len(self._layers()) if isinstance(self.module, nn.Sequential) else many))
 
     def _build(self, first: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
-        if self._calls is not None:
+        if self._calls is not None and self._cut_from[:1] == self._what_is_cut()[:1]:
             self._calls.crew.close()
-        self._calls = None
+        self.__dict__["_calls"] = None
         split = self._split(first)
         devices = self.devices
         if devices is None and torch.cuda.device_count() >= split.stages > 1:
-            devices = self.devices = [torch.device("cuda", number) for number in range(split.stages)]
-        self._calls = Calls(split, self.chunks, self.checkpoint, devices, self.batch_dims, self.timeout)
+            devices = self.__dict__["devices"] = [torch.device("cuda", number) for number in range(split.stages)]
+        calls = Calls(split, self.chunks, self.checkpoint, devices, self.batch_dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
             part.module.to(device)
-        self._cut_from = list(self._modules.values())
+        self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
+
+    def _what_is_cut(self) -> tuple[Any, ...]:
+        """A layer that is replaced, and a process that was forked and has no threads, need a cut of their own."""
+        return (os.getpid(), *self._modules.values())
 
     def _split(self, first: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Split:
         model, how = self.module, self._how
@@ -196,19 +209,42 @@ class GPipe(nn.Module):
     def _names(self, count: int) -> list[str]:
         return list(inspect.signature(self.module.forward).parameters)[:count]
 
-    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+    def _check_names(self, count: int, kwargs: Mapping[str, Any]) -> None:
         assert self._calls is not None
+        parts = self._calls.split.parts
         for name in kwargs:
-            if not any(part.takes is None or name in part.takes for part in self._calls.split.parts):
+            if not any(part.takes is None or name in part.takes for part in parts):
                 raise TypeError(f"{type(self.module).__name__} got an unexpected keyword argument {name!r}")
+        if self.batch_dims:
+            passed = [*range(count), *kwargs, "output"]
+            check_labels(self.batch_dims, passed, {*passed, *inspect.signature(self.module.forward).parameters})
 
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the ranks: a copy makes its own."""
         counts = self.balance if isinstance(self.module, nn.Sequential) else None
-        return {**self.__dict__, "_calls": None, "_cut_from": [], "_how": counts or self._how}
+        return {**self.__dict__, "_calls": None, "_cut_from": (), "_how": counts or self._how}
 
     def extra_repr(self) -> str:
         cut = f"balance={self.balance}" if self._calls is not None else "not cut yet"
         return f"{cut}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
+
+
+def _how_many(*said: int | Sequence[Any] | None) -> int | None:
+    """The number of stages that the arguments agree on; None where none of them says."""
+    numbers = zip(("stages", "balance", "devices"), said, strict=True)
+    given = {name: len(value) if isinstance(value, Sequence) else value for name, value in numbers if value is not None}
+    if len(set(given.values())) > 1:
+        words = ", ".join(f"{name}= says {value}" for name, value in given.items())
+        raise UsageError(f"how many stages? {words}; leave all but one out, or make them agree")
+    return next(iter(given.values()), None)
+
+
+def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """torch.compile cannot look into other threads: what it compiles ends before this, and goes on after it."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return function(*arguments) if dynamo is None else dynamo.disable(function)(*arguments)
+
+
+_uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 import torch
 from gpipe.plain import assert_same_gradients, chunked, layers, rows
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import ModelError, UsageError
@@ -184,12 +186,95 @@ def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> Non
         penstock.GPipe(layers(), **options)
 
 
+class Clashes(nn.Module):
+    """Has layers and parameters under names that GPipe uses for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks, self.devices, self._calls = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.timeout = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._calls(self.devices(self.chunks(x)) * self.timeout)
+
+
+def test_the_models_names_may_be_any() -> None:
+    pipe = penstock.GPipe(Clashes(), stages=3, chunks=4)
+    pipe(rows()).sum().backward()
+    torch.testing.assert_close(pipe(rows()), pipe.module(rows()))
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+    assert list(pipe.state_dict()) == list(Clashes().state_dict())
+
+
+def test_a_label_of_batch_dims_that_nothing_has_is_named() -> None:
+    pipe = penstock.GPipe(layers(), balance=2, batch_dims={"masc": 1})
+    with pytest.raises(UsageError, match="batch_dims names 'masc'"):
+        pipe(rows())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    pipe, x = penstock.GPipe(layers(), balance=2, chunks=2), rows()
+    wanted = pipe(x)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(pipe(x), wanted) else 1)
+    deadline = time.monotonic() + 60
+    done, status = 0, 0
+    while not done and time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.02)
+    if not done:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert done == child
+    assert status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
+def test_torch_compile_goes_around_it() -> None:
+    inner = penstock.GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), balance=2, chunks=2)
+    model = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 8))
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        y = compiled(rows())
+        y.sum().backward()
+        torch.testing.assert_close(y, model(rows()))
+    assert inner[0].weight.grad is not None
+
+
+def test_torchs_checkpoint_around_it_and_inside_it() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: self.norm(self.layer(y)), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    for way in ("never", "always"):
+        pipe = penstock.GPipe(
+            nn.Sequential(Inside(), Inside()), balance=2, chunks=4, checkpoint=way, deferred_batch_norm=True
+        )
+        pipe(rows()).sum().backward()
+        assert pipe[0].norm.num_batches_tracked == 1
+    for reentrant in (False, True):
+        pipe, x = penstock.GPipe(layers(), balance=2, chunks=4), rows(requires_grad=True)
+        checkpoint(pipe, x * 1.0, use_reentrant=reentrant).sum().backward()
+        have, plain = pipe[0].weight.grad, layers()
+        plain(x).sum().backward()
+        torch.testing.assert_close(have, plain[0].weight.grad)
+
+
 def test_what_is_no_module_is_named() -> None:
     """C2-1: a module was called that is no class, and a model with one child had a balance of 100."""
     for model, message in [
         ([nn.Linear(8, 8)], "nn.Sequential"),
         (nn.ModuleList([nn.Linear(8, 8)]), "no forward"),
         (nn.Sequential(), "empty"),
+        (nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), "lazy layers"),
+        (penstock.GPipe(layers(), balance=2), "GPipe already"),
         (len, "wraps an nn.Module"),
     ]:
         with pytest.raises(ModelError, match=message):
@@ -375,6 +460,7 @@ def test_memory_is_given_back() -> None:
     pipe = penstock.GPipe(nn.Sequential(nn.Linear(8, 8), Watched(), nn.Linear(8, 8)), balance=[2, 1], chunks=4)
     for ends in (True, False):
         y = pipe(rows()).sum()
+        assert sum(not storage.expired() for storage in kept) == 1  # the last microbatch's
         if ends:
             y.backward()
         del y

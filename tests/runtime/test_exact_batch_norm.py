@@ -182,6 +182,35 @@ def test_values_past_the_stage_and_side_inputs_come_through() -> None:
             torch.testing.assert_close(one, other)
 
 
+class Ladder(nn.Module):
+    """Batch norms on both sides of skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("down", "lower", "bottom", "rise", "up"):
+            self.add_module(name, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down(x)
+        second = self.lower(first)
+        return self.up(self.rise(self.bottom(second) + second) + first)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_skips_past_stages_that_gather_are_proved_and_exact(checkpoint: str) -> None:
+    """What such a stage sends comes in a burst: with receives posted late, one message held up another for ever."""
+    pipe = penstock.GPipe(Ladder(), stages=4, chunks=4, batch_norm="exact", checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(pipe(x), y).backward()
+        optimizer.step()
+    assert_close(pipe, plain_run(Ladder()))
+
+
 def test_rows_that_are_not_in_front_are_refused() -> None:
     class Turned(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -288,7 +317,22 @@ def test_a_mesh_says_which_replicas_there_are() -> None:
             torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
+def in_ddp() -> None:
+    """A GPipe is a module like any other to torch's own data parallelism, which waits for one gradient a parameter."""
+    pipe, plain, rank = penstock.GPipe(network(False)[3:], balance=2, chunks=3), network(False)[3:], dist.get_rank()
+    wrapped = nn.parallel.DistributedDataParallel(pipe)
+    for step in range(2):
+        x, y = batch(step, 12)
+        for model in (wrapped, plain):
+            model.zero_grad()
+        F.mse_loss(wrapped(x.chunk(2)[rank]), y.chunk(2)[rank]).backward()
+        F.mse_loss(plain(x), y).backward()
+        for have, want in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(have.grad, want.grad)
+
+
 def both() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    in_ddp()
     return replicas(), stages()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.arguments import RULES
@@ -16,13 +17,18 @@ __all__ = ["check_gpipe"]
 CHECKPOINTS = ("always", "except_last", "never")
 
 
-def check_gpipe(model: Any, given: Mapping[str, Any]) -> None:
-    """Raise for the first of the arguments, by name, that cannot work."""
+def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> None:
+    """Raise for the first of the arguments, by name, that cannot work; `kind` is the class that wraps."""
     if not isinstance(model, nn.Module):
         wrap = "; pass nn.Sequential(*layers)" if isinstance(model, Sequence) else ""
         raise ModelError(f"GPipe wraps an nn.Module, and was given a {type(model).__name__}{wrap}")
     if isinstance(model, (nn.Sequential, nn.ModuleList)) and not len(model):
         raise ModelError(f"the model is an empty {type(model).__name__}; there is nothing to cut into stages")
+    if isinstance(model, kind):
+        raise ModelError("the model is a GPipe already; wrap its .module, or put it into a larger model")
+    lazy = (UninitializedParameter, UninitializedBuffer)
+    if any(isinstance(each, lazy) for each in (*model.parameters(), *model.buffers())):
+        raise ModelError("the model has lazy layers that do not know their sizes yet; call it once before it is cut")
     if isinstance(model, nn.ModuleList):
         raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")
     chunks = given["chunks"]

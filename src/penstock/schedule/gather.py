@@ -6,6 +6,9 @@ program that is: every compute of the stage has its place as ever, and what the 
     before   0F0 0SEND_F0 0F1 0SEND_F1 ... 0B1 0SEND_B1 0B0 0SEND_B0
     after    0F0 0F1 0SEND_F0 0SEND_F1 ... 0B1 0B0 0SEND_B1 0SEND_B0
 
+Receives are posted before the first forward, those of gradients before the first backward: what a gathering stage sends
+comes in one burst, and one message of it that is not awaited yet must not hold up another that is.
+
 That ends only where no backward stands before a forward, on any rank: a rank that wants a gradient before it has sent
 all microbatches would wait for ever.
 """
@@ -40,7 +43,7 @@ def gather(program: Schedule, stages: Collection[int]) -> Schedule:
                 f"stages {sorted(stages)} take their batch in one piece, and their backward cannot be split into I and "
                 f"W as {program.name or 'the schedule'} does; use {' or '.join(CAN[:2])}"
             )
-    return program.replace([_gathered(row, stages) for row in program.rows])
+    return program.replace([_posted_early(_gathered(row, stages)) for row in program.rows])
 
 
 def _late_forwards(row: Row) -> list[Action]:
@@ -68,6 +71,15 @@ def _gathered(row: Row, stages: Collection[int]) -> list[Action | None]:
             if not left[key]:
                 found += held.pop(key)
     return found
+
+
+def _posted_early(row: list[Action | None]) -> list[Action | None]:
+    """Nothing waits for a receive to be posted but what comes from the other half of the step."""
+    forward = [action for action in row if action is not None and action.op is Op.RECV_F]
+    backward = [action for action in row if action is not None and action.op is Op.RECV_B]
+    rest = [action for action in row if action is None or action.op not in (Op.RECV_F, Op.RECV_B)]
+    first = next((place for place, action in enumerate(rest) if action is not None and action.op is Op.B), len(rest))
+    return [*forward, *rest[:first], *backward, *rest[first:]]
 
 
 def _is(action: Action | None, stage: int, op: Op) -> bool:

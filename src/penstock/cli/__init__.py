@@ -18,6 +18,7 @@ from penstock.cli.compare import compare
 from penstock.cli.evaluate import evaluate
 from penstock.cli.generate import generate
 from penstock.cli.output import complain
+from penstock.cli.primer import primer
 from penstock.cli.search import search
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
@@ -41,6 +42,7 @@ EXAMPLES = """Examples:\n
   penstock view 1f1b zb-v -r 4 -m 8 --html page.html
   penstock whatif --from run.json --ranks 8 --schedule zb-v
   penstock checkpoint verify runs/checkpoints
+  penstock primer all-reduce
 """
 
 
@@ -74,7 +76,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
-for command in (train, evaluate, generate, show, verify, simulate, compare, search, view, whatif):
+for command in (train, evaluate, generate, show, verify, simulate, compare, search, view, whatif, primer):
     short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
     app.command(NAMES.get(command), short_help=short)(command)
 app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")

@@ -1,0 +1,185 @@
+"""`penstock primer`: the short course's programs, listed, shown, copied, or run and drawn.
+
+The programs are plain files that start their own processes, and stand in the wheel as they do in
+`examples/primer`. Here one is run as anybody would run it, in a process of its own; what it prints
+is drawn. A copy that a reader has changed is run the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.syntax import Syntax
+
+import penstock
+from penstock.cli.lanes import Event, Lanes, read_event
+from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json
+from penstock.cli.source import AsJson, counted, whole
+from penstock.errors import UsageError
+
+__all__ = ["primer"]
+
+PACKAGE = Path(penstock.__file__).parent
+PLACES = (PACKAGE / "primer", PACKAGE.parents[1] / "examples" / "primer")  # installed, or a working copy
+WIDE = 100
+
+Name = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[NAME|FILE.py]",
+        help="A program's name or number, or a copy of one; without it, the list.",
+        show_default=False,
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks", "-r", parser=whole(1), metavar="N", help="Processes to start (default: the program's own)."
+    ),
+]
+Source = Annotated[bool, typer.Option("--source", help="Print the program instead of running it.")]
+Copy = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Copy all programs into a new folder, to be changed and run.")
+]
+
+
+@guarded
+def primer(
+    name: Name = None, ranks: Ranks = None, source: Source = False, copy: Copy = None, as_json: AsJson = False
+) -> None:
+    """Learn parallelism from short programs: list them, or run one and draw who sends what to whom.
+
+    Start with `penstock primer send-recv`, and go on in the order of the list. docs/primer.md walks through them.
+    """
+    programs = _programs()
+    if copy is not None:
+        _copy_to(copy, name)
+    elif name is None:
+        if ranks is not None or source:
+            raise UsageError(
+                f"{'--source' if source else '--ranks'} needs a program's name, such as {_name(programs[1])}"
+            )
+        _list(programs, as_json)
+    elif source:
+        _show(_find(name, programs))
+    else:
+        _run(_find(name, programs), ranks, as_json)
+
+
+def _folder() -> Path:
+    for place in PLACES:
+        if (place / "launch.py").is_file():
+            return place
+    raise UsageError(f"the primer's programs are not where they should be: {PLACES[0]}; install penstock again")
+
+
+def _programs() -> list[Path]:
+    return sorted(_folder().glob("[0-9][0-9]_*.py"))
+
+
+def _name(path: Path) -> str:
+    """`02_broadcast.py` is called broadcast, `06_all_gather.py` all-gather."""
+    return path.stem.partition("_")[2].replace("_", "-")
+
+
+def _title(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.name).partition("\n")[0]
+
+
+def _find(name: str, programs: list[Path]) -> Path:
+    """By name, number or file name in any case; else a file of the reader's own."""
+    plain = name.lower().removesuffix(".py").replace("_", "-")
+    for path in programs:
+        number = path.name[:2]
+        if os.sep not in name and plain in (_name(path), number, str(int(number)), f"{number}-{_name(path)}"):
+            return path
+    if name.endswith(".py"):
+        if Path(name).is_file():
+            return Path(name)
+        raise UsageError(f"there is no file {name}; penstock primer --copy FOLDER makes copies to run")
+    names = [_name(path) for path in programs]
+    near = difflib.get_close_matches(plain, names, n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise UsageError(f"the primer has no program {name!r}{hint} (it has: {', '.join(names)})")
+
+
+def _list(programs: list[Path], as_json: bool) -> None:
+    if as_json:
+        write_json([{"name": _name(path), "title": _title(path), "path": str(path)} for path in programs])
+        return
+    widest = max(len(_name(path)) for path in programs)
+    width = terminal_width()
+    for number, path in enumerate(programs, 1):
+        title = _title(path).removeprefix(f"{_name(path)}: ")
+        write(fold(f"{number:2}  {_name(path).ljust(widest)}  {title}", width))
+    write("\nrun one: penstock primer NAME; read it: penstock primer NAME --source")
+    write("change them: penstock primer --copy FOLDER; run a changed one: penstock primer FOLDER/NN_name.py")
+
+
+def _show(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if paints():
+        Console().print(Syntax(text, "python", background_color="default"))
+    else:
+        write(text.rstrip("\n"))
+
+
+def _copy_to(folder: Path, name: str | None) -> None:
+    if name is not None:
+        raise UsageError("--copy takes all programs, because they share two files; leave the name out")
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; name a new folder")
+    shutil.copytree(_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    count = counted(len(list(folder.glob("[0-9]*.py"))), "program")
+    write(f"{count} in {folder}; run one: python {folder}/01_send_recv.py")
+
+
+def _run(path: Path, ranks: int | None, as_json: bool) -> None:
+    command = [sys.executable, str(path.resolve()), *([] if ranks is None else [str(ranks)])]
+    with working(f"running {path.name}"):
+        done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    events = [read_event(line) for line in done.stdout.splitlines()]
+    if as_json:
+        write_json(_document(path, events, done.returncode))
+    else:
+        write(fold(_title(path), terminal_width()) + "\n")
+        for line in _drawn(events):
+            write(line)
+    if done.returncode != 0:
+        complain(f"{path.name} ended with exit code {done.returncode}:\n{done.stderr.rstrip()}")
+        raise typer.Exit(1)
+
+
+def _environment() -> dict[str, str]:
+    """This Penstock for the program, wherever it was loaded from; one thread a rank."""
+    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _drawn(events: list[Event]) -> Iterator[str]:
+    console = Console(width=terminal_width() or WIDE, highlight=False)
+    ranks = 1 + max((event.highest for event in events), default=-1)
+    lanes = Lanes(ranks, width=terminal_width(), plain=not _has(sys.stdout.encoding))
+    for line in lanes.draw(events):
+        with console.capture() as captured:
+            console.print(line, end="", soft_wrap=True)
+        yield captured.get().rstrip()
+
+
+def _has(encoding: str | None) -> bool:
+    return (encoding or "").lower().replace("-", "").startswith("utf")
+
+
+def _document(path: Path, events: list[Event], code: int) -> dict[str, Any]:
+    lines = [{"from": event.source, "to": list(event.targets), "text": event.text} for event in events]
+    return {"program": path.stem, "title": _title(path), "exit_code": code, "events": lines}

@@ -1,0 +1,120 @@
+"""`penstock primer`: the list, the drawing, and what it says to a learner who mistypes or breaks something."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.cli import app
+from penstock.cli.lanes import Event, Lanes, read_event
+
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "penstock")
+EVENTS = [
+    Event("two ranks speak"),
+    Event("holds [3, 1]", 0),
+    Event("[3, 1]", 0, (1, 3)),
+    Event("back", 3, (1,)),
+    Event("to both sides", 2, (0, 3)),
+    Event("done"),
+]
+PICTURE = """\
+two ranks speak
+0     1     2     3
+o     |     |     |     holds [3, 1]
+o---->|-----+---->|     [3, 1]
+|     |<----+-----o     back
+|<----+-----o---->|     to both sides
+done"""
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, ["primer", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_who_sends_what_to_whom_is_drawn_in_lanes() -> None:
+    assert "\n".join(line.plain.rstrip() for line in Lanes(4, plain=True).draw(EVENTS)) == PICTURE
+    pretty = [line.plain for line in Lanes(4).draw(EVENTS)]
+    assert pretty[3] == "●────▶│─────┼────▶│     [3, 1]"
+
+
+def test_a_narrow_terminal_folds_the_words_and_keeps_the_lanes() -> None:
+    lines = [line.plain for line in Lanes(2, width=40, plain=True).draw([Event("many words " * 5, 0, (1,))])]
+    assert lines[1].startswith("o---->|     many words")
+    assert lines[2].startswith("|     |     ")
+    assert all(len(line) <= 40 for line in lines)
+
+
+def test_printed_lines_are_read_as_what_they_say() -> None:
+    assert read_event("rank 0 -> rank 1, 12: [3, 1]: x") == Event("[3, 1]: x", 0, (1, 12))
+    assert read_event("rank 10: has rank 3: x") == Event("has rank 3: x", 10)
+    for other in ("rank 0 -> 1: x", "check: rank 0", "", "rank one: x"):
+        assert read_event(other) == Event(other)
+
+
+def test_without_a_name_all_programs_are_listed_in_order() -> None:
+    lines = run().stdout.splitlines()
+    assert lines[0].split()[:2] == ["1", "send-recv"]
+    assert lines[6].startswith(" 7  all-reduce        a reduce of which every rank gets the result")
+    entries = json.loads(run("--json").stdout)
+    assert len(entries) == 18
+    assert all(Path(entry["path"]).is_file() for entry in entries)
+
+
+@pytest.mark.parametrize("name", ["all-gather", "ALL_GATHER", "6", "06", "06_all_gather", "06_all_gather.py"])
+def test_a_program_answers_to_name_number_and_file(name: str) -> None:
+    assert run(name, "--source").stdout.startswith('"""all-gather: ')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("gathr", "did you mean gather or all-gather"),
+        ("all-reduse", "did you mean all-reduce"),
+        ("pipelines", "did you mean pipeline"),
+        ("19", "it has: send-recv, broadcast"),
+        ("nowhere/02_broadcast.py", "there is no file nowhere/02_broadcast.py"),
+        ("--ranks 3", "--ranks needs a program's name"),
+        ("--source", "--source needs a program's name"),
+        ("ring --copy here", "leave the name out"),
+        ("ring --ranks 0", "0 is too small"),
+    ],
+)
+def test_bad_usage_says_what_would_work(arguments: str, said: str) -> None:
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_copied_program_runs_is_drawn_and_a_broken_one_tells_which_rank_and_line(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    assert "18 programs in" in run("--copy", folder).stdout
+    assert "exists already" in run("--copy", folder).stderr
+    good = subprocess.run(
+        [COMMAND, "primer", str(folder / "02_broadcast.py"), "--ranks", "3"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        timeout=60,
+    )
+    assert good.returncode == 0, good.stderr
+    assert "o---->|---->|     [3, 1, 4]\n" in good.stdout
+    assert good.stdout.endswith("check: every rank holds the root's tensor\n")
+
+    path = folder / "02_broadcast.py"
+    path.write_text(path.read_text().replace("torch.tensor([3, 1, 4])", "torch.tensor([3, 1, 5])"))
+    bad = subprocess.run([COMMAND, "primer", str(path), "--json"], capture_output=True, text=True, timeout=60)
+    assert bad.returncode == 1
+    document = json.loads(bad.stdout)
+    assert document["exit_code"] == 1
+    assert {"from": 0, "to": [1, 2, 3], "text": "[3, 1, 5]"} in document["events"]
+    assert "AssertionError" in bad.stderr
+    assert "assert tensor.tolist() == [3, 1, 4]" in bad.stderr

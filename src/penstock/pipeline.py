@@ -248,6 +248,8 @@ class Pipeline(Batching):
 
         Gradients do not: call it between `optimizer.step()` and the next `step()`.
         """
+        if not isinstance(proposal, Proposal):
+            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) gives")
         if self.split.recut is None or not proposal.changes:
             return
         if any(parameter.grad is not None for parameter in self.parameters()):

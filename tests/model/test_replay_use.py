@@ -12,7 +12,7 @@ from model.nets import Chain, W, square
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import ModelError, ParityError
+from penstock.errors import ModelError, ParityError, UsageError
 from penstock.model.replay import plan
 
 
@@ -74,6 +74,49 @@ def test_every_parameter_and_buffer_is_owned(stages: int) -> None:
 def test_bad_input_is_told_what_is_wrong_and_what_to_write(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         piped(Chain(), torch.randn(4, W), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 0}, r"stages=0: pass a whole number, at least 1"),
+        ({"example": torch.ones(2, W)}, r"example=a Tensor of shape \(2, 8\): .* as a tuple, such as \(x,\)"),
+        ({"example": (torch.ones(2, 3),)}, r"example=: Chain cannot be run on it \(RuntimeError: mat1 and mat2"),
+        ({"example": {"y": torch.ones(2, W)}}, r"example=: .*unexpected keyword argument 'y'.*as the model takes them"),
+        ({"split_at": "blocks.2", "stages": None}, r"split_at='blocks\.2': pass a list"),
+        ({"split_at": ["blocks.2"], "balance": [2, 2]}, r"both say where to cut; leave one"),
+        ({"balance": [2.0, 2.0]}, r"balance=\[2\.0, 2\.0\]: .*whole numbers"),
+        ({"balance": {"blocks.0": "heavy"}}, r"balance=.*heavy"),
+    ],
+)
+def test_slips_in_the_arguments_are_named_and_no_graph_is_tried(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        piped(Chain(), torch.randn(4, W), **{"stages": 2, "split": "auto", **options})
+
+
+@pytest.mark.parametrize(("model", "split"), [(Chain, "auto"), (len, "replay")])
+def test_what_is_no_model_is_named(model: Any, split: str) -> None:
+    with pytest.raises(UsageError, match=r"pass an nn\.Module, or a list of stage modules"):
+        piped(model, torch.randn(4, W), stages=2, split=split)
+
+
+def test_a_model_without_parameters_or_that_calls_none_of_its_modules_is_told_so() -> None:
+    class Calls(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    with pytest.raises(ModelError, match="Identity has no parameters; there is nothing to cut"):
+        piped(nn.Identity(), torch.randn(4, W), stages=2)
+    with pytest.raises(ModelError, match=r"Calls's forward calls none of its modules .*nowhere to cut"):
+        piped(Calls(), torch.randn(4, W), stages=2)
+
+
+def test_a_proposal_and_a_timeline_are_what_they_say() -> None:
+    with piped(Chain(), torch.randn(4, W), stages=2) as pipe:
+        with pytest.raises(UsageError, match=r"timeline=None: pass what .*record"):
+            pipe.rebalance(None)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"proposal=\[1, 3\]: pass what pipe\.rebalance"):
+            pipe.apply([1, 3])  # type: ignore[arg-type]
 
 
 def test_split_at_names_the_first_unit_of_each_further_stage() -> None:

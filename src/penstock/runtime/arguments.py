@@ -39,7 +39,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     precision_of(given["precision"])
     for name, (fits, would_work) in RULES.items():
         if given[name] is not None and not fits(given[name]):
-            raise UsageError(f"{name}={given[name]!r}: {would_work}")
+            raise UsageError(f"{name}={_shown(given[name])}: {would_work}")
     if given["schedule"] is None or given["timeout"] is None:
         name = "schedule" if given["schedule"] is None else "timeout"
         raise UsageError(f"{name}=None: {RULES[name][1]}; or leave it out")
@@ -47,14 +47,22 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
         raise UsageError(
             "loss_weight= weighs the terms of a mean; with loss_reduction='sum' all count alike: leave it out"
         )
+    if not isinstance(model, (nn.Module, Sequence)) or isinstance(model, str):
+        raise UsageError(f"model={model!r}: pass an nn.Module, or a list of stage modules")
     layers = model if isinstance(model, (nn.Sequential, nn.ModuleList, Sequence)) else None
     if layers is not None and not len(layers):
         raise ModelError(f"the model is an empty {type(model).__name__}; there is nothing to cut into stages")
     cut_already = layers is not None and not isinstance(model, nn.Sequential)
     counted = isinstance(given["balance"], Sequence) and not isinstance(given["balance"], str)
+    if counted and given["split_at"]:
+        raise UsageError("balance=[counts] and split_at= both say where to cut; leave one of them out")
     if given["speeds"] is not None and (cut_already or counted):
         why = "balance=[counts] says" if counted else "a list of stage modules says"
         raise UsageError(f"speeds= helps to find a cut, but {why} already where to cut; leave one of them out")
+
+
+def _shown(value: Any) -> str:
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def op_of(op: Any) -> Op:
@@ -106,12 +114,31 @@ def _are_devices(value: Any) -> bool:
         return False
 
 
+def _is_example(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) or (
+        isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+def _is_balance(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_number(weight) for name, weight in value.items())
+    return isinstance(value, str) or (isinstance(value, Sequence) and all(map(_is_count, value)))
+
+
 Rule = tuple[Callable[[Any], bool], str]  # whether a value fits, and what would work
 _COUNT: Rule = (_is_count, "pass a whole number")
 _FUNCTION: Rule = (callable, "pass a function")
 RULES: dict[str, Rule] = {
     "microbatches": _COUNT,
-    "stages": _COUNT,
+    "stages": (lambda value: _is_count(value) and value >= 1, "pass a whole number, at least 1"),
+    "example": (_is_example, "pass the model's inputs as a tuple, such as (x,), or a dict of keyword arguments"),
+    "split_at": (_are_names, "pass a list of the modules' names, such as ['layers.4', 'layers.8']"),
+    "balance": (_is_balance, "pass 'parameters', 'time', 'memory', whole numbers such as [3, 3, 2], or {name: weight}"),
     "ranks": _COUNT,
     "seed": _COUNT,
     "schedule": (

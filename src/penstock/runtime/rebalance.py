@@ -31,6 +31,8 @@ def propose_cut(pipe: Pipeline, timeline: Timeline) -> Proposal:
     split = pipe.split
     if split.recut is None:
         raise UsageError(f"{split.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
+    if not isinstance(timeline, Timeline):
+        raise UsageError(f"timeline={timeline!r}: pass what `with pipe.record() as timeline:` gives")
     if not timeline.spans:
         raise UsageError("the timeline is empty; run a step inside `with pipe.record() as timeline:` first")
     weights = [float(weight.milliseconds or weight.parameters) for weight in split.weights]

@@ -105,6 +105,11 @@ def _recorded(
         except ModelError as error:
             torn = dict.fromkeys(torn_by(recording, number) for number in range(len(recording.calls)))
             why = ", ".join(filter(None, torn))
+            if not count:
+                raise ModelError(
+                    f"{type(model).__name__}'s forward calls none of its modules with parameters "
+                    f"({', '.join(units[:8])}{', ...' if len(units) > 8 else ''}), so that there is nowhere to cut"
+                ) from error
             raise ModelError(
                 f"{type(model).__name__} calls units with parameters {count} times ({', '.join(units[:8])}"
                 f"{', ...' if len(units) > 8 else ''})"

@@ -13,7 +13,8 @@ to the next (see `carried`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ModelError
+from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.replay.calls import Call, Recording, shapes_of
 from penstock.model.replay.carried import Carried, kept_by, own_state, updates_itself
 from penstock.model.replay.marks import Reads, fresh
@@ -71,7 +72,7 @@ def record(
             mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
             marks = Marks(Recording(), model, tensors_in((mine, named)), carried.tensors())
             marks.left = {marks.storages.key(tensor): name for name, tensor in left}
-            with Reads(marks.read), marks:
+            with Reads(marks.read), marks, _explained(model):
                 output = tree(*mine, **named)
             elsewhere.check()
             marks.recording.output = marks.of(output)
@@ -94,6 +95,20 @@ def record(
         install = install_collectors(model, tree)
     install()
     return first.recording
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """An error of the model's own code in this run: the example is the first suspect."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
+            f"as the model takes them. It is run without gradients: a forward that takes derivatives itself cannot be cut"
+        ) from error
 
 
 def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:

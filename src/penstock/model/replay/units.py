@@ -31,6 +31,8 @@ def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) ->
         _open_for(found, names, name)
     while len(found) < stages:
         openable = [name for name in found if _openable(names[name])]
+        if not found:
+            raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to cut into stages")
         if not openable:
             raise ModelError(
                 f"{type(model).__name__} has {len(found)} units that own parameters ({', '.join(found[:8])}"

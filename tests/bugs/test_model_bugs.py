@@ -271,3 +271,35 @@ class Packed(nn.Module):
 def test_a_packed_sequence_crosses_a_cut_with_its_sizes() -> None:
     torch.manual_seed(0)
     assert trains(Packed(), torch.randint(0, 20, (4, 5)), torch.tensor([5, 3, 5, 3]), stages=3) == 0.0
+
+
+class Warm(Chain):
+    """A temperature that the training loop lowers; blocks with a setting of their own."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: nn.LayerNorm(W))  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y / self.temperature
+
+
+def test_what_the_user_sets_on_the_model_reaches_its_stages() -> None:
+    """Stages run copies of the model's modules, which kept what they were made with."""
+    torch.manual_seed(0)
+    model, x = Warm(), rows()
+    with piped(model, (x[:2],), stages=4) as pipe:
+        for temperature, eps in ((1.0, 1e-5), (0.5, 0.1), (0.25, 0.3)):
+            model.temperature = temperature
+            model.blocks[1].eps = eps
+            expected = sum(square(model(part)) for part in x.chunk(2)) / 2
+            assert pipe.step(x).loss == expected
+
+
+def test_buffers_without_values_are_named() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))
+    with pytest.raises(ModelError, match=r"3 buffers of Sequential have no values \(1\.running_mean, .*penstock\.lazy"):
+        penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square)

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance import counts_of
 from penstock.model.balancing import Balancing
+from penstock.model.lazy import check_buffers
 from penstock.model.profile import Weight, crossing_of, profile_layers
 from penstock.model.split import Split, more_than_its_layers, split_model
 
@@ -42,6 +43,9 @@ def cut_model(
     if split not in WAYS:
         raise UsageError(f"split={split!r}: choose one of {', '.join(map(repr, WAYS))}")
     balance = balance if isinstance(balance, Balancing) else Balancing(balance)
+    for part in [model] if isinstance(model, nn.Module) else model:
+        if isinstance(part, nn.Module):  # what else is in a list is refused further down
+            check_buffers(part)
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if example is not None and more_than_its_layers(model):
         listed = False

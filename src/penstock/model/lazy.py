@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["is_lazy", "lazy", "materialise", "stands_for"]
+from penstock.errors import ModelError
+
+__all__ = ["check_buffers", "is_lazy", "lazy", "materialise", "stands_for"]
 
 Init = Callable[[str, Tensor], Any]
 
@@ -42,6 +44,17 @@ def lazy() -> Iterator[None]:
 def is_lazy(module: nn.Module) -> bool:
     """Whether any parameter has no value yet."""
     return any(parameter.device.type == "meta" for parameter in module.parameters())
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse buffers without values: the model's code reads them when it is cut, and no state has all of them."""
+    empty = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+    if empty:
+        raise ModelError(
+            f"{len(empty)} buffers of {type(model).__name__} have no values ({', '.join(empty[:4])}"
+            f"{', ...' if len(empty) > 4 else ''}), as under torch.device('meta'); build the model in "
+            f"`with penstock.lazy():`, which leaves only parameters without"
+        )
 
 
 def stands_for(parameter: nn.Parameter) -> nn.Parameter:

@@ -35,7 +35,7 @@ from penstock.model.replay.plan import GLUE, Plan
 from penstock.model.replay.shapes import Shapes, stand_in, stand_in_parameter
 from penstock.model.replay.sinks import Sinks
 from penstock.model.replay.structure import differ, flatten, unflatten
-from penstock.model.replay.tree import stage_tree
+from penstock.model.replay.tree import Followed, stage_tree
 
 __all__ = ["ReplayPart"]
 
@@ -89,6 +89,7 @@ class ReplayPart:
             original = module.__dict__.get("_gradient_checkpointing_func")
             if original is not None and not getattr(module, "is_asked", False):
                 module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
+        self._user = Followed(model, self._root)
         twins = dict(self._root.named_modules())
         self._twins = [(twins[name], own) for name, own in model.named_modules() if twins.get(name, own) is not own]
         self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
@@ -140,6 +141,8 @@ class ReplayPart:
             for mark, tensor in zip(marks, arrived[source], strict=True)
         }
         kwargs = {**self._defaults, **kwargs}
+        if self._user.look():
+            self._followed.clear()
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself
         run = self._local.run = _Run(received, Absent(stale) if follow else None)

@@ -24,5 +24,6 @@ def diverged(calls: Sequence[Call], what: str, number: int) -> ModelError:
     due = f"{calls[number].unit} was due" if number < len(calls) else "no further call was due"
     return ModelError(
         f"the model took another path than with the example: as call {number}, {what}, where {due}. Its control "
-        f"flow depends on the data; make the part that decides one unit, or pass a list of stage modules"
+        f"flow depends on the data, on sizes or on the mode; make the part that decides one unit, or pass a list of "
+        f"stage modules"
     )

@@ -107,7 +107,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         raise UsageError(
             f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
-            f"as the model takes them. It is run without gradients: a forward that takes derivatives itself cannot be cut"
+            f"as the model takes them. It is run without gradients: a forward that takes derivatives cannot be cut"
         ) from error
 
 

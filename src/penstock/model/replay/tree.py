@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OWN", "Answer", "hollow_copy", "stage_tree"]
+__all__ = ["OWN", "Answer", "Followed", "hollow_copy", "stage_tree"]
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
@@ -136,3 +136,28 @@ def _mapped(value: Any, made: dict[int, Any], apart: bool, depth: int) -> Any:
         copy.update(zip(value, after, strict=True))
         return copy
     return kind(after)
+
+
+class Followed:
+    """What the user sets on the model after it was copied (a temperature, a flag) reaches the copies.
+
+    Only what has changed on the original since the last look: what the model's code has set on a copy stays.
+    """
+
+    def __init__(self, model: nn.Module, tree: nn.Module) -> None:
+        twins = dict(tree.named_modules())
+        self._pairs = [
+            (own, twins[name], dict(vars(own)))
+            for name, own in model.named_modules()
+            if twins.get(name, own) is not own and not isinstance(twins[name], _Scripted)
+        ]
+
+    def look(self) -> bool:
+        """Take over what has changed; whether anything has."""
+        changed = False
+        for own, twin, seen in self._pairs:
+            for name, value in vars(own).items():
+                if name not in OWN and (name not in seen or seen[name] is not value):
+                    seen[name] = twin.__dict__[name] = value
+                    changed = True
+        return changed

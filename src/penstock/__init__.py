@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
     from penstock.parallel.mesh import mesh as mesh
+    from penstock.parallel.plan import TensorPlan as TensorPlan
     from penstock.parallel.sampler import ReplicaSampler as ReplicaSampler
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
@@ -49,6 +50,7 @@ _HOMES = {
     "Routed": "penstock.model.split",
     "Shared": "penstock.runtime.microbatch",
     "StepResult": "penstock.pipeline",
+    "TensorPlan": "penstock.parallel.plan",
     "add_loss": "penstock.runtime.losses",
     "by_tokens": "penstock.runtime.lengths",
     "current_microbatch": "penstock.runtime.phase",
@@ -77,6 +79,7 @@ __all__ = [
     "Routed",
     "Shared",
     "StepResult",
+    "TensorPlan",
     "__version__",
     "add_loss",
     "by_tokens",

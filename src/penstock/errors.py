@@ -120,8 +120,8 @@ class MessageError(RunError):
 class PeerFailure(RunError):
     """Another rank raised, died or stalled.
 
-    `rank`, `stage`, `action` and `microbatch` say where (and `replica`, where there are several); `cause` what in
-    one line;
+    `rank`, `stage`, `action` and `microbatch` say where (and `replica` and `shard`, where there are
+    several); `cause` what in one line;
     `original_traceback` is the failing rank's own, where it could still tell; `report` is
     a table of what each rank was doing, had last finished and was waiting for.
     """
@@ -137,9 +137,11 @@ class PeerFailure(RunError):
         original_traceback: str | None = None,
         report: str | None = None,
         replica: int | None = None,
+        shard: int | None = None,
     ) -> None:
         self.rank = rank
         self.replica = replica
+        self.shard = shard
         self.cause = cause
         self.stage = stage
         self.action = action
@@ -151,7 +153,8 @@ class PeerFailure(RunError):
     def _text(self) -> str:
         places = [("stage", self.stage), ("action", self.action), ("microbatch", self.microbatch)]
         where = ", ".join(f"{name} {value}" for name, value in places if value is not None)
-        who = f"rank {self.rank}" if self.replica is None else f"rank {self.rank} of replica {self.replica}"
+        who = f"rank {self.rank}" + ("" if self.replica is None else f" of replica {self.replica}")
+        who += "" if self.shard is None else f", shard {self.shard},"
         text = f"{who} failed{f' ({where})' if where else ''}: {self.cause}"
         if self.report:
             text += f"\n{self.report.rstrip()}"
@@ -167,6 +170,7 @@ class PeerFailure(RunError):
             "original_traceback": self.original_traceback,
             "report": self.report,
             "replica": self.replica,
+            "shard": self.shard,
         }
         return _peer_failure, (self.rank, self.cause, details)
 

@@ -32,7 +32,7 @@ from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.replication import Alone
-from penstock.runtime.tied import TiedParameters
+from penstock.runtime.tied import TiedParameters, tied_places
 from penstock.runtime.world import World
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
 from penstock.schedule.builders import forward_program
@@ -66,6 +66,7 @@ class Pipeline(Batching):
         replicate: str | None = None,
         window: int | None = None,
         shard_precision: Any = None,
+        tensor_plan: Any = None,
         transport: str | None = None,
         devices: Sequence[torch.device | str] | None = None,
         recompute: str = "never",
@@ -89,7 +90,7 @@ class Pipeline(Batching):
         self.batch_dims = dict(batch_dims or {})
         self.inputs = inputs
         self._named = (schedule, ranks)
-        self.composition = Composition(mesh, replicate, window, shard_precision)
+        self.composition = Composition(mesh, replicate, window, shard_precision, tensor_plan)
         replicated = self.composition.replicate is not None
         split, microbatches = self._by_length(split, microbatches, replicated)
         self.world = world = World.find(group, mesh, transport, timeout)
@@ -111,9 +112,10 @@ class Pipeline(Batching):
             self.crew.precision = precision_of(precision)
             self._without_values = self._materialise(init)
             world.agree(self)
-            self.replicas = self.composition.build(self)
+            places = tied_places(self.split)  # before anything takes the place of a parameter
+            self.replicas = self.composition.build(self, places)
             world.built()
-        self.tied = TiedParameters(self.split, self.schedule.placement, world.transport)
+        self.tied = TiedParameters(self.split, self.schedule.placement, world.transport, places)
         self.tied.make_equal()
         self._checked_keywords = set()
         self._passed = set()
@@ -263,7 +265,7 @@ class Pipeline(Batching):
         self._prove(align(schedule))
         self.crew = self.crew.successor(after, schedule.placement)
         self._materialise(None)
-        self.tied = TiedParameters(after, schedule.placement, self.world.transport)
+        self.tied = TiedParameters(after, schedule.placement, self.world.transport, tied_places(after))
 
     # -- looking at it
 

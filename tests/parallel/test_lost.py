@@ -75,6 +75,55 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
     os._exit(0)
 
 
+def lose_a_shard(say: Say, how: int | str, rank: int, shard: int) -> None:
+    """The same where tensors are spread: the others wait in the middle of a stage, in DTensor's own collectives."""
+    mesh = penstock.mesh(pp=2, tp=2)
+    torch.manual_seed(0)
+    layers = [nn.Sequential(Trap(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    pipe = penstock.Pipeline(
+        layers,
+        microbatches=M,
+        loss_fn=F.mse_loss,
+        mesh=mesh,
+        timeout=TIMEOUT,
+        tensor_plan={"*.1": "colwise", "*.2": "rowwise"},
+    )
+
+    def spring() -> None:
+        say(("fault", time.monotonic()))
+        if how == "raise":
+            raise ValueError("boom")
+        os.kill(os.getpid(), int(how))
+
+    if (mesh.get_local_rank("pp"), mesh.get_local_rank("tp")) == (rank, shard):
+        next(iter(pipe.crew.modules().values()))[0].spring = spring
+    x = torch.randn(8, WIDTH)
+    pipe.step(x, target=x)
+    try:
+        pipe.step(x, target=x)
+    except PeerFailure as error:
+        say((time.monotonic(), error.rank, error.shard, str(error)))
+    try:
+        pipe.step(x, target=x)
+    except PeerFailure as error:
+        say(str(error))
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "rank", "shard"), [("raise", 0, 1), ("raise", 1, 0), (KILL, 1, 1), (STOP, 0, 0)])
+def test_a_lost_shard_is_named_where_the_others_wait_in_the_middle_of_a_stage(how: Any, rank: int, shard: int) -> None:
+    endings = launch(4, lose_a_shard, how, rank, shard)
+    if how == "raise":  # the one that raises names itself too
+        victim = rank * 2 + shard
+        text = endings[victim].said[1][3]
+        assert "ValueError: boom" in text
+        endings[victim].said = endings[victim].said[:1]
+    check(endings, rank, shard, SOON + (20 if how == STOP else 0))
+    if how == "raise":
+        assert all("ValueError: boom" in ending.said[0][3] for ending in endings if len(ending.said) > 1)
+
+
 def check(endings: list[Ending], rank: int, replica: int, seconds: float) -> None:
     victim = rank * 2 + replica  # neighbours in dp are neighbours in rank
     begun = endings[victim].said[0][1]

@@ -27,13 +27,16 @@ from penstock.runtime.transport.watch import SETTLE_SECONDS, Waiting
 __all__ = ["Link"]
 
 LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
+SOON = 2.0
 SLACK = 10.0  # and the backend's own timeout is the last resort
 
 
 class Link:
-    """This rank's end. `rank` is its rank in its pipeline; `word` is what the members of the group are called."""
+    """This rank's end. `word` is what the members are called; `unseen`: code that is not ours waits for them."""
 
-    def __init__(self, group: Any, timeout: float, pipeline: DistributedTransport, word: str = "replica") -> None:
+    def __init__(
+        self, group: Any, timeout: float, pipeline: DistributedTransport, word: str = "replica", unseen: bool = False
+    ) -> None:
         self.group = group
         self._pipeline = pipeline
         self.size = dist.get_world_size(group)
@@ -43,7 +46,9 @@ class Link:
         self._timeout = timeout + LATER
         self._transport = DistributedTransport(group, self._timeout)
         self._watch = self._transport._watch
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout + SLACK), group)
+        # of waits that nobody else looks at, the backend's own timeout is the only one
+        limit = timeout + SOON if unseen else self._timeout + SLACK
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
 
     def report_by(self, doing: Callable[[], str]) -> None:
         """How to say what this rank is doing."""
@@ -57,13 +62,11 @@ class Link:
 
     def exchange(self, value: Any) -> list[Any]:
         """Give a small value to every member, and get every member's."""
-        self._pipeline.outside(self.abort)
         try:
-            return self._transport.exchange(value)
+            with self._pipeline.outside(self.abort):
+                return self._transport.exchange(value)
         except PeerFailure as failure:
             raise self._lost(failure) from None
-        finally:
-            self._pipeline.outside(None)
 
     def told(self, call: str, value: Any) -> list[Any]:
         """What every member says in this call, which all must make."""
@@ -79,8 +82,8 @@ class Link:
         failure = PeerFailure(
             self._rank, f"it was in {where} while {self._word} {self.index} was in {call}; call the same on every rank"
         )
-        failure.replica = number if self._word == "replica" else None
-        self.abort(copy(failure))
+        setattr(failure, self._word, number)
+        self.abort(failure)
         return copy(failure)
 
     @contextmanager
@@ -88,11 +91,11 @@ class Link:
         """Around anything that waits for all members: ends with a named failure where it cannot end well."""
         watch = self._watch
         watch.waiting = Waiting((self.index + 1) % self.size, None, -1, monotonic())
-        self._pipeline.outside(self.abort)
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            yield
+            with self._pipeline.outside(self.abort):
+                yield
         except PeerFailure as failure:
             raise self._lost(failure) from None
         except RuntimeError as error:
@@ -101,7 +104,25 @@ class Link:
             raise self._lost(self._verdict(what)) from error
         finally:
             watch.waiting = None
-            self._pipeline.outside(None)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around code that may wait for all members anywhere, unseen: it is freed when the group is lost."""
+        with self._transport.outside(self._collapse), self._pipeline.outside(self.abort):
+            yield
+
+    def _collapse(self, verdict: PeerFailure) -> None:
+        self._watch._cut((self.index + 1) % self.size)
+        if self._pipeline.broken is None:
+            self._pipeline.abort(self._told(verdict))
+
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        """The loss of a member that an error comes from, if it does."""
+        if isinstance(error, PeerFailure) or not isinstance(error, RuntimeError):
+            return None
+        if self._watch.verdict is None and not _from_backend(error):
+            return None
+        return self._lost(self._verdict("a stage"))
 
     def _lost(self, failure: PeerFailure) -> PeerFailure:
         """This link has ended; the pipeline goes with it, since its other ranks may wait on links that have not."""
@@ -132,10 +153,14 @@ class Link:
     def abort(self, failure: PeerFailure) -> None:
         """This rank cannot go on: all members shall leave with this failure."""
         if self._transport.broken is None:
-            failure = copy(failure)
-            if failure.replica is None and self._word == "replica":
-                failure.replica = self.index
-            self._transport.abort(copy(failure))
+            self._transport.abort(self.named(failure))
+
+    def named(self, failure: PeerFailure) -> PeerFailure:
+        """A failure of this rank or its pipeline, as others on this axis know it."""
+        named = copy(failure)
+        if getattr(named, self._word) is None:
+            setattr(named, self._word, self.index)
+        return copy(named)  # copied again, so that its text is made anew
 
     def close(self) -> None:
         """End the watch."""
@@ -144,8 +169,9 @@ class Link:
     def _told(self, failure: PeerFailure) -> PeerFailure:
         """A failure of the group, in the words of the pipeline."""
         told = copy(failure)
-        if told.replica is None and self._word == "replica":
-            told.rank, told.replica = self._rank, failure.rank
+        if getattr(told, self._word) is None:
+            told.rank = self._rank
+            setattr(told, self._word, failure.rank)
         if told.report:
             told.report = told.report.replace("what each rank was doing", f"what each {self._word} was doing")
             told.report = told.report.replace("\n  rank ", f"\n  {self._word} ")

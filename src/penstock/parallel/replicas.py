@@ -9,23 +9,26 @@ ranks is lost) ends the link instead, and everybody leaves with its failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from copy import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 
-from penstock.errors import PeerFailure
+from penstock.errors import ModelError, PeerFailure
 from penstock.parallel.link import Link
 from penstock.parallel.norms import Norms
 from penstock.parallel.reduce import Reducer, local_of, part_of
 from penstock.parallel.sharded import Sharder
+from penstock.parallel.tensor import plain_parameters
 from penstock.runtime.executor import Executor
 from penstock.runtime.replication import Alone, Said, said_by
 from penstock.runtime.step import StepReport, failure_of
+from penstock.runtime.transport.base import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 
 __all__ = ["Replicas"]
@@ -42,12 +45,17 @@ class Replicas(Alone):
         sharder: Sharder | None,
         norms: Norms,
         weighs: bool,
+        shards: Link | None = None,
+        loss_parallel: bool = False,
     ) -> None:
         self._executor = executor
         self._link = link
         self._reducer = reducer
         self._sharder = sharder
         self._norms = norms
+        self._shards = shards
+        self._loss_parallel = loss_parallel
+        self._checked = False
         self._weighs = weighs and link is not None
         self._total: tuple[list[Tensor], Any] | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
@@ -63,7 +71,12 @@ class Replicas(Alone):
         if action.op is Op.REDUCE_GRAD:
             self._reducer.start(action.stage)
 
-    def fail(self) -> None:
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        return None if self._shards is None else self._shards.explain(error)
+
+    def fail(self, failure: PeerFailure) -> None:
+        if self._shards is not None and self._executor.computing:
+            self._shards.abort(failure)  # the other parts of these tensors wait for this one, in the middle of a stage
         if self._weighs and self._total is None:
             self.total(0.0)
 
@@ -99,7 +112,8 @@ class Replicas(Alone):
         self._check_whole()
         self._begin(program, training)
         try:
-            reports = run()
+            with self._around():
+                reports = run()
             mine = said_by(reports, program.microbatches)
             mine.more = self._present()
             self.said = self._meet(mine)
@@ -112,6 +126,15 @@ class Replicas(Alone):
                 raise named from named.__cause__
             raise
         return reports
+
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._shards is not None:
+                stack.enter_context(self._shards.inside())
+            if self._loss_parallel:
+                stack.enter_context(loss_parallel())
+            yield
 
     def _begin(self, program: Schedule, training: bool) -> None:
         """What earlier steps added is set aside: it has been reduced."""
@@ -152,6 +175,7 @@ class Replicas(Alone):
         if not training:
             return
         self._reducer.finish()
+        self._check_shards()
         here, sharded = 0, 0
         for each in self.said:
             here |= each.more[0]
@@ -165,17 +189,38 @@ class Replicas(Alone):
                 local_of(parameter.grad).add_(local_of(earlier))
         self._earlier = []
 
+    def _check_shards(self) -> None:
+        """Once: parameters that every rank of the tp axis holds whole must have got the same gradient on each."""
+        if self._shards is None or self._checked:
+            return
+        self._checked = True
+        norms = {
+            name: parameter.grad.norm().item()
+            for name, parameter in plain_parameters(self._executor.stages)
+            if parameter.grad is not None and type(parameter.grad) is Tensor
+        }
+        told = self._shards.told("step()", norms)
+        fault = None
+        for name, norm in norms.items():
+            others = [each.get(name, 0.0) for each in told]
+            if fault is None and not all(math.isclose(norm, other, rel_tol=1e-3, abs_tol=1e-12) for other in others):
+                fault = (
+                    f"the gradient of {name} differs between the ranks of the tp axis (norms {others}): each has seen "
+                    f"a part of its input only; give its module the style 'sequence', or gather what goes into it"
+                )
+        faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
+        if faults:
+            raise ModelError(faults[0])
+
     def _tell(self, error: BaseException) -> None:
         """The step has failed here, or another replica said that it has there."""
-        link = self._link
+        link, own = self._link, self._executor.transport.broken
+        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
+        if self._shards is not None and own is not None:
+            self._shards.abort(failure)
         if link is None or link.broken is not None:
             return
-        own = self._executor.transport.broken
-        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
-        failure = copy(failure)
-        if failure.replica is None:
-            failure.replica = self.index
-        failure = copy(failure)
+        failure = link.named(failure)
         if own is not None:
             link.abort(failure)
             return
@@ -196,18 +241,18 @@ class Replicas(Alone):
 
     def _named(self, error: BaseException) -> BaseException:
         """A failure of this replica says so."""
-        if isinstance(error, PeerFailure) and error.replica is None and self.replicas > 1:
-            named = copy(error)
-            named.replica = self.index
-            named = copy(named)
-            named.__cause__ = error.__cause__
-            return named
-        return error
+        if not isinstance(error, PeerFailure):
+            return error
+        named = error
+        for link in (self._link, self._shards):
+            named = named if link is None else link.named(named)
+        named.__cause__ = error.__cause__
+        return named
 
     def _check_whole(self) -> None:
-        if self._link is not None and self._link.broken is not None:
-            lost = self._link.broken
-            raise PeerFailure(lost.rank, f"{lost.cause}; the group must be rebuilt", replica=lost.replica)
+        for link in (self._link, self._shards):
+            if link is not None and link.broken is not None:
+                raise after_loss(link.broken)
 
     def same_count(self, count: Callable[[], int]) -> int:
         link = self._link
@@ -223,9 +268,7 @@ class Replicas(Alone):
         failure = None
         if own is not None:
             failure = own if isinstance(own, PeerFailure) else failure_of(self._executor.rank, own, None)
-            failure = copy(failure)
-            failure.replica = self.index if failure.replica is None else failure.replica
-            failure = copy(failure)
+            failure = link.named(failure)
             if self._executor.transport.broken is not None:
                 link.abort(failure)
                 raise own

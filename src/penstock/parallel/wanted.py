@@ -5,10 +5,12 @@ Apart from what builds it, because that loads torch's DTensor and FSDP, which ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 from penstock.parallel.mesh import Axes
+from penstock.parallel.plan import plan_of
 from penstock.runtime.replication import Alone
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, 
 class Composition:
     """What a pipeline was asked to be composed with, before anything is built."""
 
-    def __init__(self, mesh: Any, replicate: str | None, window: int | None, precision: Any) -> None:
+    def __init__(self, mesh: Any, replicate: str | None, window: int | None, precision: Any, plan: Any) -> None:
         self.axes = Axes.of(mesh, replicate)
         if replicate is None and self.axes.size("dp") > 1:
             replicate = "ddp"
@@ -32,6 +34,14 @@ class Composition:
                 raise UsageError(f"{name}= is about sharded parameters; pass replicate='fsdp' with it, or leave it out")
         self.window = WINDOW if window is None else window
         self.precision = precision
+        self.plan = plan_of(plan)
+        if self.plan is not None and (self.axes.mesh is None or "tp" not in self.axes.mesh.mesh_dim_names):
+            raise UsageError("tensor_plan= spreads tensors over an axis 'tp': pass mesh=penstock.mesh(pp=2, tp=2)")
+        if self.plan is None and self.axes.size("tp") > 1:
+            raise UsageError(
+                f"the mesh has tp={self.axes.size('tp')}, but no tensor_plan= says what to spread over it; pass one, "
+                f"such as 'llama', or a mesh with tp=1"
+            )
 
     @property
     def lowering(self) -> dict[str, Any]:
@@ -44,10 +54,10 @@ class Composition:
         """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""
         return self.axes.group("dp") if how == "exact" and given is None and self.axes.size("dp") > 1 else given
 
-    def build(self, pipe: Pipeline) -> Alone:
+    def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:
         """What runs beside the steps of this rank."""
         if self.axes.size("dp") == 1 and self.axes.size("tp") == 1:
             return Alone()
         from penstock.parallel.compose import compose
 
-        return compose(pipe, self)
+        return compose(pipe, self, places)

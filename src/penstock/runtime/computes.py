@@ -36,6 +36,9 @@ class Crossing(Protocol):
     def unpack(self, value: Any) -> Any:
         """What has come."""
 
+    def whole(self, value: Any) -> Any:
+        """What the user gets to see."""
+
 
 class Computes:
     """A rank's stages and its mailbox, and the step that they work on."""
@@ -148,6 +151,7 @@ class Computes:
         if OUTPUT in emitted:
             output = emitted.pop(OUTPUT)
             if given.keep_outputs:
+                output = output if self.crossing is None else self.crossing.whole(output)
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
         if self.crossing is not None:
             emitted = {target: self.crossing.pack(payload) for target, payload in emitted.items()}

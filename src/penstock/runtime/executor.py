@@ -157,7 +157,8 @@ class Executor(Computes):
             own, failure = error, self._describe(error)
             self.transport.abort(failure)
         except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again below
-            own, failure = error, self._describe(error)
+            lost = self.replication.explain(error)
+            own, failure = error, self._describe(error) if lost is None else lost
         try:
             if failure is not None:
                 self.report.progress = self.progress()
@@ -222,6 +223,11 @@ class Executor(Computes):
             action = self._actions[self._position]
         return failure_of(self.rank, error, action)
 
+    @property
+    def computing(self) -> bool:
+        """Whether the step that runs has come to its first action."""
+        return self._ready
+
     def progress(self) -> str:
         """Where this rank is in its program; asked for by other threads too."""
         actions, position = self._actions, self._position
@@ -240,7 +246,7 @@ class Executor(Computes):
             self.transport.announce(failure)
         if not self._ready:
             self.mailbox.open()
-        self.replication.fail()
+        self.replication.fail(failure)
         pending = self.mailbox.pending
         for position, action in enumerate(self._actions[self._position :], self._position):
             if action.op.is_sharding:

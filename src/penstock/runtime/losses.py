@@ -128,6 +128,8 @@ def _as_float(value: float) -> float:
 
 def check_loss(loss: Any) -> Tensor:
     """The loss as a scalar tensor, or an error that says what it is instead."""
+    if hasattr(loss, "full_tensor"):  # a DTensor: the ranks over which it is spread all need it
+        loss = loss.full_tensor()
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ModelError(f"the loss is {what}; loss_fn(output, target) must return a scalar tensor, such as its mean")

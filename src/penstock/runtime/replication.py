@@ -55,7 +55,11 @@ class Alone:
     def act(self, action: Action) -> None:
         """UNSHARD, RESHARD or REDUCE_GRAD, in its turn."""
 
-    def fail(self) -> None:
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        """The loss of another rank that an error in a compute comes from, if it does."""
+        return None
+
+    def fail(self, failure: PeerFailure) -> None:
         """The step has failed here, and the rest of the program is drained: what other replicas wait for must come."""
 
     def drain(self, action: Action) -> None:

@@ -9,37 +9,50 @@ add as usual; a rank without a gradient says so instead of keeping the others wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ModelError
 from penstock.model.lazy import stands_for
 from penstock.model.split import Split
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
 
-__all__ = ["TiedParameters"]
+__all__ = ["TiedParameters", "tied_places"]
+
+
+Place = tuple[int, str]  # a stage, and the name of a parameter there
+
+
+def tied_places(split: Split) -> list[list[Place]]:
+    """Where each parameter stands that stands in several stages."""
+    places: dict[int, list[Place]] = {}
+    for index, part in enumerate(split.parts):
+        for name, parameter in part.module.named_parameters():
+            places.setdefault(id(stands_for(parameter)), []).append((index, name))
+    return [group for group in places.values() if len(group) > 1]
 
 
 class TiedParameters:
     """The groups of one pipeline; `transport` is None where ranks are threads."""
 
-    def __init__(self, split: Split, placement: Placement, transport: Transport | None) -> None:
+    def __init__(
+        self, split: Split, placement: Placement, transport: Transport | None, places: Iterable[Sequence[Place]]
+    ) -> None:
         self._transport = transport
         self._groups: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         self._second: set[int] = set()  # copies that another rank counts
         if transport is None:
             return
-        places: dict[int, tuple[nn.Parameter, set[int]]] = {}
-        for index, part in enumerate(split.parts):
-            for parameter in part.module.parameters():
-                key = id(stands_for(parameter))  # on this rank it has a value, in other ranks' stages it has none
-                known, ranks = places.get(key, (parameter, set()))
-                ranks.add(placement.rank_of(index))
-                places[key] = (parameter if known.is_meta else known, ranks)
-        self._groups = [(parameter, tuple(sorted(ranks))) for parameter, ranks in places.values() if len(ranks) > 1]
+        for group in places:
+            ranks = tuple(sorted({placement.rank_of(stage) for stage, _ in group}))
+            if len(ranks) > 1:
+                own = [place for place in group if placement.rank_of(place[0]) == transport.rank]
+                stage, name = (own or group)[0]
+                self._groups.append((split.parts[stage].module.get_parameter(name), ranks))
         self._second = {id(parameter) for parameter, ranks in self._groups if transport.rank != ranks[0]}
         self._channels = [
             Channel(number, number, "B", source, target)
@@ -58,11 +71,13 @@ class TiedParameters:
         if self._groups:
             with torch.no_grad():
                 for (parameter, ranks), values in zip(
-                    self._groups, self._share([parameter.detach() for parameter, _ in self._groups]), strict=True
+                    self._groups, self._share([_here(parameter) for parameter, _ in self._groups]), strict=True
                 ):
+                    for value in () if values is None else values.values():
+                        _check_alike(parameter, value)
                     first = None if values is None else values[ranks[0]]
                     if first is not None:
-                        parameter.copy_(first)
+                        _here(parameter).copy_(first)
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -79,16 +94,16 @@ class TiedParameters:
             for (parameter, _), gradient in zip(self._groups, before, strict=True):
                 parameter.grad = gradient
             raise
-        added = self._share([parameter.grad for parameter, _ in self._groups])
+        added = self._share([None if p.grad is None else _here(p.grad) for p, _ in self._groups])
         for (parameter, _), earlier, parts in zip(self._groups, before, added, strict=True):
             if parts is None:
                 continue
-            total = earlier
+            total = None if earlier is None else _here(earlier)
             for rank in sorted(parts):
                 part = parts[rank]
                 if part is not None:
                     total = part if total is None else total + part
-            parameter.grad = total
+            parameter.grad = None if total is None else _like(parameter, total)
 
     def _share(self, mine: list[Tensor | None]) -> list[dict[int, Tensor | None] | None]:
         """Every member's tensor of each group, by rank; None for groups that this rank is not in."""
@@ -112,3 +127,27 @@ class TiedParameters:
         transport.flush()
         transport.exchange(None)
         return found
+
+
+def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
+    mine = _here(parameter)
+    if value is not None and mine.shape != value.shape:
+        raise ModelError(
+            f"a parameter that is tied across ranks has {tuple(mine.shape)} on one and {tuple(value.shape)} on "
+            f"another: tensor_plan= must spread all of its modules alike"
+        )
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """Of a tensor that is spread over ranks, the part of this one."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part.detach()
+
+
+def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's part as the same kind of tensor as the parameter."""
+    if not hasattr(parameter, "_local_tensor"):
+        return value
+    made = torch.empty_like(parameter)
+    _here(made).copy_(value)
+    return made.detach()

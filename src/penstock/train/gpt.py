@@ -65,10 +65,11 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
-        parts = self.project(x).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # head by head, so that a part of the projection's outputs is some whole heads (tensor_plan="gpt")
+        parts = self.project(x).view(rows, length, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         query, key, value = parts.unbind(0)
         found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return found.transpose(1, 2).reshape(rows, length, width)
+        return found.transpose(1, 2).flatten(2)
 
 
 class Head(nn.Module):

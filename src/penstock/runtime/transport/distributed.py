@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -197,11 +197,16 @@ class DistributedTransport(Transport):
     def abort(self, failure: PeerFailure) -> None:
         self._watch.settle(failure)
 
-    def outside(self, leave: Callable[[PeerFailure], None] | None) -> None:
-        """This rank waits for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
-        self._watch.outside = leave
-        if leave is not None and self._watch.verdict is not None:
-            leave(self._watch.verdict)
+    @contextmanager
+    def outside(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
+        """Inside, this rank may wait for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
+        before, self._watch.outside = self._watch.outside, leave
+        try:
+            if self._watch.verdict is not None:
+                leave(self._watch.verdict)
+            yield
+        finally:
+            self._watch.outside = before
 
     def reset(self) -> None:
         """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.

@@ -1,0 +1,268 @@
+"""Tensors spread over ranks, under pipelines with and without replicas, compute what one process computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel import spread
+from parallel.cases import whole_of
+from parallel.spread import (
+    LENGTH,
+    ROWS,
+    WIDTH,
+    Case,
+    M,
+    all_pipelined,
+    batch,
+    pipelined,
+    plain,
+    sequence_plan,
+)
+from processes import on_processes
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import PenstockError
+from penstock.train.gpt import build_gpt
+from penstock.train.settings import GPTOptions
+
+
+def differences(case: Case, outcomes: list[dict[str, Any]], replicas: int) -> list[str]:
+    wanted, faults, seen = plain(case.tied), [], set()
+    outputs = [found.pop("output") for found in outcomes]
+    output = torch.cat([each for each in outputs if each is not None][:: len(outcomes) // 2 // replicas])
+    if not torch.allclose(output, wanted.pop("output"), rtol=1e-10, atol=1e-10):
+        faults.append("output")
+    for rank, found in enumerate(outcomes):
+        local = found.pop("local")
+        size = sum(value.numel() for name, value in found.items() if f"{name}.grad" in found)
+        if local >= size:
+            faults.append(f"rank {rank} holds {local} of {size} numbers")
+        for name, value in found.items():
+            name = name.replace("5.scores.weight", "0.weight") if case.tied else name
+            seen.add(name)
+            if not torch.allclose(value, wanted[name], rtol=1e-10, atol=1e-10):
+                faults.append(f"rank {rank}, {name}: {value} is not {wanted[name]}")
+    return faults + [f"missing {name}" for name in set(wanted) - seen]
+
+
+def check(cases: list[Case], **sizes: int) -> None:
+    ranks = torch.tensor(list(sizes.values())).prod().item()
+    by_rank = on_processes(int(ranks), all_pipelined, cases, sizes)
+    faults = {
+        str(case): found
+        for number, case in enumerate(cases)
+        if (found := differences(case, [outcomes[number] for outcomes in by_rank], sizes.get("dp", 1)))
+    }
+    assert faults == {}
+
+
+CASES = [
+    Case("1f1b"),
+    Case("zb-v", "sequence", stages=4),
+    Case("1f1b", "loss"),
+    Case("interleaved-1f1b", tied=True, stages=4),
+]
+
+
+def everything() -> dict[str, Any]:
+    mesh = penstock.mesh(pp=2, tp=2)
+    found: dict[str, Any] = {each.__name__: each(mesh) for each in (mistakes, crossing, ready_plans)}
+    return {**found, "cases": [pipelined(case, mesh) for case in CASES]}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    """What each process saw: both shards of rank 0, then of rank 1."""
+    return on_processes(4, everything)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_pipeline_by_tensor(told: Any, number: int) -> None:
+    assert differences(CASES[number], [dict(rank["cases"][number]) for rank in told], 1) == []
+
+
+@pytest.mark.slow
+def test_three_axes_on_eight_processes() -> None:
+    check(
+        [
+            Case("1f1b", replicate="ddp"),
+            Case("zb-v", "sequence", replicate="fsdp", stages=4),
+            Case("1f1b", "loss", replicate="fsdp"),
+            Case("interleaved-1f1b", tied=True, replicate="fsdp", stages=4),
+            Case("zb-v", tied=True, replicate="ddp", stages=4),
+        ],
+        pp=2,
+        dp=2,
+        tp=2,
+    )
+
+
+def ready_plans(mesh: Any, hugging: bool = False) -> dict[str, Any]:
+    """The plans that come with Penstock, on the models that they are for; what each process saw."""
+    found: dict[str, Any] = {}
+    for name, (model, args, loss_fn, options) in ready_models(hugging).items():
+        with penstock.Pipeline(
+            model, stages=2, microbatches=2, schedule="1f1b", loss_fn=loss_fn, mesh=mesh, timeout=30, **options
+        ) as pipe:
+            result = pipe.step(*args[0], target=args[1])
+            parted = [each for each, parameter in pipe.named_parameters() if hasattr(parameter, "full_tensor")]
+            found[name] = (
+                result.loss,
+                {each: whole_of(parameter.grad) for each, parameter in pipe.named_parameters()},
+                parted,
+            )
+    return found
+
+
+def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(getattr(output, "logits", output).flatten(0, 1), target.flatten())
+
+
+def ready_models(hugging: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    ids = torch.randint(16, (4, 6))
+    batch = ((ids,), ids.roll(-1, 1))
+    if not hugging:
+        options = GPTOptions(vocabulary=16, width=8, heads=4, layers=2, context=6, dropout=0.0)
+        return {"gpt": (build_gpt(options, 6).double(), batch, loss_of, {"tensor_plan": "gpt"})}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    llama = LlamaForCausalLM(config).double()
+    config.tie_word_embeddings = True
+    tied = LlamaForCausalLM(config).double()
+
+    given = {"tensor_plan": "llama", "example": (ids[:2],)}
+    return {"llama": (llama, batch, loss_of, given), "tied llama": (tied, batch, loss_of, given)}
+
+
+def attempt(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    try:
+        function(*args, **kwargs)
+    except PenstockError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def mistakes(mesh: Any) -> list[Any]:
+    """Plans that do not fit, and one that would train wrongly in silence."""
+    ids, target = batch()
+
+    def made(plan: Any, tied: bool = False) -> penstock.Pipeline:
+        return penstock.Pipeline(
+            spread.model(tied),
+            stages=2,
+            microbatches=M,
+            loss_fn=spread.loss_fn,
+            mesh=mesh,
+            tensor_plan=plan,
+            timeout=20,
+        )
+
+    halved = PrepareModuleInput(
+        input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+    )  # and the norm inside, a plain one, sees half of the rows
+    forgot = {"5": halved, "5.scores": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    found = [
+        attempt(made, {"*.atention.query": "colwise"}),
+        attempt(made, {"*.up": "columns"}),
+        attempt(made, {"*.first": "colwise"}),
+        attempt(made, None),
+        attempt(made, "bert"),
+        attempt(made, {"0": "embedding"}, tied=True),
+        attempt(made, {"5.scores": "colwise-gathered", "0": "colwise"}, tied=True),
+    ]
+    pipe = made(forgot)
+    found.append(attempt(pipe.step, ids, target=target))
+    pipe.close()
+    return found
+
+
+def test_plans_that_do_not_fit_are_refused_by_name(told: Any) -> None:
+    for rank in told:
+        pattern, style, kind, none, name, apart, across, partial = rank["mistakes"]
+        assert [each[0] for each in (pattern, style, kind, none, name)] == ["UsageError"] * 5
+        assert "no module matches '*.atention.query'; the model has, for one, '4.attention.query'" in pattern[1]
+        assert "the style 'columns': choose one of 'colwise'" in style[1]
+        assert "(LayerNorm) cannot be spread by ColwiseParallel" in kind[1]
+        assert "the mesh has tp=2, but no tensor_plan=" in none[1]
+        assert "tensor_plan='bert'" in name[1]
+        assert (apart[0], across[0], partial[0]) == ("ModelError", "ModelError", "ModelError")
+        assert "tied across ranks has (6, 8)" in apart[1] or "tied across ranks has (12, 8)" in apart[1]
+        assert "tensor_plan= must spread all of its modules alike" in across[1]
+        assert "the gradient of 5.norm.weight differs between the ranks of the tp axis" in partial[1]
+
+
+def crossing(mesh: Any) -> list[Any]:
+    """What leaves each stage when the sequence is spread between them."""
+    left = []
+    with penstock.Pipeline(
+        spread.model(),
+        stages=2,
+        microbatches=M,
+        loss_fn=spread.loss_fn,
+        mesh=mesh,
+        tensor_plan=sequence_plan(True),
+        timeout=20,
+    ) as pipe:
+        (executor,) = pipe.crew.executors.values()
+        put_outputs, put_gradients = executor.mailbox.put_outputs, executor.mailbox.put_gradients
+
+        def outputs(stage: int, microbatch: int, emitted: Any) -> None:
+            left.extend((type(each).__name__, each.placements, tuple(each.local.shape)) for each in emitted.values())
+            put_outputs(stage, microbatch, emitted)
+
+        def gradients(stage: int, microbatch: int, back: Any) -> None:
+            left.extend((type(each).__name__, each.placements, tuple(each.local.shape)) for (each,) in back.values())
+            put_gradients(stage, microbatch, back)
+
+        executor.mailbox.put_outputs, executor.mailbox.put_gradients = outputs, gradients  # type: ignore[method-assign]
+        pipe.step(*batch()[:1], target=batch()[1])
+    return left
+
+
+def test_spread_values_cross_stages_as_they_are_and_only_a_part_travels(told: Any) -> None:
+    for rank in told:
+        assert rank["crossing"] == [("Carried", (("S", 1),), (ROWS // M, LENGTH // 2, WIDTH))] * M
+
+
+def check_ready(by_rank: list[dict[str, Any]], hugging: bool) -> None:
+    for name, (model, args, loss_fn, _) in ready_models(hugging).items():
+        loss = loss_fn(model(*args[0]), args[1])
+        loss.backward()
+        wanted = {each: parameter.grad for each, parameter in model.named_parameters()}
+        seen: set[str] = set()
+        for found, gradients, parted in (rank[name] for rank in by_rank):
+            torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+            assert len(parted) >= 6
+            for each, gradient in gradients.items():
+                torch.testing.assert_close(gradient, wanted[each], rtol=1e-9, atol=1e-9, msg=f"{name}: {each}")
+                seen.add(each)
+        assert seen == set(wanted)
+
+
+def test_the_ready_plan_for_the_built_in_gpt(told: Any) -> None:
+    check_ready([rank["ready_plans"] for rank in told], hugging=False)
+
+
+def ready_for_llama() -> dict[str, Any]:
+    return ready_plans(penstock.mesh(pp=2, tp=2), hugging=True)
+
+
+@pytest.mark.slow
+def test_the_ready_plan_for_hugging_face_llama_also_with_tied_weights() -> None:
+    check_ready(on_processes(4, ready_for_llama), hugging=True)

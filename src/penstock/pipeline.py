@@ -34,6 +34,7 @@ from penstock.runtime.recorder import Recorder
 from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters, tied_places
 from penstock.runtime.world import World
+from penstock.runtime.wrapped import refuse_wrapped
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
 from penstock.schedule.builders import forward_program
 from penstock.schedule.gather import gather
@@ -105,6 +106,7 @@ class Pipeline(Batching):
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
             )
             self._prove(choose_schedule(schedule, self.split.topology, microbatches, ranks, world))
+            refuse_wrapped(self.split.parts, self.schedule)
             transports = world.transports(self.schedule.ranks, devices)
             self.devices = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
             self.clock = Clock(torch.initial_seed() if seed is None else seed)

@@ -568,6 +568,27 @@ def refused(rank: int) -> list[str]:
         found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))
     found.append(attempt(lambda: schedule.step(x, target=target, losses=())))
     check(*manual(Schedule1F1B, [rank], 2, 8), (rank == 0, rank == 1))
+    wrapped = nn.parallel.DistributedDataParallel(Layer())
+    schedule = Schedule1F1B(PipelineStage(wrapped, rank, 2, DEVICE), 2, loss_fn=TOTAL)
+    found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))
+    return found
+
+
+def sharded() -> list[str]:
+    """Wrapped in fully_shard, over both ranks: a schedule that splits the backward would lose weights' gradients."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, found = dist.get_rank(), []
+    for schedule_class in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        schedule, parts, _ = manual(schedule_class, loop(rank), 4, 2)
+        for part in parts.values():
+            fully_shard(part)
+        try:
+            _ = schedule.pipeline
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("no error")
     return found
 
 

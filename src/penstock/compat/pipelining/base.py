@@ -167,7 +167,7 @@ class _PipelineSchedule:
             schedule=schedule,
             loss_fn=self._loss_fn,
             loss_reduction="mean" if self.scale_grads else "sum",
-            group=first.group,
+            group=None if "mesh" in self.options else first.group,
             devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
             **{**cut, **self.options},
         )

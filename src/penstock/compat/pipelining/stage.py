@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import ModelError, PenstockError, UsageError
 
@@ -84,11 +83,6 @@ class PipelineStage(_PipelineStageBase):
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         if not isinstance(submodule, nn.Module):
             raise UsageError(f"the submodule of stage {stage_index} is a {type(submodule).__name__}; pass an nn.Module")
-        if isinstance(submodule, DistributedDataParallel):
-            raise UsageError(
-                f"stage {stage_index} is wrapped in DistributedDataParallel, which would reduce at every microbatch; "
-                f"pass the module itself, and use penstock.Pipeline for replicas"
-            )
 
 
 class Elsewhere(nn.Module):

@@ -1,0 +1,42 @@
+"""Stages that the user has wrapped for data parallelism: what would reduce gradients at the wrong time is refused.
+
+`DistributedDataParallel` takes one forward and one backward at a time. `fully_shard` reduces a stage's gradients when
+its backward ends, which under a split backward is before the weights' gradients are there: they would be lost.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.errors import UsageError
+from penstock.model.part import StagePart
+from penstock.schedule import Op, Schedule
+
+__all__ = ["refuse_wrapped"]
+
+FSDP = "torch.distributed.fsdp"  # slow to import; who has wrapped a module with it has imported it
+
+
+def refuse_wrapped(parts: Sequence[StagePart], schedule: Schedule) -> None:
+    """Raise for the first stage with a wrapper that this schedule would get wrong."""
+    splits = any(action.op in (Op.I, Op.W) for _, _, action in schedule.parts())
+    sharded: Any = getattr(sys.modules.get(FSDP), "FSDPModule", ())
+    for part in parts:
+        for module in part.module.modules():
+            if isinstance(module, DistributedDataParallel):
+                how, why = "DistributedDataParallel", "it would reduce gradients at every microbatch"
+            elif splits and isinstance(module, sharded):
+                how, why = (
+                    "fully_shard",
+                    f"{schedule.name or 'its schedule'} computes weights' gradients after it reduces",
+                )
+            else:
+                continue
+            raise UsageError(
+                f"stage {part.index} is wrapped in {how}, but {why}; pass the plain module, and let the pipeline do "
+                f"it: mesh= with replicate='ddp' or 'fsdp'"
+            )

@@ -9,6 +9,7 @@ from recorded import delay_link, pipeline, record
 
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Span, Timeline, build, parse, simulate
 from penstock.schedule.timeline import Wall
+from penstock.view import advice
 from penstock.view.account import account
 
 NAP = 0.01  # long enough that a machine with other work does not hide it
@@ -88,6 +89,17 @@ def test_a_slow_link_is_named(way: tuple[int, int]) -> None:
     assert f"the link from rank {way[0]} to rank {way[1]} takes " in books.advice
     for entry in books.ranks:
         assert entry.total == pytest.approx(entry.whole, rel=0.01)
+
+
+def test_a_link_is_not_blamed_for_what_held_up_some_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine some messages wait long for their thread's turn; a link is slow for its fastest one too."""
+    times = {(stage, stage + 1): [0.001] * 8 for stage in range(3)} | {(1, 2): [0.003, *[0.5] * 7]}
+    monkeypatch.setattr(advice, "hops", lambda timeline: times)
+    books = account(simulate(build("1f1b", 4, 8), Costs(hop=0.001)))
+    assert "link" not in {finding.kind for finding in books.findings}
+    times[1, 2] = [0.5] * 8
+    books = account(simulate(build("1f1b", 4, 8), Costs(hop=0.001)))
+    assert "the link from rank 1 to rank 2 takes 0.5 a message, 500 times the others" in books.advice
 
 
 def test_a_good_run_is_left_alone() -> None:

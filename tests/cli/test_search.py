@@ -57,3 +57,13 @@ def test_what_cannot_work_is_refused(options: tuple[object, ...], message: str) 
     result = run("-r", 2, "-m", 2, *options)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_costs_by_stage_and_memory_by_rank() -> None:
+    result = run("-r", 2, "-m", 6, "--forward", "1,2,2,1", "--memory", "4,6", "--seconds", 0, "--json")
+    document = json.loads(result.stdout)
+    assert document["stages"] == 4
+    assert document["peak_memory"][0] <= 4 < document["peak_memory"][1] <= 6
+    refused = run("-r", 2, "-m", 6, "--forward", "1,2,2", "--seconds", 0)
+    assert refused.exit_code == 2
+    assert "the costs are for 3 stages" in refused.stderr

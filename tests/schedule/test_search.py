@@ -147,11 +147,19 @@ def test_the_span_can_be_the_objective() -> None:
     [
         ({"memory": 0.5}, "one microbatch alone holds 1 there"),
         ({"memory": [4, 4]}, "memory has 2 numbers for 3 ranks"),
-        ({"memory": -1}, "memory must be above 0"),
+        ({"memory": -1}, "memory must be a number above 0"),
+        ({"memory": ["4", "4", "4"]}, "memory must be a number above 0, got '4'"),
+        ({"memory": True}, "memory must be a number above 0, got True"),
+        ({"costs": {"forward": 1}}, "costs must be a Costs"),
+        ({"costs": Costs(1e308, 1e308, 1e308)}, "too large to be added up"),
+        ({"recompute": "yes"}, "recompute is True or False"),
+        ({"stages_per_rank": 2.0}, "stages_per_rank must be a whole number"),
+        ({"placements": None}, "no placement None"),
+        ({"seconds": "1"}, "seconds must be a number of 0 or more"),
         ({"stages_per_rank": ()}, "nothing to try"),
         ({"stages_per_rank": (0,)}, "stages_per_rank must be a whole number"),
         ({"placements": ("w",)}, "no placement 'w'"),
-        ({"seconds": -1}, "seconds must be 0 or more"),
+        ({"seconds": -1}, "seconds must be a number of 0 or more"),
         ({"objective": "memory"}, "makespan or span"),
         ({"microbatches": 0}, "microbatches must be a whole number"),
     ],
@@ -159,6 +167,27 @@ def test_the_span_can_be_the_objective() -> None:
 def test_what_cannot_work_is_refused_with_what_would(facts: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         search(**{"ranks": 3, "microbatches": 4, **facts})  # type: ignore[arg-type]
+
+
+def test_what_is_held_for_w_may_be_more_than_the_activation() -> None:
+    """The gradients of outputs stay too. A full backward never holds both, so 1f1b fits where no split one does."""
+    costs = Costs(forward=1.0, input=1.0, weight=0.5, held=1.25)
+    only = search_report(2, 6, costs, memory=[2.0, 1.2], stages_per_rank=1, seconds=0)
+    assert only.value == simulate(build("1f1b", 2, 6), costs).makespan
+    for ranks, memory in ((1, 1.2), (2, 2.2), (3, 3.0), (4, 4.5), (4, 5.0)):
+        for objective in ("makespan", "span"):
+            found = search_report(ranks, 6, costs, memory, (1, 2), seconds=0, objective=objective)  # type: ignore[arg-type]
+            assert max(found.timeline.peak_memory) <= memory * ROUNDING
+            assert found.lower_bound <= found.value * ROUNDING
+            assert found.chosen.value == found.value
+            verify(lower(found.schedule))
+            for name in TRAINING:
+                for per_rank in (2,) if FAMILIES[name].layout != "block" else (1,):
+                    schedule, each = build(name, ranks, 6, per_rank), stage_costs(costs, per_rank)
+                    timeline = simulate(schedule, each)
+                    value = timeline.makespan if objective == "makespan" else longest_span(schedule, each)
+                    if max(timeline.peak_memory) <= memory:
+                        assert found.value <= value * ROUNDING, (name, per_rank)
 
 
 # the bound

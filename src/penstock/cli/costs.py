@@ -48,7 +48,7 @@ def amount(option: str, text: str) -> float:
     except ValueError:
         raise UsageError(f"{option}: {text.strip()!r} is not a number; give one such as 1.5") from None
     if not 0 <= value < math.inf:
-        raise UsageError(f"{option}: {text.strip()} cannot be a cost; give a finite number of 0 or more")
+        raise UsageError(f"{option}: {text.strip()} does not work here; give a finite number of 0 or more")
     return value
 
 

@@ -23,11 +23,17 @@ from penstock.schedule import Costs, Found, search_report
 
 __all__ = ["search"]
 
-Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
+Time = Annotated[
+    str,
+    typer.Option(metavar="TIME[,...]", help="Time for all stages of a rank together; or of each stage, with commas."),
+]
 HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to rank.")]
 Memory = Annotated[
     str | None,
-    typer.Option(metavar="NUMBER", help="The most that a rank may hold, in units of --activation (default: no cap)."),
+    typer.Option(
+        metavar="NUMBER[,...]",
+        help="The most that a rank, or each of them, may hold, in units of --activation (default: no cap).",
+    ),
 ]
 Activation = Annotated[str, typer.Option(metavar="NUMBER", help="Memory of one microbatch on a whole rank, F to I.")]
 Held = Annotated[
@@ -74,21 +80,21 @@ def search(
 ) -> None:
     """Find the best schedule under costs and a memory cap.
 
-    Times are of a whole rank, in any unit, the same for all; so is memory. It is never worse than any family that
-    fits, and stops before its time when nothing can be better.
+    Times are of a whole rank, in any unit, the same for all; so is memory. Given for each stage, only that number of
+    stages is tried. It is never worse than any family that fits, and stops before its time when nothing can be better.
     """
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches
     sizes = _whole_numbers("--stages-per-rank", stages_per_rank)
     check_size(ranks, microbatches, max(sizes))
     costs = Costs(
-        forward=amount("--forward", forward),
-        input=amount("--input", input),
-        weight=amount("--weight", weight),
+        forward=_each("--forward", forward),
+        input=_each("--input", input),
+        weight=_each("--weight", weight),
         hop=amount("--hop", hop),
-        activation=amount("--activation", activation),
-        held=None if held is None else amount("--held", held),
-        kept=amount("--kept", kept),
+        activation=_each("--activation", activation),
+        held=None if held is None else _each("--held", held),
+        kept=_each("--kept", kept),
     )
     limit = amount("--seconds", seconds)
     with _Bar(limit) as bar:
@@ -96,7 +102,7 @@ def search(
             ranks,
             microbatches,
             costs,
-            None if memory is None else amount("--memory", memory),
+            None if memory is None else _each("--memory", memory),
             sizes,
             tuple(name.strip() for name in placements.split(",")),
             seconds=limit,
@@ -125,6 +131,12 @@ def _write(found: Found, draw: bool, save: str | None) -> None:
     write("\n".join(_sentences(found)))
     if save is not None:
         write(f"saved to {save}")
+
+
+def _each(option: str, text: str) -> float | tuple[float, ...]:
+    """One number, or one for each stage or rank: how many there must be is known to the search."""
+    values = tuple(amount(option, part) for part in text.split(","))
+    return values[0] if len(values) == 1 else values
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:

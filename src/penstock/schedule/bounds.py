@@ -41,7 +41,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.schedule.costs import Costs
+from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
 
@@ -64,6 +64,10 @@ def lower_bound(
     `memory` is the cap on each rank's `peak_memory`, one number or one a rank. With `span`, the bound is on
     the longest per-rank span, and not on the makespan. `recompute`: the stages that do.
     """
+    if not isinstance(placement, Placement):
+        raise UsageError(f"the placement must be a Placement, such as Placement.loop(4); got {placement!r}")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise UsageError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
     costs = (costs or Costs()).recomputed(placement.stages, recompute)
     costs.check_edges(Topology.chain(placement.stages))
     caps = caps_of(memory, placement.ranks)
@@ -78,12 +82,12 @@ def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, 
     """One cap for each rank."""
     if memory is None:
         return (math.inf,) * ranks
-    caps = (memory,) * ranks if isinstance(memory, (int, float)) else tuple(memory)
+    caps = tuple(memory) if isinstance(memory, Iterable) else (memory,) * ranks
     if len(caps) != ranks:
         raise UsageError(f"memory has {len(caps)} numbers for {ranks} ranks; give one for each, or one in all")
     for cap in caps:
-        if not cap > 0:
-            raise UsageError(f"memory must be above 0, got {cap}; leave it out for no cap")
+        if not (is_number(cap) and cap > 0):
+            raise UsageError(f"memory must be a number above 0, got {cap!r}; leave it out for no cap")
     return caps
 
 

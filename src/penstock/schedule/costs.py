@@ -16,7 +16,7 @@ from penstock.schedule.action import Op
 from penstock.schedule.timeline import Timeline
 from penstock.schedule.topology import Topology
 
-__all__ = ["Costs", "memory_by_op"]
+__all__ = ["Costs", "is_number", "memory_by_op"]
 
 PerStage = float | Sequence[float]
 
@@ -76,13 +76,13 @@ class Costs:
                 object.__setattr__(self, name, ByEdge(value))
             elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
                 object.__setattr__(self, name, tuple(value))
-            elif not _is_number(value) and (name != "held" or value is not None):
+            elif not is_number(value) and (name != "held" or value is not None):
                 raise UsageError(f"{name} takes one number or one for each stage, got {value!r}")
             _check(name, _numbers(getattr(self, name)))
         _check("hop", [self.hop])
         _check("latency", [self.latency])
         sizes = _numbers(self.bytes)
-        if self.bandwidth is not None and (not _is_number(self.bandwidth) or not self.bandwidth > 0):
+        if self.bandwidth is not None and (not is_number(self.bandwidth) or not self.bandwidth > 0):
             raise UsageError(f"bandwidth must be above 0, got {self.bandwidth!r}; leave it out for free transfers")
         if self.hop and (self.latency or self.bandwidth is not None):
             raise UsageError("give either hop, or latency and bandwidth with bytes; not both")
@@ -176,13 +176,14 @@ def memory_by_op(costs: Costs, stages: int, recompute: Iterable[int] = ()) -> li
     return found
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """A number, of whatever type; True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check(name: str, numbers: Iterable[float]) -> None:
     for number in numbers:
-        if not _is_number(number):
+        if not is_number(number):
             raise UsageError(f"{name} must be 0 or more and finite, got {number!r}, which is no number")
         try:
             good = 0 <= float(number) < math.inf

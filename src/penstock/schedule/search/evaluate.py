@@ -91,7 +91,7 @@ class _Run:
         """Run one rank until it must wait for an action that has not run; False when memory runs over."""
         problem, order, at, waiting = self.problem, self.orders[rank], self.at, self.waiting
         size, time, takes, feeds, wires = problem.size, problem.time, problem.takes, problem.feeds, problem.wires
-        room = problem.room
+        room = problem.room if self.filling else problem.least_room
         cap, keep, owed, clock, held = (
             problem.caps[rank],
             self.keep,

@@ -53,7 +53,9 @@ class Problem:
     feeds[x]  whom it feeds, or -1     takes[x]   memory that it adds, below 0 where it gives back
                                        room[x]    memory that must be free for it
 
-    A backward that recomputes needs room. So that it always gets it, the forwards of its rank leave `spare` alone.
+    A backward that recomputes, or that leaves more behind than the forward did, needs room. So that it always gets it
+    while orders are made, the forwards of its rank leave `spare` alone; of a whole order it is seen whether it fits,
+    and `least_room` is what must be free.
     """
 
     def __init__(
@@ -88,11 +90,8 @@ class Problem:
     def _count_memory(self) -> None:
         forward, _, backward, _ = memory_by_op(self.costs, self.stages, self.recompute)
         self.held = self.costs.per_stage("held", self.stages)
-        # were `held` the larger one, I would need room too; counted from F on, only F does
-        self.most = tuple(
-            size if stage in self.recompute else max(size, self.held[stage]) for stage, (size, _) in enumerate(forward)
-        )
-        self.input_room = [room if stage in self.recompute else 0.0 for stage, (room, _) in enumerate(backward)]
+        self.most = tuple(size for size, _ in forward)
+        self.input_room = [room for room, _ in backward]
         owned = [self.placement.stages_of(rank) for rank in range(self.ranks)]
         self.spare = [max(0.0, *(self.input_room[stage] for stage in stages)) for stages in owned]
         after = [held - most for held, most in zip(self.held, self.most, strict=True)]
@@ -101,6 +100,7 @@ class Problem:
         needed = [most + left for most, left in zip(self.most, spare, strict=True)]
         self.takes = self._spread([*self.most, *after, *given_back])
         self.room = self._spread([*needed, *self.input_room, *given_back])
+        self.least_room = self._spread([*self.most, *self.input_room, *given_back])
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:
         return [value for value in by_place for _ in range(self.microbatches)]

@@ -17,7 +17,7 @@ import gc
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,19 +25,26 @@ from typing import Literal
 
 from penstock.errors import UsageError
 from penstock.schedule.bounds import caps_of
-from penstock.schedule.costs import Costs
-from penstock.schedule.placement import Placement
+from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.effort import Effort, Progress
 from penstock.schedule.search.evaluate import complete
 from penstock.schedule.search.hunt import Hunt
-from penstock.schedule.search.problem import ROUNDING, SHARED, Problem, stage_costs
+from penstock.schedule.search.problem import ROUNDING
+from penstock.schedule.search.space import (
+    PLACEMENTS,
+    NoRoom,
+    never,
+    placements_for,
+    problems_for,
+    stages_to_recompute,
+)
+from penstock.schedule.search.unsplit import Unsplit, best_unsplit
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
 
 __all__ = ["Found", "Progress", "Tried", "search", "search_report"]
 
-PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop, "v": Placement.v}
-Progress = Callable[[float, float, float], None]  # seconds so far, the best value so far, the lower bound
 Objective = Literal["makespan", "span"]
 
 
@@ -51,6 +58,11 @@ class Tried:
     lower_bound: float
     orders: int  # how many were priced
     recompute: tuple[int, ...] = ()  # the stages that run their forward again
+
+    @property
+    def key(self) -> tuple[int, str, tuple[int, ...]]:
+        """What it is of."""
+        return self.stages_per_rank, self.placement, self.recompute
 
 
 @dataclass(frozen=True)
@@ -156,29 +168,50 @@ def search_report(
     progress: Progress | None = None,
 ) -> Found:
     """As `search`, with what was tried, the lower bound and the gap to it."""
-    if not seconds >= 0:
-        raise UsageError(f"seconds must be 0 or more, got {seconds}")
+    if not (is_number(seconds) and seconds >= 0):
+        raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
+    if not isinstance(recompute, bool):
+        raise UsageError(f"recompute is True or False, got {recompute!r}")
     if objective not in ("makespan", "span"):
         raise UsageError(f"the objective is makespan or span, got {objective!r}")
     begin = time.thread_time()
-    sizes = (stages_per_rank,) if isinstance(stages_per_rank, int) else tuple(stages_per_rank)
-    kinds = (placements,) if isinstance(placements, str) else tuple(placements)
+    sizes = tuple(stages_per_rank) if isinstance(stages_per_rank, Iterable) else (stages_per_rank,)
+    kinds = tuple(placements) if isinstance(placements, Iterable) and not isinstance(placements, str) else (placements,)
     _check(ranks, microbatches, sizes, kinds)
-    problems = _problems(ranks, microbatches, costs or Costs(), memory, sizes, kinds, objective == "span", recompute)
+    span, costs = objective == "span", costs or Costs()
+    caps = caps_of(memory, ranks)
+    allowed = placements_for(ranks, costs, sizes, kinds)
+    choices = stages_to_recompute if recompute and memory is not None else never
+    unsplit = best_unsplit(microbatches, costs, caps, allowed, choices, span)
+    try:
+        problems = problems_for(ranks, microbatches, costs, memory, sizes, kinds, span, recompute)
+    except NoRoom:
+        if unsplit is None:
+            raise
+        return _found(unsplit, objective, (), time.thread_time() - begin)
     generator = random.Random(seed)
-    effort = _Effort([Hunt(problem, kind, generator) for kind, problem in problems], begin, seconds, progress)
+    effort = Effort([Hunt(problem, kind, generator) for kind, problem in problems], begin, seconds, progress)
+    if effort.bound == math.inf:
+        raise UsageError("the costs are too large to be added up; give them in a larger unit")
     with _uncollected():
         hunt = effort.run(generator)
         schedule = hunt.problem.schedule(complete(hunt.problem, hunt.best[0]), "auto")
-    return Found(
-        schedule,
-        hunt.problem.costs,
-        objective,
-        hunt.value,
-        effort.bound,
-        tuple(_tried(hunt) for hunt in effort.hunts),
-        time.thread_time() - begin,
-    )
+    tried, seconds = tuple(_tried(hunt) for hunt in effort.hunts), time.thread_time() - begin
+    if unsplit is not None and unsplit.value < hunt.value * (1 - ROUNDING):
+        return _found(unsplit, objective, tried, seconds)
+    bound = effort.bound if unsplit is None else min(effort.bound, unsplit.bound)
+    return Found(schedule, hunt.problem.costs, objective, hunt.value, bound, tried, seconds)
+
+
+def _found(best: Unsplit, objective: str, tried: tuple[Tried, ...], seconds: float) -> Found:
+    """A family with full backwards is the answer."""
+    size, again = best.schedule.placement.stages_per_rank, tuple(sorted(best.schedule.recompute))
+    entry = Tried(size, best.kind, best.value, best.bound, 1, again)
+    others = [other for other in tried if other.key != entry.key]
+    bound = min(other.lower_bound for other in (entry, *tried))
+    return Found(best.schedule, best.costs, objective, best.value, bound, (*others, entry), seconds)
 
 
 @contextmanager
@@ -205,122 +238,7 @@ def _check(ranks: int, microbatches: int, sizes: tuple[int, ...], kinds: tuple[s
         raise UsageError("nothing to try: give at least one number of stages_per_rank and one of placements")
 
 
-def _problems(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    memory: float | Sequence[float] | None,
-    sizes: tuple[int, ...],
-    kinds: tuple[str, ...],
-    span: bool,
-    recompute: bool,
-) -> list[tuple[str, Problem]]:
-    """Each placement once, fewest stages first; refused when none can hold even one microbatch."""
-    caps = caps_of(memory, ranks)
-    given = {len(value) for name in SHARED if isinstance(value := getattr(costs, name), tuple)}
-    if isinstance(costs.bytes, Sequence):
-        given.add(len(costs.bytes))
-    fitting = [size for size in sorted(set(sizes)) if given <= {ranks * size}]
-    if not fitting:
-        raise UsageError(
-            f"the costs are for {' and '.join(map(str, sorted(given)))} stages, but {ranks} ranks with "
-            f"{' or '.join(map(str, sorted(set(sizes))))} stages each have "
-            f"{' or '.join(str(ranks * size) for size in sorted(set(sizes)))}; give one number for a whole rank, "
-            "or costs for that many stages"
-        )
-    found: list[tuple[str, Problem]] = []
-    least, where = float("inf"), 0
-    for size in fitting:
-        for kind in kinds:
-            placement = PLACEMENTS[kind](ranks, size)
-            if any(problem.placement == placement for _, problem in found):
-                continue
-            for again in _choices(placement) if recompute and memory is not None else [frozenset[int]()]:
-                problem = Problem(placement, microbatches, stage_costs(costs, size), caps, span=span, recompute=again)
-                short = [rank for rank in range(ranks) if problem.least_memory(rank) > problem.caps[rank]]
-                if not short:
-                    found.append((kind, problem))
-                elif problem.least_memory(short[0]) < least:
-                    least, where = problem.least_memory(short[0]), short[0]
-    if not found:
-        other = "" if recompute else ", recompute=True,"
-        raise UsageError(
-            f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there; "
-            f"give at least that much{other} or cut the model for more ranks"
-        )
-    return found
-
-
-def _choices(placement: Placement) -> list[frozenset[int]]:
-    """Which stages to recompute: none; those of the first ranks or the first of each rank, which wait longest; all."""
-    ranks, size = placement.ranks, placement.stages_per_rank
-    owned = [placement.stages_of(rank) for rank in range(ranks)]
-    first_ranks = [owned[: ranks * quarters // 4] for quarters in (1, 2, 3)]
-    first_of_each = [[stages[:count] for stages in owned] for count in range(1, size)]
-    sets = [frozenset(stage for stages in chosen for stage in stages) for chosen in [*first_ranks, *first_of_each]]
-    return list(dict.fromkeys([frozenset[int](), *sets, frozenset(range(placement.stages))]))
-
-
 def _tried(hunt: Hunt) -> Tried:
     """What came of a hunt."""
     again = tuple(sorted(hunt.problem.recompute))
     return Tried(hunt.stages_per_rank, hunt.kind, hunt.value, hunt.bound, hunt.orders, again)
-
-
-class _Effort:
-    """The time there is, and the placements that share it."""
-
-    def __init__(self, hunts: list[Hunt], begin: float, seconds: float, progress: Progress | None) -> None:
-        self.hunts, self.begin, self.seconds, self.progress = hunts, begin, seconds, progress
-        self.bound = min(hunt.bound for hunt in hunts)
-        self.open = hunts
-
-    @property
-    def best(self) -> Hunt:
-        """The placement that leads; of equals, the one with the fewest stages."""
-        leader = self.hunts[0]
-        for hunt in self.hunts[1:]:
-            if hunt.value < leader.value * (1 - ROUNDING):
-                leader = hunt
-        return leader
-
-    def run(self, generator: random.Random) -> Hunt:
-        """Search until the time is up or nothing can be better."""
-        promising = sorted(self.hunts, key=lambda hunt: hunt.bound)
-        for hunt in promising:  # a promise, so whatever the time: never worse than any family
-            if hunt.bound < self.best.value * (1 - ROUNDING):
-                for _ in hunt.families(lambda: self.best.value):
-                    self._tell()
-        for hunt in promising:
-            for _ in hunt.rules() if self._worth(hunt) else ():
-                self._tell()
-                if not self._worth(hunt):
-                    break
-        while self.seconds and self._narrow():
-            leaders = sorted(self.open, key=lambda hunt: hunt.value)
-            hunt = leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)]
-            hunt.step(self.begin + self.seconds)
-            self._tell()
-        return self.best
-
-    def _worth(self, hunt: Hunt) -> bool:
-        """Are the first rules worth their time here? Where there is no answer yet, always."""
-        best = self.best.value
-        if best == math.inf:
-            return True
-        if hunt.bound >= best * (1 - ROUNDING):
-            return False
-        return hunt.step_seconds < self._left() if self.seconds else not hunt.large
-
-    def _left(self) -> float:
-        return self.seconds - (time.thread_time() - self.begin)
-
-    def _narrow(self) -> bool:
-        """Leave out the placements that cannot win any more, and those too large for the time left."""
-        value, left = self.best.value, self._left()
-        self.open = [hunt for hunt in self.hunts if hunt.bound < value * (1 - ROUNDING) and hunt.step_seconds < left]
-        return left > 0 and bool(self.open)
-
-    def _tell(self) -> None:
-        if self.progress is not None:
-            self.progress(time.thread_time() - self.begin, self.best.value, self.bound)

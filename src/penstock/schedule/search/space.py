@@ -1,0 +1,88 @@
+"""What there is to search over: placements, and which stages recompute, as far as memory allows any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.errors import UsageError
+from penstock.schedule.bounds import caps_of
+from penstock.schedule.costs import Costs
+from penstock.schedule.placement import Placement
+from penstock.schedule.search.problem import SHARED, Problem, stage_costs
+
+__all__ = ["PLACEMENTS", "NoRoom", "never", "placements_for", "problems_for", "stages_to_recompute"]
+
+PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop, "v": Placement.v}
+
+
+class NoRoom(UsageError):
+    """Not even one microbatch fits into memory."""
+
+
+def placements_for(
+    ranks: int, costs: Costs, sizes: tuple[int, ...], kinds: tuple[str, ...]
+) -> list[tuple[str, Placement]]:
+    """Each placement that the costs are for once, fewest stages first."""
+    given = {len(value) for name in SHARED if isinstance(value := getattr(costs, name), tuple)}
+    if isinstance(costs.bytes, Sequence):
+        given.add(len(costs.bytes))
+    fitting = [size for size in sorted(set(sizes)) if given <= {ranks * size}]
+    if not fitting:
+        raise UsageError(
+            f"the costs are for {' and '.join(map(str, sorted(given)))} stages, but {ranks} ranks with "
+            f"{' or '.join(map(str, sorted(set(sizes))))} stages each have "
+            f"{' or '.join(str(ranks * size) for size in sorted(set(sizes)))}; give one number for a whole rank, "
+            "or costs for that many stages"
+        )
+    found: dict[Placement, str] = {}
+    for size in fitting:
+        for kind in kinds:
+            found.setdefault(PLACEMENTS[kind](ranks, size), kind)
+    return [(kind, placement) for placement, kind in found.items()]
+
+
+def problems_for(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: float | Sequence[float] | None,
+    sizes: tuple[int, ...],
+    kinds: tuple[str, ...],
+    span: bool,
+    recompute: bool,
+) -> list[tuple[str, Problem]]:
+    """One for each placement and choice of stages to recompute; refused when none can hold even one microbatch."""
+    caps = caps_of(memory, ranks)
+    found: list[tuple[str, Problem]] = []
+    least, where = float("inf"), 0
+    for kind, placement in placements_for(ranks, costs, sizes, kinds):
+        each = stage_costs(costs, placement.stages_per_rank)
+        for again in (stages_to_recompute if recompute and memory is not None else never)(placement):
+            problem = Problem(placement, microbatches, each, caps, span=span, recompute=again)
+            short = [rank for rank in range(ranks) if problem.least_memory(rank) > problem.caps[rank]]
+            if not short:
+                found.append((kind, problem))
+            elif problem.least_memory(short[0]) < least:
+                least, where = problem.least_memory(short[0]), short[0]
+    if not found:
+        other = "" if recompute else ", recompute=True,"
+        raise NoRoom(
+            f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there; "
+            f"give at least that much{other} or cut the model for more ranks"
+        )
+    return found
+
+
+def never(placement: Placement) -> list[frozenset[int]]:
+    """Recompute no stage."""
+    return [frozenset()]
+
+
+def stages_to_recompute(placement: Placement) -> list[frozenset[int]]:
+    """Which stages to recompute: none; those of the first ranks or the first of each rank, which wait longest; all."""
+    ranks, size = placement.ranks, placement.stages_per_rank
+    owned = [placement.stages_of(rank) for rank in range(ranks)]
+    first_ranks = [owned[: ranks * quarters // 4] for quarters in (1, 2, 3)]
+    first_of_each = [[stages[:count] for stages in owned] for count in range(1, size)]
+    sets = [frozenset(stage for stages in chosen for stage in stages) for chosen in [*first_ranks, *first_of_each]]
+    return list(dict.fromkeys([frozenset[int](), *sets, frozenset(range(placement.stages))]))

@@ -1,0 +1,70 @@
+"""Families with full backwards, for the one case in which splitting a backward costs memory.
+
+The search splits every backward into I and W, which is never slower and, as a rule, holds no more.
+Where a stage holds more between I and W than before them (`held` above `activation`: the gradients
+of its outputs stay too), a full backward fits into memory that its two halves do not. There, and
+only there, the families with full backwards are priced as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from penstock.schedule.align import align
+from penstock.schedule.bounds import lower_bound
+from penstock.schedule.builders import build
+from penstock.schedule.costs import Costs
+from penstock.schedule.placement import Placement
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.problem import ROUNDING, stage_costs
+from penstock.schedule.simulate import simulate
+from penstock.schedule.timeline import Timeline
+
+__all__ = ["Unsplit", "best_unsplit"]
+
+FULL = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
+
+
+class Unsplit(NamedTuple):
+    """The best of them."""
+
+    schedule: Schedule
+    costs: Costs  # of one stage
+    kind: str  # of the placement
+    value: float
+    bound: float
+
+
+def best_unsplit(
+    microbatches: int,
+    costs: Costs,
+    caps: Sequence[float],
+    placements: Iterable[tuple[str, Placement]],
+    choices: Callable[[Placement], Iterable[frozenset[int]]],
+    span: bool,
+) -> Unsplit | None:
+    """The best family with full backwards that fits; None where none does, or where splitting costs no memory."""
+    best: Unsplit | None = None
+    for kind, placement in placements:
+        each = stage_costs(costs, placement.stages_per_rank)
+        pairs = zip(
+            each.per_stage("held", placement.stages), each.per_stage("activation", placement.stages), strict=True
+        )
+        if all(held <= activation for held, activation in pairs):
+            continue
+        for name in FULL:
+            built = build(name, placement.ranks, microbatches, placement.stages_per_rank)
+            for again in choices(placement) if built.placement == placement else ():
+                schedule = align(built.replace(recompute=again, name="auto"))
+                timeline = simulate(schedule, each)
+                fits = all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
+                value = _longest(timeline) if span else timeline.makespan
+                if fits and (best is None or value < best.value):
+                    bound = lower_bound(placement, microbatches, each, caps, span=span, recompute=again)
+                    best = Unsplit(schedule, each, kind, value, bound)
+    return best
+
+
+def _longest(timeline: Timeline) -> float:
+    return max(row[-1].end - row[0].start for row in timeline.by_rank)

@@ -33,6 +33,7 @@ from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters, tied_places
+from penstock.runtime.undisturbed import Undisturbed
 from penstock.runtime.world import World
 from penstock.runtime.wrapped import refuse_wrapped
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
@@ -124,6 +125,7 @@ class Pipeline(Batching):
         self._closed = False
         self._recorder: Recorder | None = None
         self._undone: list[nn.Parameter] = []  # by the last step, which failed
+        self._undisturbed = Undisturbed()
 
     def _prove(self, schedule: Schedule) -> None:
         """Take a schedule: lowered, and proved to end, before anything runs."""
@@ -225,14 +227,10 @@ class Pipeline(Batching):
             gathered = gather(forward_program(self.schedule, count), whole_stages(self.split.parts, always=True))
             program = self._inference[count] = self.replicas.lowered(gathered)
         self.clock.training = False
-        modes = [(module, module.training) for part in self.crew.modules().values() for module in part.modules()]
         try:
-            for module, _ in modes:
-                module.training = False
-            reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
+            with self._undisturbed(self.crew.modules().values()):
+                reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
         finally:
-            for module, mode in modes:
-                module.training = mode
             self.clock.evaluations += 1
             self.clock.training = True
         return self._result(reports, outputs)

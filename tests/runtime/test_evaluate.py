@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock import Microbatches
+from penstock.errors import RunError
 
 
 class Layer(nn.Module):
@@ -139,3 +140,46 @@ def test_a_shorter_or_longer_sequence_than_in_training_gives_its_own_output() ->
     for length in (2, 6, 11):
         a = torch.randn(4, length, 4)
         torch.testing.assert_close(pipe.predict(a), plain(pipe, a))
+
+
+class Writes(nn.Module):
+    """Writes in any mode: in place, by a new tensor, past versions, and to a table too large to be copied each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("norm_mean", torch.zeros(4))
+        self.register_buffer("norm_var", torch.ones(4))
+        self.register_buffer("table", torch.zeros(20_000))
+        self.register_buffer("late", None)
+        self.layer, self.writes_table = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.late = None if self.training else x.detach().sum()
+        if self.writes_table:
+            self.table += 1
+        return F.batch_norm(self.layer(x), self.norm_mean, self.norm_var, training=True)
+
+
+def test_layers_that_write_in_eval_mode_are_put_back() -> None:
+    first = Writes()
+    pipe = penstock.Pipeline([first, Writes()], microbatches=3, loss_fn=F.mse_loss)
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    for _ in range(2):
+        pipe.step(x, target=y)
+        before, own = state(pipe), first.calls
+        pipe.evaluate(x, target=y)
+        pipe.predict(x)
+        torch.testing.assert_close(state(pipe), before, rtol=0, atol=0)
+        assert first.calls is own
+        assert first.late is None
+    assert first.calls == 6
+    first.writes_table = True
+    with pytest.raises(RunError, match="wrote to table, which earlier ones did not"):
+        pipe.evaluate(x, target=y)
+    before = state(pipe)
+    pipe.evaluate(x, target=y)  # known by now
+    torch.testing.assert_close(state(pipe), before, rtol=0, atol=0)

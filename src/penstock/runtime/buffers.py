@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 
-__all__ = ["Buffers", "Then", "version_of"]
+__all__ = ["SMALL_BYTES", "Buffers", "Key", "Then", "version_of"]
 
 SMALL_BYTES = 64 * 1024  # up to here a copy is kept, whether or not the buffer is known to change
 

@@ -94,8 +94,11 @@ class Elsewhere(nn.Module):
         for name, shape, dtype, trained, key in held:
             tensor = known.get(key)
             if tensor is None:
-                tensor = torch.empty(shape, dtype=dtype, device="meta")
-                tensor = known[key] = tensor if trained is None else nn.Parameter(tensor, requires_grad=trained)
+                if trained is None:
+                    tensor = torch.zeros((), dtype=dtype).expand(shape)  # a buffer has values; these take no room
+                else:
+                    tensor = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=trained)
+                known[key] = tensor
             hang(self, name, tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

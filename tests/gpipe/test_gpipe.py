@@ -228,6 +228,38 @@ def test_weights_that_change_before_the_backward_are_refused() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_parameters_for_one_call(checkpoint: str) -> None:
+    """functional_call puts other tensors into the layers, here ones with a graph behind them, and takes them out."""
+    scale = torch.full((), 2.0, requires_grad=True)
+    pipe, plain, x = penstock.GPipe(layers(), balance=3, chunks=4, checkpoint=checkpoint), layers(), rows()
+    found = []
+    for model in (pipe, plain):
+        scale.grad = None
+        others = {name: parameter.detach() * scale for name, parameter in model.named_parameters()}
+        y = torch.func.functional_call(model, others, (x,))
+        if model is pipe and checkpoint != "never":
+            with pytest.raises(RunError, match="replaced between the forward and its backward"):
+                y.sum().backward()
+            return
+        y.sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        found.append(scale.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_a_gradient_that_is_no_number_is_found_where_it_arises() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(x - x)
+
+    pipe = penstock.GPipe(nn.Sequential(nn.Linear(8, 8), Root()), balance=[1, 1], chunks=2, checkpoint="never")
+    with torch.autograd.set_detect_anomaly(True), pytest.warns(UserWarning, match="Error detected"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="nan") as caught:
+            (pipe(rows()) * 0).sum().backward()
+    assert "stage 1 of 2, backward" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_autocast_around_the_forward_holds_for_what_is_recomputed(checkpoint: str) -> None:
     plain, pipe, x = layers(), penstock.GPipe(layers(), balance=3, chunks=4, checkpoint=checkpoint), rows()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -15,7 +15,7 @@ and autograd itself would go that way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from penstock.runtime.payload import Received
 from penstock.runtime.record import Record
 from penstock.runtime.stage import Forward, LossOf, Stage, Turn
 
-__all__ = ["AttachedStage", "check_versions", "modes_as", "muted"]
+__all__ = ["AttachedStage", "check_weights", "modes_as", "muted"]
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -79,7 +79,7 @@ class AttachedStage(Stage):
             known = {id(leaf) for leaves in record.leaves.values() for leaf in leaves}
             known |= {id(leaf) for leaves in (self.parameters, *self.pieces) for leaf in leaves}
             ends = [edge.node for edges in record.roots.values() for edge in edges]
-            for leaf in leaves_in_graph(ends):
+            for leaf in leaves_in_graph(ends, self.parameters):
                 if id(leaf) not in known:
                     self.foreign[id(leaf)] = leaf
         return results
@@ -159,11 +159,17 @@ def modes_as(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
             module.training = mode
 
 
-def check_versions(parameters: Sequence[Tensor], versions: Sequence[int]) -> None:
+Weights = list[tuple[Tensor, int]]  # parameters, and the versions that they had
+
+
+def check_weights(now: Iterable[Tensor], then: Weights) -> None:
     """A forward cannot run again with other weights than it first had."""
-    changed = sum(tensor._version != version for tensor, version in zip(parameters, versions, strict=True))
-    if changed:
+    found = list(now)
+    changed = sum(tensor._version != version for tensor, version in then)
+    replaced = len(found) != len(then) or any(have is not was for have, (was, _) in zip(found, then, strict=True))
+    if changed or replaced:
+        what = "were replaced" if replaced else "were changed in place"
         raise RunError(
-            f"{changed} parameters were changed in place between the forward and its backward, in which checkpointed "
-            f"microbatches run forward again: call backward() before optimizer.step(), or use checkpoint='never'"
+            f"parameters {what} between the forward and its backward, in which checkpointed microbatches run forward "
+            f"again: call backward() before optimizer.step(), or use checkpoint='never'"
         )

@@ -123,10 +123,10 @@ def _uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
     return uses
 
 
-def leaves_in_graph(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """All leaves in the graph behind some nodes."""
+def leaves_in_graph(nodes: Iterable[Any], known: Iterable[Tensor] = ()) -> Iterator[Tensor]:
+    """All leaves in the graph behind some nodes, but for what is behind tensors that are known."""
     waiting = list(nodes)
-    seen = set(waiting)
+    seen = {*waiting, *(tensor.grad_fn for tensor in known)}
     while waiting:
         node = waiting.pop()
         if isinstance(node, _LEAF):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PeerFailure, RunError
 from penstock.model.split import Split
-from penstock.runtime.attached import AttachedStage, check_versions, modes_as, muted
+from penstock.runtime.attached import AttachedStage, Weights, check_weights, modes_as, muted
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
 from penstock.runtime.record import Record
@@ -168,11 +168,11 @@ class Call:
             parameters += [leaf for leaf in stage.foreign.values() if id(leaf) not in known]
             stage.searching = False
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._versions: list[list[int]] = []
+        self._weights: list[Weights] = []  # by rank, where forwards run again
         if self._recomputed:
             modules = (module for stage in stages for module in stage.module.modules())
             self._modes = [(module, module.training) for module in modules]
-            self._versions = [[parameter._version for parameter in each] for each in self._parameters]
+            self._weights = [[(weight, weight._version) for weight in stage.module.parameters()] for stage in stages]
 
     def join(self, outputs: list[Any]) -> list[Any]:
         """The same outputs as nodes of the user's graph."""
@@ -200,8 +200,8 @@ class Call:
             )
         calls, stages = self._calls, self._calls.stages
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
-        for parameters, versions in zip(self._parameters, self._versions, strict=False):
-            check_versions(parameters, versions)
+        for stage, weights in zip(stages, self._weights, strict=False):
+            check_weights(stage.module.parameters(), weights)
         waiting = iter(gradients)
         by_microbatch = [[next(waiting) for _ in range(size)] for size in self._sizes]
         inputs = {rank: self._input(self._batch, True, by_microbatch) for rank in range(len(stages))}

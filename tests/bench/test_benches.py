@@ -17,6 +17,16 @@ TITLES = {
 
 
 @pytest.mark.slow
+def test_the_bench_of_checkpoints_prints_its_table(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCH / "checkpoint.py"), "--quick"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line]
+    assert {"ours, async", "ours, sync", "torch.save", "DCP, async", "DCP, sync"} <= set(rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TITLES)
 def test_a_bench_prints_its_tables_in_quick_mode(name: str) -> None:
     command = [sys.executable, str(BENCH / name), "--quick", "--schedules", "1f1b,zb-v"]

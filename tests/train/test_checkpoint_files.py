@@ -420,3 +420,21 @@ def test_a_header_that_disagrees_with_the_index_is_refused(run: Run, saved: Path
     forge(saved, process__00000_safetensors=(saved / "process-00000.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"process-00000.safetensors"):
         penstock.load(saved, run.pipe)
+
+
+def test_a_save_that_failed_does_not_take_the_name(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with penstock.Checkpointer(tmp_path, async_save=False) as checkpointer:
+        with monkeypatch.context() as patch:
+            fill_the_disk(patch, 0)
+            with pytest.raises(CheckpointError, match="No space left"):
+                checkpointer.save(1, run.pipe)
+        checkpointer.save(1, run.pipe)
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_config_that_cannot_be_saved_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    with penstock.Checkpointer(tmp_path) as checkpointer:
+        for config in ({"a": torch.zeros(2)}, {"b": object()}):
+            with pytest.raises(UsageError, match="config"):
+                checkpointer.save(1, run.pipe, config=config)
+    assert names(tmp_path) == []

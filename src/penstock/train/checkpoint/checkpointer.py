@@ -8,8 +8,6 @@ wrong in the background is raised by the next `save` or `wait`, on every process
 from __future__ import annotations
 
 import os
-import socket
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import CheckpointError, UsageError
 from penstock.train.checkpoint.body import Body
 from penstock.train.checkpoint.collecting import Given, collect, document_of
-from penstock.train.checkpoint.directory import Directory, Place, Single
+from penstock.train.checkpoint.directory import Directory, Place, Single, sees
 from penstock.train.checkpoint.loading import Loaded, load_into, say
 from penstock.train.checkpoint.manifest import MANIFEST, checkpoints_in, find_newest
 from penstock.train.checkpoint.plan import Planner
@@ -34,7 +32,6 @@ __all__ = ["Checkpointer", "Loaded", "load", "save"]
 
 AT_ONCE = 2  # copies: one that is being written, one that waits
 BEAT = 1.0  # seconds: how long a process waits for its own files before it looks for the others
-SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
 
 
 class Checkpointer:
@@ -61,6 +58,7 @@ class Checkpointer:
         self._planner = Planner()
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: list[tuple[Saving, Future[Path]]] = []
+        self._failed: BaseException | None = None  # what went wrong in the background, until it is raised
         self._bodies: list[Body] = []  # free ones
         self._pipe: weakref.ref[Pipeline] | None = None  # of the last save
         self._seen = False  # every process has seen a directory that process 0 made
@@ -90,9 +88,9 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed; make a new one")
         processes = Processes(pipe, "save()")
         self._pipe = weakref.ref(pipe)
-        self._settle(processes, leave=AT_ONCE - 1)
         given = Given(optimizer, scheduler, scaler, data, extra, config)
-        saving = self._agree(processes, step, pipe, given)
+        while (saving := self._agree(processes, step, pipe, given)) is None:
+            self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
             saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
             if self._writer is None:
@@ -104,27 +102,34 @@ class Checkpointer:
             self._settle(processes)
         self._planner.forget()
 
-    def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving:
-        """All processes: what is saved, by whom and where."""
+    def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving | None:
+        """All processes: what is saved, by whom and where. None where earlier saves must be seen to first."""
         made: list[Place] = []
 
-        def look() -> tuple[Saved, Any]:
+        def look() -> tuple[tuple[Saved, Any], Any]:
+            if not self._collect(AT_ONCE - 1, 0.0) or self._failed is not None:
+                return (Saved(), {}), (False, step, "", None)
             saved = collect(pipe, given, processes.number)
+            document = document_of(step, pipe, given.config, processes.count)
             changed = self._planner.look(saved.tensors)
             if processes.first:
-                made.append(self._files.place(step))
-            return saved, (step, changed, made[0] if made else None)
+                made.append(self._files.place(step, {saving.final.name for saving, _ in self._under_way}))
+            return (saved, document), (True, step, changed, made[0] if made else None)
 
         try:
-            saved, told = processes.together(look, self.directory)
-            steps = [each for each, _, _ in told]
+            (saved, document), told = processes.together(look, self.directory)
+            if not all(ready for ready, _, _, _ in told):
+                for place in made:
+                    remove(place.temporary)
+                return None
+            steps = [each for _, each, _, _ in told]
             if len(set(steps)) > 1:
                 raise UsageError(f"the processes were given different steps to save: {steps}")
-            where: Place = told[0][2]
+            where: Place = told[0][3]
             if not self._seen:
-                processes.together(lambda: (None, _sees(where.temporary, processes)), where.final)
+                processes.together(lambda: (None, sees(where.temporary, processes.number)), where.final)
                 self._seen = True
-            plan = self._planner.agree(any(changed for _, changed, _ in told), processes.number, processes.exchange)
+            plan = self._planner.agree(any(new for _, _, new, _ in told), processes.number, processes.exchange)
         except BaseException:
             for place in made:
                 remove(place.temporary)
@@ -137,7 +142,7 @@ class Checkpointer:
             count=processes.count,
             plan=plan,
             plain=saved.plain,
-            document=document_of(step, pipe, given.config, processes.count, where.serial),
+            document={**document, "serial": where.serial},
             lost=processes.lost,
             finished=self._files.tidy,
         )
@@ -147,42 +152,48 @@ class Checkpointer:
 
         The processes keep in touch meanwhile, so that one that dies or stalls does not keep the others waiting.
         """
-        settled, mine, beat = False, None, 0.0
+        settled, beat = False, 0.0
         while not settled:
-            done, error = self._collect(leave, beat)
-            mine, beat = mine or error, BEAT
+            done, beat = self._collect(leave, beat), BEAT
+            mine = self._failed
             told = processes.exchange((done, None if mine is None else (str(mine), isinstance(mine, GivenUp))))
             settled = all(each for each, _ in told)
         causes = [(said[1], number, said[0]) for number, (_, said) in enumerate(told) if said is not None]
         if not causes:
             return
         self._collect(0)  # the same save fails everywhere, here perhaps a moment later: one error is enough
+        self._failed = None
         if mine is not None and not isinstance(mine, GivenUp):
             raise mine
         _, number, text = min(causes)  # a cause before those who gave up because of it
         raise CheckpointError(f"process {number}: {text}", path=self.directory) from mine
 
-    def _collect(self, leave: int, seconds: float | None = None) -> tuple[bool, BaseException | None]:
-        """Whether at most `leave` saves are under way, after so long a wait; and the first error of the others."""
-        first = None
+    def _collect(self, leave: int, seconds: float | None = None) -> bool:
+        """Whether at most `leave` saves are under way, after so long a wait; an error of the others is kept."""
         while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
             saving, future = self._under_way[0]
             try:
                 error = future.exception(seconds)
             except TimeoutError:
-                return False, first
+                return False
             self._under_way.pop(0)
             if saving.body is not None:
                 self._bodies.append(saving.body)
-            first = first or error
-        return True, first
+            self._failed = self._failed or error
+        return True
 
     def wait(self) -> None:
         """Until all that was saved is whole, on every process; raises what went wrong."""
         pipe = None if self._pipe is None else self._pipe()
         if pipe is not None and not pipe._closed:
             self._settle(Processes(pipe, "wait()"))
-        elif (error := self._collect(0)[1]) is not None:
+        else:
+            self._collect(0)
+            self._raise_own()
+
+    def _raise_own(self) -> None:
+        error, self._failed = self._failed, None
+        if error is not None:
             raise error
 
     # -- finding and loading
@@ -213,15 +224,14 @@ class Checkpointer:
         """Wait for what is under way here, and let other runs write to the directory; raises what went wrong here."""
         self._closed = True
         try:
-            _, error = self._collect(0)
+            self._collect(0)
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
                 self._writer = None
             self._bodies = []
             self._files.free()
-        if error is not None:
-            raise error
+        self._raise_own()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -238,20 +248,6 @@ def _done(work: Callable[[], Path]) -> Future[Path]:
     except Exception as error:  # raised when the future is asked
         future.set_exception(error)
     return future
-
-
-def _sees(directory: Path, processes: Processes) -> bool:
-    """A directory that process 0 has made must be here too."""
-    deadline = time.monotonic() + SHARED_SECONDS
-    while not directory.exists():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"process 0 has made {directory}, and process {processes.number} on {socket.gethostname()} does not "
-                f"see it; all processes must share the directory: use a file system that all hosts mount",
-                path=directory,
-            )
-        time.sleep(0.05)
-    return True
 
 
 def save(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,15 +82,14 @@ def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
     }
 
 
-def document_of(step: int, pipe: Pipeline, config: Any, processes: int, serial: int) -> Mapping[str, Any]:
-    """The manifest, but for its files."""
+def document_of(step: int, pipe: Pipeline, config: Any, processes: int) -> dict[str, Any]:
+    """The manifest, but for its files and number."""
 
     def refuse(tensor: torch.Tensor) -> str:
         raise UsageError("config= holds a tensor; put tensors into extra=")
 
     return {
         "step": step,
-        "serial": serial,
         "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": encode(config, refuse, "config"),
         "layout": layout_of(pipe, processes),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
+import time
+from collections.abc import Set
 from itertools import count
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +20,9 @@ from penstock.train.checkpoint.lock import Lock
 from penstock.train.checkpoint.manifest import checkpoints_in, folder_name, newest_first
 from penstock.train.checkpoint.saving import remove
 
-__all__ = ["Directory", "Place", "Single"]
+__all__ = ["Directory", "Place", "Single", "sees"]
+
+SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
 
 
 class Place(NamedTuple):
@@ -43,16 +48,14 @@ class Directory:
         self._keep_every = keep_every
         self._lock = Lock(path)
         self._serial = 0
-        self._planned: set[str] = set()
 
-    def place(self, step: int) -> Place:
-        """For the next checkpoint; its hidden directory is made here."""
+    def place(self, step: int, planned: Set[str]) -> Place:
+        """For the next checkpoint; its hidden directory is made here. `planned` are names of saves under way."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock.take():
             self._clean()
-        taken = self._planned | {named.path.name for named in checkpoints_in(self.path)}
+        taken = planned | {named.path.name for named in checkpoints_in(self.path)}
         name = next(name for again in count() if (name := folder_name(step, again)) not in taken)
-        self._planned.add(name)
         self._serial += 1
         return _made(self.path / name, self._serial)
 
@@ -92,7 +95,7 @@ class Single(Directory):
         super().__init__(final.parent, None, None)
         self._final = final
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int, planned: Set[str]) -> Place:
         if os.path.lexists(self._final):
             raise CheckpointError(
                 f"{self._final} is there already; choose another path, or delete it first", path=self._final
@@ -102,3 +105,17 @@ class Single(Directory):
 
     def tidy(self, newest: Path) -> None:
         """Nothing beside it is ours."""
+
+
+def sees(directory: Path, process: int) -> bool:
+    """A directory that process 0 has made must be here too."""
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not directory.exists():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"process 0 has made {directory}, and process {process} on {socket.gethostname()} does not "
+                f"see it; all processes must share the directory: use a file system that all hosts mount",
+                path=directory,
+            )
+        time.sleep(0.05)
+    return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 from penstock.errors import CheckpointError
@@ -17,6 +18,7 @@ from penstock.errors import CheckpointError
 __all__ = ["Lock"]
 
 NAME = ".lock"
+PATIENCE = 5.0  # seconds: a run that is being restarted may not be quite gone
 _taken: set[tuple[int, int]] = set()  # (device, inode) of the locks that this process holds
 
 
@@ -39,12 +41,13 @@ class Lock:
         if identity in _taken:
             # not closed: that would end this process's lock. It is one small descriptor for one refused attempt.
             raise self._refusal("another Checkpointer of this process; close() it first")
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(descriptor)
-            raise self._refusal(f"{holder}; end that run, or choose another directory") from None
+        deadline = time.monotonic() + PATIENCE
+        while not _locked(descriptor):
+            if time.monotonic() > deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                os.close(descriptor)
+                raise self._refusal(f"{holder}; end that run, or choose another directory")
+            time.sleep(0.1)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._descriptor, self._identity = descriptor, identity
@@ -60,3 +63,11 @@ class Lock:
             _taken.discard(self._identity)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True

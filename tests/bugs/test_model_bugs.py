@@ -303,3 +303,20 @@ def test_buffers_without_values_are_named() -> None:
         model = nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W))
     with pytest.raises(ModelError, match=r"3 buffers of Sequential have no values \(1\.running_mean, .*penstock\.lazy"):
         penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square)
+
+
+class Stashes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.balance = nn.Linear(W, W), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.balance = y.square().mean()
+        return y
+
+
+def test_a_loss_that_a_unit_keeps_on_itself_is_told_of() -> None:
+    """A loss_fn that added up `block.balance` got the zeros of the constructor: the extra loss was lost in silence."""
+    with pytest.warns(UserWarning, match=r"blocks\.0\.balance, .*sees an old value.*penstock\.add_loss"):
+        trains(Chain(4, Stashes), rows())

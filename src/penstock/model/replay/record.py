@@ -13,6 +13,7 @@ to the next (see `carried`).
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -93,8 +94,29 @@ def record(
                 run()
             carried.check()
         install = install_collectors(model, tree)
+        _tell_of_losses(tree, first)
     install()
     return first.recording
+
+
+def _tell_of_losses(tree: nn.Module, marks: Marks) -> None:
+    """A number that a unit keeps on itself looks like a loss for others to pick up, which they cannot."""
+    found = [
+        f"{name}.{attribute}"
+        for name, module in tree.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor)
+        and value.numel() == 1
+        and value.is_floating_point()
+        and marks.is_made_inside(value)
+    ]
+    if found:
+        warnings.warn(
+            f"a unit keeps a number made in its forward on itself ({', '.join(found[:3])}"
+            f"{', ...' if found[3:] else ''}); a loss_fn that reads it there sees an old value, or none. If it is a loss, hand it to "
+            f"penstock.add_loss(name, value) in that forward instead, or return it",
+            stacklevel=2,
+        )
 
 
 @contextmanager

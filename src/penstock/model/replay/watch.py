@@ -77,6 +77,10 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         key = self.storages.key(tensor)
         return key in self.made_inside or any(call != PARAMETER for call, _ in self.marks.get(key, ()))
 
+    def is_made_inside(self, tensor: Tensor) -> bool:
+        """Whether a unit made it and did not return it."""
+        return self.storages.key(tensor) in self.made_inside
+
     @contextmanager
     def silent(self) -> Iterator[None]:
         """What is done inside is not the model's doing."""

@@ -320,3 +320,42 @@ def test_a_loss_that_a_unit_keeps_on_itself_is_told_of() -> None:
     """A loss_fn that added up `block.balance` got the zeros of the constructor: the extra loss was lost in silence."""
     with pytest.warns(UserWarning, match=r"blocks\.0\.balance, .*sees an old value.*penstock\.add_loss"):
         trains(Chain(4, Stashes), rows())
+
+
+class Hyper(nn.Module):
+    """One net makes the weights of another: a value that reached the unit through its own table of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.target = nn.Linear(W, W * W), nn.Linear(W, W)
+        self.blocks = nn.ModuleList(nn.Linear(W, W) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = {"weight": self.maker(x.mean(0)).view(W, W), "bias": self.target.bias}
+        x = torch.func.functional_call(self.target, made, (x,))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def test_a_unit_with_exchanged_parameters_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"target is called with other parameters than its own"):
+        trains(Hyper(), rows())
+
+
+def test_parameters_without_a_shape_are_named() -> None:
+    with pytest.raises(ModelError, match=r"2 parameters of Sequential have no shape yet \(1\.weight, 1\.bias\).*once"):
+        penstock.Pipeline(nn.Sequential(nn.Linear(W, W), nn.LazyLinear(W)), stages=2, microbatches=2, loss_fn=square)
+
+
+def test_a_unit_inside_of_vmap_is_refused_in_both_ways() -> None:
+    class Mapped(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.vmap(block)(x)
+            return x
+
+    with pytest.raises(
+        ModelError, match=r"replay: Mapped does something.*\n.*graph: torch\.export cannot capture Mapped"
+    ):
+        trains(Mapped(), rows(), split="auto")

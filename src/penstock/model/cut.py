@@ -19,7 +19,7 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance import counts_of
 from penstock.model.balancing import Balancing
-from penstock.model.lazy import check_buffers
+from penstock.model.lazy import check_values
 from penstock.model.profile import Weight, crossing_of, profile_layers
 from penstock.model.split import Split, more_than_its_layers, split_model
 
@@ -45,7 +45,7 @@ def cut_model(
     balance = balance if isinstance(balance, Balancing) else Balancing(balance)
     for part in [model] if isinstance(model, nn.Module) else model:
         if isinstance(part, nn.Module):  # what else is in a list is refused further down
-            check_buffers(part)
+            check_values(part)
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if example is not None and more_than_its_layers(model):
         listed = False
@@ -148,4 +148,7 @@ def _graph(
 
     if balance.runs or isinstance(balance.how, Mapping):
         raise ModelError("a graph has no units to measure or name; leave balance= out, or give counts")
-    return split_by_graph(model, stages, example, balance.counts, split_at)
+    try:
+        return split_by_graph(model, stages, example, balance.counts, split_at)
+    except NotImplementedError as error:  # tensors without memory of their own, such as those inside of vmap
+        raise ModelError(f"torch.export cannot capture {type(model).__name__}: {error}") from error

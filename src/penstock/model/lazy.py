@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy as uninitialized
 
 from penstock.errors import ModelError
 
-__all__ = ["check_buffers", "is_lazy", "lazy", "materialise", "stands_for"]
+__all__ = ["check_values", "is_lazy", "lazy", "materialise", "stands_for"]
 
 Init = Callable[[str, Tensor], Any]
 
@@ -46,8 +47,14 @@ def is_lazy(module: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in module.parameters())
 
 
-def check_buffers(model: nn.Module) -> None:
-    """Refuse buffers without values: the model's code reads them when it is cut, and no state has all of them."""
+def check_values(model: nn.Module) -> None:
+    """Refuse parameters without shapes, and buffers without values, which the model's code reads when it is cut."""
+    unknown = [name for name, parameter in model.named_parameters() if uninitialized(parameter)]
+    if unknown:
+        raise ModelError(
+            f"{len(unknown)} parameters of {type(model).__name__} have no shape yet ({', '.join(unknown[:4])}"
+            f"{', ...' if len(unknown) > 4 else ''}), as in nn.LazyLinear; run the model once before it is cut"
+        )
     empty = [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
     if empty:
         raise ModelError(

@@ -113,8 +113,8 @@ def _tell_of_losses(tree: nn.Module, marks: Marks) -> None:
     if found:
         warnings.warn(
             f"a unit keeps a number made in its forward on itself ({', '.join(found[:3])}"
-            f"{', ...' if found[3:] else ''}); a loss_fn that reads it there sees an old value, or none. If it is a loss, hand it to "
-            f"penstock.add_loss(name, value) in that forward instead, or return it",
+            f"{', ...' if found[3:] else ''}); a loss_fn that reads it there sees an old value, or none. If it is a "
+            f"loss, hand it to penstock.add_loss(name, value) in that forward instead, or return it",
             stacklevel=2,
         )
 
@@ -126,6 +126,10 @@ def _explained(model: nn.Module) -> Iterator[None]:
         yield
     except PenstockError:
         raise
+    except NotImplementedError as error:
+        raise ModelError(
+            f"{type(model).__name__} does something that cannot be followed from operation to operation ({error})"
+        ) from error
     except Exception as error:
         raise UsageError(
             f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
@@ -164,6 +168,7 @@ def _watch(
     call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))
     run = own if instead is None else instead(name)
     unit = own.args[0] if isinstance(own, functools.partial) else module  # the copy that is run
+    marks.check_parameters(name, module)
     sinks = Sinks(args, kwargs)
     marks.enter(name, module)
     with marks.silent():

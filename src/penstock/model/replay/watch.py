@@ -42,6 +42,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         self._behind: dict[int, str] = {}  # of these, those whose twin was written to
         self._read: set[Mark] = set()  # by the unit that runs, beside its arguments
         self._may_write: set[int] = set()
+        self._parameters = {id(parameter) for parameter in model.parameters()}
         for name, parameter in model.named_parameters():
             self.marks[self.storages.key(parameter)] = frozenset({(PARAMETER, len(recording.parameters))})
             recording.parameters.append(name)
@@ -147,6 +148,15 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
             key = self.storages.key(tensor)
             if key not in known and key not in self.marks:
                 self.made_inside.setdefault(key, unit)
+
+    def check_parameters(self, unit: str, module: nn.Module) -> None:
+        """All stages have one table of a unit's parameters: the model's code may not exchange what is in it."""
+        if any(id(parameter) not in self._parameters for parameter in module.parameters()):
+            raise ModelError(
+                f"{unit} is called with other parameters than its own, as torch.func.functional_call does, which on "
+                f"other stages would not be there; let what makes them and {unit} be one module, or pass them as "
+                f"arguments"
+            )
 
     def enter(self, unit: str, module: nn.Module) -> None:
         self.inside = unit

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, Self
 
@@ -190,7 +191,11 @@ class GPipe(nn.Module):
         balancing = Balancing(how, schedule_for=lambda count: build("gpipe", count, self.chunks))
         if balancing.counts is not None:
             stages = len(balancing.counts)
-        return cut_model(model, stages, balance=balancing, example=example)
+        fewest = stages if self._stages or balancing.counts or by_position else 1
+        for count in range(stages, fewest, -1):  # as many as there can be, where nothing says how many
+            with suppress(ModelError):
+                return cut_model(model, count, balance=balancing, example=example)
+        return cut_model(model, fewest, balance=balancing, example=example)
 
     def _example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | dict[str, Any]:
         """The first microbatch, as what to look at for the cut."""

@@ -148,6 +148,15 @@ def test_a_part_in_another_mode_stays_in_it() -> None:
     torch.testing.assert_close(pipe(rows()), pipe.module(rows()))
 
 
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * 2
+
+
 def test_balance_is_found_by_itself() -> None:
     """C2-3: 10 equal layers into 4 gave 5 partitions, 7 gave 7."""
     same = [nn.Linear(8, 8) for _ in range(10)]
@@ -156,6 +165,10 @@ def test_balance_is_found_by_itself() -> None:
     big = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 200), nn.Linear(200, 8)]
     assert penstock.GPipe(nn.Sequential(*big), balance="parameters", stages=2).balance in ([2, 2], [3, 1])
     assert penstock.GPipe(nn.Sequential(nn.Linear(8, 8))).balance == [1]
+    for model, stages in ((OneLayer(), 1), (Net(), min(4, len(os.sched_getaffinity(0))))):
+        pipe = penstock.GPipe(model, chunks=2)
+        pipe(rows()).sum().backward()
+        assert len(pipe.balance or ()) == stages
     timed = penstock.GPipe(nn.Sequential(*same), balance="time", devices=["cpu"] * 3, chunks=2)
     assert timed.balance is None
     assert timed(rows()).shape == (8, 8)
@@ -275,6 +288,7 @@ def test_what_is_no_module_is_named() -> None:
         (nn.Sequential(), "empty"),
         (nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), "lazy layers"),
         (penstock.GPipe(layers(), balance=2), "GPipe already"),
+        (nn.Sequential(nn.Linear(8, 8, device="meta"), nn.Linear(8, 8)), "without values"),
         (len, "wraps an nn.Module"),
     ]:
         with pytest.raises(ModelError, match=message):
@@ -384,6 +398,20 @@ def test_inside_a_larger_model_and_inside_another_gpipe() -> None:
             for (name, have), (other, want) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
                 assert name == other
                 torch.testing.assert_close(have.grad, want.grad)
+
+
+def test_one_gpipe_in_two_stages_of_another_takes_turns() -> None:
+    torch.manual_seed(0)
+    inner = penstock.GPipe(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), balance=2, chunks=2)
+    pipe = penstock.GPipe(nn.Sequential(inner, nn.Tanh(), inner), balance=[1, 1, 1], chunks=4)
+    for _ in range(3):
+        pipe.zero_grad()
+        pipe(rows()).sum().backward()
+        have = [parameter.grad for parameter in pipe.parameters()]
+        pipe.zero_grad()
+        pipe.module(rows()).sum().backward()
+        for one, other in zip(have, [parameter.grad for parameter in pipe.parameters()], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 def test_a_nested_gpipe_may_draw() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Calls:
         self._devices = dict(enumerate(devices or ()))
         self._clock = Clock(0)
         transports = ThreadTransport.group(split.stages, None, timeout, devices)
+        self.turn = threading.RLock()  # of a model that several threads call, such as two stages of another
         self._programs: dict[tuple[int, frozenset[int]], tuple[Schedule, Schedule]] = {}
         self.stages: list[AttachedStage] = []
         placement = self.programs(chunks)[0].placement
@@ -81,7 +83,8 @@ class Calls:
         batch = split_batch(count, args, kwargs, None, {}, self.batch_dims, attached=attached)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.checkpoint]
         call = Call(self, batch, recomputed if training and attached else 0)
-        outputs = call.forward(attached)
+        with self.turn:
+            outputs = call.forward(attached)
         if attached:
             outputs = call.join(outputs)
         return merge(outputs, self.batch_dims.get("output", 0))
@@ -91,7 +94,7 @@ class Call:
     """One forward of the model, and later its backward."""
 
     def __init__(self, calls: Calls, batch: Batch, recomputed: int) -> None:
-        self._calls, self._batch = calls, batch
+        self.calls, self._batch = calls, batch
         self._count = len(batch.args)
         self._recomputed = frozenset(range(recomputed))
         self._given = [pytree.tree_flatten((args, kw)) for args, kw in zip(batch.args, batch.kwargs, strict=True)]
@@ -107,7 +110,7 @@ class Call:
 
     def forward(self, attached: bool) -> list[Any]:
         """The outputs of all microbatches, apart from any graph."""
-        calls = self._calls
+        calls = self.calls
         inputs = self._inputs(attached)
         calls.crew.settle()
         calls._clock.seed = self._seed
@@ -131,8 +134,8 @@ class Call:
     def _inputs(self, attached: bool) -> dict[int, StepInput]:
         """What each rank works on: its own leaves in the place of inputs that want a gradient."""
         found = {}
-        for rank in range(self._calls.split.stages):
-            device = self._calls._devices.get(rank)
+        for rank in range(self.calls.split.stages):
+            device = self.calls._devices.get(rank)
             pieces: list[list[Tensor]] = []
             args, kwargs = [], []
             for leaves, spec in self._given:
@@ -153,16 +156,16 @@ class Call:
             keep_outputs=True,
             training=training,
             recompute=self._recomputed,
-            batch_dims=self._calls.batch_dims,
+            batch_dims=self.calls.batch_dims,
             returns=True,
             output_gradients=list(gradients),
         )
 
     def _keep(self) -> None:
         """Take what the stages hold off them."""
-        stages = self._calls.stages
+        stages = self.calls.stages
         self._records = [stage.records for stage in stages]
-        self._alone = frozenset(self._calls.crew.turns.alone)
+        self._alone = frozenset(self.calls.crew.turns.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
             known = set(map(id, parameters))
             parameters += [leaf for leaf in stage.foreign.values() if id(leaf) not in known]
@@ -198,7 +201,7 @@ class Call:
                 "this forward of the pipeline was gone back through already, and what it held is freed; call "
                 "backward(retain_graph=True) the first time to do it again"
             )
-        calls, stages = self._calls, self._calls.stages
+        calls, stages = self.calls, self.calls.stages
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         for stage, weights in zip(stages, self._weights, strict=False):
             check_weights(stage.module.parameters(), weights)
@@ -230,7 +233,7 @@ class Call:
                 known = sums.get(id(source))
                 sums[id(source)] = gradient if known is None else known + gradient
 
-        for rank, stage in enumerate(self._calls.stages):
+        for rank, stage in enumerate(self.calls.stages):
             for wanted, pieces in zip(self._wanted, self._pieces[rank], strict=True):
                 for source, piece in zip(wanted, pieces, strict=True):
                     add(source, piece.grad)
@@ -245,7 +248,7 @@ class Call:
         """One half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:
-            self._calls.crew.run(program, lambda: inputs, alone=alone)
+            self.calls.crew.run(program, lambda: inputs, alone=alone)
             return
         except PeerFailure as failure:
             cause = failure.__cause__
@@ -253,7 +256,7 @@ class Call:
                 raise
             what = ("forward", "backward")[half]
             cause.add_note(
-                f"raised in stage {failure.stage} of {self._calls.split.stages}, {what} of microbatch "
+                f"raised in stage {failure.stage} of {self.calls.split.stages}, {what} of microbatch "
                 f"{failure.microbatch} of {self._count} ({failure.action})"
             )
         try:
@@ -273,7 +276,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (None, *ctx.call.backward(gradients))
+        with ctx.call.calls.turn:
+            return (None, *ctx.call.backward(gradients))
 
 
 def _wants(leaf: Any) -> bool:

@@ -29,6 +29,11 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
     lazy = (UninitializedParameter, UninitializedBuffer)
     if any(isinstance(each, lazy) for each in (*model.parameters(), *model.buffers())):
         raise ModelError("the model has lazy layers that do not know their sizes yet; call it once before it is cut")
+    if any(each.is_meta for each in model.parameters()):
+        raise ModelError(
+            "the model has parameters without values, on the meta device; build it as it is (it is Pipeline that takes "
+            "models from penstock.lazy())"
+        )
     if isinstance(model, nn.ModuleList):
         raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")
     chunks = given["chunks"]

@@ -29,12 +29,12 @@ class Undisturbed:
         modules = [module for stage in stages for module in stage.modules()]
         modes = [(module, module.training) for module in modules]
         tables = {id(module._buffers): module._buffers for module in modules}
-        empty = [(table, name) for table in tables.values() for name, buffer in table.items() if buffer is None]
+        entries = {number: dict(table) for number, table in tables.items()}
         before = {
             (number, name): (buffer, version_of(buffer), self._copy((number, name), buffer))
-            for number, table in tables.items()
+            for number, table in entries.items()
             for name, buffer in table.items()
-            if buffer is not None
+            if buffer is not None and not buffer.is_meta
         }
         try:
             for module in modules:
@@ -43,33 +43,25 @@ class Undisturbed:
         finally:
             for module, mode in modes:
                 module.training = mode
-            self._restore(tables, before)
-            for table, name in empty:
-                table[name] = None
+            for number, table in tables.items():
+                table.clear()  # of what the evaluation has put there
+                table.update(entries[number])
+            self._restore(before)
 
     def _copy(self, key: Key, buffer: Tensor) -> Tensor | None:
         if self._still is not None and key in self._still:
             return None
         return buffer.detach().clone()
 
-    def _restore(
-        self, tables: dict[int, dict[str, Tensor | None]], before: dict[Key, tuple[Tensor, int, Tensor | None]]
-    ) -> None:
+    def _restore(self, before: dict[Key, tuple[Tensor, int, Tensor | None]]) -> None:
         still, late = set(), []
-        for number, table in tables.items():
-            for name in [name for name, value in table.items() if value is not None and (number, name) not in before]:
-                del table[name]  # made by the evaluation
         for key, (buffer, version, copy) in before.items():
-            tables[key[0]][key[1]] = buffer
-            moved = version_of(buffer) != version
-            if copy is None and moved:
+            if version_of(buffer) != version and copy is None:
                 late.append(key[1])
-                continue
-            if copy is not None and (moved or not torch.equal(buffer, copy)):  # batch norm writes past versions
+            elif copy is not None and _differs(buffer, version, copy):
                 with torch.no_grad():
                     buffer.copy_(copy)
-                continue
-            if buffer.numel() * buffer.element_size() > SMALL_BYTES:
+            elif buffer.numel() * buffer.element_size() > SMALL_BYTES:
                 still.add(key)
         self._still = still
         if late:
@@ -77,3 +69,10 @@ class Undisturbed:
                 f"the evaluation wrote to {', '.join(late)}, which earlier ones did not, so that no copy was kept to "
                 f"restore: the model is not what it was; write to buffers in training mode only"
             )
+
+
+def _differs(buffer: Tensor, version: int, copy: Tensor) -> bool:
+    """Batch norm writes past versions, so that values are compared too; a plain tensor's can be."""
+    if version_of(buffer) != version:
+        return True
+    return type(buffer) is Tensor and not torch.equal(buffer, copy)

@@ -38,7 +38,7 @@ from penstock.train.worker import Job, enter, note_path, read_note
 
 __all__ = ["launch", "torchrun_command"]
 
-SETTLE = 6.0  # seconds that ranks have to say what they know of a failure, before they are ended
+SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
 CHATTY = ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher")
 Say = Callable[[str], None]
 

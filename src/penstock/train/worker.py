@@ -11,6 +11,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import traceback
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
+from penstock.errors import CheckpointError, ModelError, PeerFailure, PenstockError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.build import build_model, build_optimizer, build_pipeline, build_rate
@@ -108,6 +109,9 @@ def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> Non
         place = {"stage": error.stage, "action": error.action, "microbatch": error.microbatch}
     elif isinstance(error, PenstockError):
         cause = str(error)
+        other = re.match(r"process (\d+): ", cause)  # of a save: what went wrong on another rank
+        if isinstance(error, CheckpointError) and other:
+            culprit, cause = int(other[1]), cause[other.end() :]
     note = {"rank": rank, "culprit": culprit, "cause": cause, "final": final, **place}
     with suppress(OSError):  # on a full disk the exit code must do
         path.parent.mkdir(parents=True, exist_ok=True)

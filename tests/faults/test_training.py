@@ -1,0 +1,154 @@
+"""`penstock train` and everything that may happen to it: the culprit is named, the losses are those of an undisturbed
+run bit for bit, every checkpoint is whole or not there, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from train_jobs import Job, gone, job, undisturbed
+
+from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_manifest
+
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "20"))
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), 24)
+
+
+def assert_whole(output: Path) -> None:
+    """What has the name of a checkpoint is one, to the last bit."""
+    found = checkpoints_in(output / "checkpoints")
+    assert found
+    for named in found:
+        assert list(damages(named.path, read_manifest(named.path), sums=True)) == []
+
+
+def plan(*traps: tuple[int, int, str]) -> str:
+    return f"data.options.plan={[list(trap) for trap in traps]}"
+
+
+def test_a_run_outlives_a_raise_a_kill_and_a_full_disk(tmp_path: Path, wanted: list[float]) -> None:
+    traps = plan((5, 1, "raise"), (11, 0, "kill"), (14, 1, "full"))
+    with job(tmp_path, "training.steps=24", "pipeline.timeout=20", traps) as run:
+        processes = run.until(run.ranks)
+        assert run.wait() == 0, run.log
+        assert run.losses == wanted
+        incidents = run.incidents
+        assert [incident["rank"] for incident in incidents] == [1, 0, 1], run.log
+        causes = [incident["cause"] for incident in incidents]
+        assert "ValueError: the trap was sprung" in causes[0]
+        assert "rank 0 was killed by SIGKILL" in causes[1]
+        assert "could not be saved" in causes[2]
+        assert "File too large" in causes[2]
+        from_step = [int(Path(incident["checkpoint"]).name[-8:]) for incident in incidents]
+        assert all(step <= most for step, most in zip(from_step, (4, 10, 14), strict=True))  # a save may be under way
+        for line in (*causes, "restart 1 of 3", f"going on from step {from_step[0]}"):
+            assert line in run.log
+        assert "Traceback" not in run.log
+        assert_whole(run.output)
+        assert gone(processes)
+
+
+@pytest.mark.slow
+def test_ctrl_c_finishes_the_step_saves_and_the_run_goes_on(tmp_path: Path, wanted: list[float]) -> None:
+    with job(tmp_path, "training.steps=24", "checkpoint.every=0", plan()) as run:
+        run.until(lambda: run.steps() >= 3)
+        processes = run.descendants()
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.log
+        stopped = run.steps()
+        assert stopped < 24, "it was too fast to be stopped"
+        assert f"stopped: step {stopped}" in run.log
+        assert "--resume" in run.log
+        assert_whole(run.output)
+        assert gone(processes)
+    with job(tmp_path, "training.steps=24", "checkpoint.every=0", plan(), "--resume") as run:
+        assert run.wait() == 0, run.log
+        assert f"going on from step {stopped}" in run.log
+        assert run.losses == wanted
+
+
+@pytest.mark.slow
+def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+    with job(tmp_path, "training.steps=100000", plan()) as run:
+        run.until(lambda: run.steps() >= 3)
+        processes = run.descendants()
+        run.process.send_signal(signal.SIGINT)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 130, run.log
+        assert gone(processes)
+        assert_whole(run.output)
+    with job(tmp_path, "training.steps=100000", plan(), "--resume") as run:
+        run.until(lambda: "going on" in run.log)
+        processes = run.descendants()
+        assert len(processes) >= 3
+        os.kill(run.ranks()[1], signal.SIGSTOP)  # a process that could not end by itself
+        run.process.kill()
+        assert gone(processes)
+        assert_whole(run.output)
+
+
+@pytest.mark.slow
+def test_a_stall_an_exit_and_too_many_failures(tmp_path: Path, wanted: list[float]) -> None:
+    with job(tmp_path, "training.steps=24", "pipeline.timeout=4", plan((7, 1, "stall"), (13, 0, "exit"))) as run:
+        assert run.wait() == 0, run.log
+        assert run.losses == wanted
+        stalled, left = run.incidents
+        assert stalled["rank"] == 1
+        assert "silent for 4 s" in stalled["cause"]
+        assert left["rank"] == 0
+    (tmp_path / "again").mkdir()
+    settings = ["training.steps=24", "launch.max_restarts=1", plan((3, 1, "raise"), (5, 0, "raise"))]
+    with job(tmp_path / "again", *settings) as run:
+        assert run.wait() == 1, run.log
+        assert [incident["rank"] for incident in run.incidents] == [1, 0]
+        assert "restart 1 of 1" in run.log
+        assert "restart 2" not in run.log
+        assert_whole(run.output)
+
+
+@pytest.mark.slow
+def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path) -> None:
+    with job(tmp_path, "model.source=traps:nothing") as run:
+        assert run.wait() == 1
+        assert "model.source: traps has no nothing" in run.log
+        assert "restart" not in run.log
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+    """One job, killed again and again: while it starts, loads, trains and, every third time, while it saves."""
+    chance = random.Random(8)
+    killed = []
+    settings = ["training.steps=1000000", f"launch.max_restarts={KILLS + 5}", "checkpoint.every=1", plan()]
+    with job(tmp_path, *settings) as run:
+        for number in range(KILLS):
+            ranks = run.until(lambda: found if len(found := run.ranks()) == 2 else None)
+            if number % 3 == 0:
+                run.until(lambda: saving(run))
+                time.sleep(chance.uniform(0, 0.02))
+            else:
+                time.sleep(chance.uniform(0, 2.0))
+            victim = chance.randrange(2)
+            os.kill(ranks[victim], signal.SIGKILL)
+            killed.append(victim)
+            run.until(lambda count=number: len(run.incidents) > count)
+        done = run.steps()
+        run.until(lambda: run.steps() > done)
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() == 130, run.log
+        assert [incident["rank"] for incident in run.incidents] == killed, run.log
+        assert_whole(run.output)
+        (tmp_path / "undisturbed").mkdir()
+        assert run.losses == undisturbed(tmp_path / "undisturbed", run.steps())
+
+
+def saving(run: Job) -> bool:
+    return any(path.name.startswith(".step-") for path in (run.output / "checkpoints").glob(".*"))

@@ -1,0 +1,199 @@
+"""`penstock train` as a user starts it: a process of its own, watched from outside, disturbed, and looked at after."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from processes import on_processes
+
+from penstock.train.metrics import read_metrics
+
+# Traps for ranks: at pass `number` of an attempt, on one rank. The next attempt does not meet them again.
+TRAPS = """
+import os, resource, signal, time
+import torch
+
+def limit():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))  # the next checkpoint does not fit: as on a full disk
+
+def boom():
+    raise ValueError("the trap was sprung")
+
+SPRINGS = {
+    "raise": boom,
+    "exit": lambda: os._exit(7),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stall": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "full": limit,
+}
+
+class Rows:
+    def __init__(self, plan=()):
+        self.plan = {(attempt, number, rank): kind for attempt, (number, rank, kind) in enumerate(plan)}
+
+    def batch(self, number):
+        here = (int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), number, int(os.environ.get("RANK", 0)))
+        if here in self.plan:
+            SPRINGS[self.plan[here]]()
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.randint(0, 64, (8, 13), generator=generator)
+        return rows[:, :-1], rows[:, 1:]
+"""
+
+TINY = [
+    "model.options.layers=2",
+    "model.options.width=16",
+    "model.options.heads=2",
+    "model.options.dropout=0.1",
+    "data.source=traps:Rows",
+    "data.sequence=12",
+    "data.batch=8",
+    "pipeline.ranks=2",
+    "pipeline.microbatches=4",
+    "optimizer.warmup=2",
+    "optimizer.decay=constant",
+    "evaluation.every=0",
+    "checkpoint.every=2",
+    "logging.every=5",
+    "logging.tensorboard=off",
+]
+
+
+def prepare(folder: Path) -> None:
+    """Put the traps' module where the job looks for it."""
+    (folder / "traps.py").write_text(TRAPS)
+
+
+class Job:
+    """A running `penstock train`."""
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        self.folder = folder
+        self.output = folder / "run"
+        self._log = (folder / "log.txt").open("wb")
+        command = [sys.executable, "-m", "penstock", "train", *TINY, "output=run", *settings]
+        self.process = subprocess.Popen(
+            command, cwd=folder, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        path = self.output / "incidents.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def losses(self) -> list[float]:
+        lines = read_metrics(self.output / "metrics.jsonl")
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        return [line["loss"] for line in lines]
+
+    def steps(self) -> int:
+        """The last step that is written down."""
+        return max((line["step"] for line in read_metrics(self.output / "metrics.jsonl")), default=0)
+
+    def wait(self, limit: float = 90) -> int:
+        return self.process.wait(limit)
+
+    def until(self, ready: Callable[[], Any], limit: float = 60) -> Any:
+        """Wait for something while the job runs."""
+        deadline = time.monotonic() + limit
+        while not (found := ready()):
+            assert self.process.poll() is None, f"the job ended with {self.process.returncode}:\n{self.log}"
+            assert time.monotonic() < deadline, f"waited for {limit} s:\n{self.log}"
+            time.sleep(0.002)
+        return found
+
+    def descendants(self) -> list[int]:
+        """Every living process that the job has started, and their children."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and (parent := _parent(int(entry.name))) is not None:
+                children.setdefault(parent, []).append(int(entry.name))
+        found, todo = [], [self.process.pid]
+        while todo:
+            inner = sorted(children.get(todo.pop(), []))
+            found += inner
+            todo += inner
+        return found
+
+    def ranks(self) -> list[int]:
+        """The ranks' processes, by rank: children of the fork server, started in order."""
+        return sorted(pid for pid in self.descendants() if _parent(pid) not in (None, self.process.pid))
+
+    def close(self) -> None:
+        self._log.close()
+        for pid in [*self.descendants(), self.process.pid]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+def _parent(pid: int) -> int | None:
+    """Of a process that lives; None of one that is gone or only waits to be buried."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(parent)
+
+
+def gone(pids: list[int], limit: float = 10) -> bool:
+    """Are all these processes gone, or will be within `limit` seconds?"""
+    deadline = time.monotonic() + limit
+    while any(_parent(pid) is not None for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@contextmanager
+def job(folder: Path, *settings: str) -> Iterator[Job]:
+    prepare(folder)
+    running = Job(folder, *settings)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def undisturbed(folder: Path, steps: int) -> list[float]:
+    """The losses of the same training on processes that nobody touches."""
+    prepare(folder)
+    on_processes(2, train_in, str(folder), steps)
+    return [line["loss"] for line in read_metrics(folder / "run" / "metrics.jsonl")]
+
+
+def train_in(folder: str, steps: int) -> None:
+    import torch.distributed as dist
+
+    from penstock.train.config import load_config
+    from penstock.train.run import RunFolder
+    from penstock.train.stopping import Stop
+    from penstock.train.worker import Job as Told
+    from penstock.train.worker import train_here
+
+    os.chdir(folder)
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
+    config = load_config(None, [*TINY, "output=run", f"training.steps={steps}", "checkpoint.every=0"])
+    if dist.get_rank() == 0:
+        RunFolder(Path(config.output)).prepare(config, resume=False, fresh=False)
+    dist.barrier()
+    with open(os.devnull, "w") as nowhere:
+        sys.stdout = nowhere
+        assert train_here(Told(config, ""), Stop()) == 0

@@ -128,7 +128,9 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["data.batch=7"], "7 rows cannot fill 8 microbatches"),
-        (["data.batch=9", "training.accumulate=2"], "cannot share evenly; 8 or 10 would do"),
+        (["data.batch=9", "training.accumulate=2"], "cannot divide evenly; 8 or 10 would do"),
+        (["mesh.replicas=8"], "= 4 rows cannot fill 8 microbatches.*; 64 rows would"),
+        (["mesh.replicas=2", "pipeline.workers=threads"], "mesh.replicas are processes"),
         (["pipeline.ranks=16"], "16 stages cannot be cut from 8 pieces.*layers=14 would do"),
         (["pipeline.ranks=3", "pipeline.stages=4"], "4 stages .* cannot fill 3 ranks .* evenly; 6 stages would"),
         (["pipeline.balance=[1, 2]", "pipeline.stages=4"], "2 counts for 4 stages"),

@@ -415,3 +415,31 @@ def test_time_is_said_as_people_do() -> None:
     pace.step(100)
     assert pace.rate > 0
     assert pace.left(0) == 0
+
+
+def test_fp16_finds_its_scale_and_keeps_it_when_the_run_goes_on(tmp_path: Path, text: Path) -> None:
+    half = ["pipeline.precision=fp16", "evaluation.every=0"]
+    whole = config_of(tmp_path, text, *half, f"output={tmp_path / 'whole'}")
+    parts = config_of(tmp_path, text, *half, f"output={tmp_path / 'parts'}")
+    assert trained(whole) == 0
+    stop = Stop()
+    stop.asked = True
+    assert trained(parts, stop=stop) == INTERRUPTED
+    assert trained(parts, resume=True) == 0
+    assert losses(parts) == losses(whole)
+    plain = config_of(tmp_path, text, "evaluation.every=0", f"output={tmp_path / 'plain'}")
+    assert trained(plain) == 0
+    assert losses(plain) != losses(whole)
+    assert losses(plain) == pytest.approx(losses(whole), rel=1e-2)
+
+
+def test_a_batch_is_shared_by_replicas_row_by_row() -> None:
+    from penstock.train.data import Batch
+
+    batch = Batch((torch.arange(8).reshape(4, 2),), {"mask": torch.ones(4), "scale": 2.0}, torch.arange(4), 8)
+    halves = [batch.share(number, 2) for number in range(2)]
+    assert [half.target.tolist() for half in halves] == [[0, 1], [2, 3]]
+    assert [half.kwargs["mask"].shape[0] for half in halves] == [2, 2]
+    assert [half.kwargs["scale"] for half in halves] == [2.0, 2.0]
+    assert halves[0].tokens == 8
+    assert batch.share(0, 1) is batch

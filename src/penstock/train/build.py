@@ -99,9 +99,13 @@ def build_pipeline(
     ranks: int | None = None,
     balance: Any = None,
     transport: str | None = None,
+    mesh: Any = None,
 ) -> Pipeline:
     """The pipeline of a configuration; `batch` shows what the model takes."""
     options = config.pipeline
+    replicated: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "replicate": config.mesh.replicate}
+    if mesh is not None and config.mesh.replicate == "fsdp":
+        replicated["window"] = config.mesh.window
     if batch.target is None:
         loss = None
     if config.training.accumulate > 1:
@@ -120,9 +124,11 @@ def build_pipeline(
         ranks=ranks,
         transport=transport,
         recompute=options.recompute,
+        precision=options.precision,
         timeout=options.timeout,
         seed=config.seed,
         **wanted,
+        **replicated,
     )
 
 

@@ -41,16 +41,20 @@ def _is_file(schedule: str) -> bool:
 
 def _rows(config: TrainConfig) -> Iterator[str]:
     batch, passes, slices = config.data.batch, config.training.accumulate, config.pipeline.microbatches
-    if batch % passes:
+    shares = passes * config.mesh.replicas
+    by = "training.accumulate" + (" x mesh.replicas" if config.mesh.replicas > 1 else "")
+    if batch % shares:
         yield (
-            f"data.batch is {batch}, which {passes} accumulated passes (training.accumulate) cannot share evenly; "
-            f"{batch // passes * passes or passes} or {(batch // passes + 1) * passes} would do"
+            f"data.batch is {batch}, which {shares} shares ({by}) cannot divide evenly; "
+            f"{batch // shares * shares or shares} or {(batch // shares + 1) * shares} would do"
         )
-    elif batch // passes < slices:
+    elif batch // shares < slices:
         yield (
-            f"data.batch / training.accumulate = {batch // passes} rows cannot fill {slices} microbatches "
-            f"(pipeline.microbatches); {slices * passes} rows would, or at most {batch // passes} microbatches"
+            f"data.batch / ({by}) = {batch // shares} rows cannot fill {slices} microbatches "
+            f"(pipeline.microbatches); {slices * shares} rows would, or at most {batch // shares} microbatches"
         )
+    if config.mesh.replicas > 1 and config.pipeline.workers == "threads":
+        yield 'mesh.replicas are processes; set pipeline.workers to "processes", or mesh.replicas to 1'
 
 
 def _cut(config: TrainConfig) -> Iterator[str]:
@@ -88,9 +92,10 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         yield f"optimizer.betas is {betas}; it takes two numbers from 0 to below 1, such as [0.9, 0.95]"
     if config.optimizer.momentum and config.optimizer.name != "sgd":
         yield f"optimizer.momentum is for sgd; {config.optimizer.name} has optimizer.betas"
-    odd = [rank for rank in config.logging.ranks if not 0 <= rank < config.pipeline.ranks]
+    processes = config.pipeline.ranks * config.mesh.replicas
+    odd = [rank for rank in config.logging.ranks if not 0 <= rank < processes]
     if odd:
-        yield f"logging.ranks has {odd[0]}; the ranks are 0 to {config.pipeline.ranks - 1}"
+        yield f"logging.ranks has {odd[0]}; the ranks are 0 to {processes - 1}"
     if not config.output.strip():
         yield "output is empty; name a folder, such as runs/mine"
     if not config.data.source:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.randomness import seed_of
@@ -35,6 +36,19 @@ class Batch:
     kwargs: dict[str, Any]
     target: Any
     tokens: int  # for the rate: of tokens where rows have them, else rows
+
+    def share(self, number: int, count: int) -> Batch:
+        """The rows of replica `number` of `count`; `tokens` stay those of all."""
+        if count == 1:
+            return self
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.dim():
+                return value
+            return value.tensor_split(count)[number]
+
+        args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
+        return Batch(args, kwargs, target, self.tokens)
 
 
 class Batches(Protocol):

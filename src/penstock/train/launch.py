@@ -144,7 +144,7 @@ def launch(config: TrainConfig, again: str, say: Say) -> int:
     folder = RunFolder(Path(config.output))
     for name in CHATTY:  # what they report is said better here
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    ranks = config.pipeline.ranks
+    ranks = config.pipeline.ranks * config.mesh.replicas
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(["penstock.train.worker"])
     spec = WorkerSpec(
@@ -223,7 +223,7 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
 
 def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
     """How the same run starts on several hosts."""
-    ranks = config.pipeline.ranks
+    ranks = config.pipeline.ranks * config.mesh.replicas
     hosts = 2 if ranks % 2 == 0 else ranks
     parts = [
         "torchrun",

@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.pipeline import Pipeline, StepResult
+from penstock.runtime.scaler import GradScaler
 from penstock.schedule import Timeline
+from penstock.train.checkpoint.checkpointer import Checkpointer
+from penstock.train.checkpoint.processes import Processes
+from penstock.train.config import to_document
 from penstock.train.data import Batch, Batches
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite, find_culprit
@@ -25,6 +28,8 @@ from penstock.train.settings import TrainConfig
 from penstock.train.stopping import Stop
 
 __all__ = ["Ending", "Trainer"]
+
+OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 
 
 @dataclass(frozen=True)
@@ -47,20 +52,22 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         rate: LambdaLR,
         data: Batches,
-        checkpointer: Any,
+        checkpointer: Checkpointer,
+        scaler: GradScaler | None,
         folder: RunFolder,
         metrics: Metrics | None,
         progress: Progress,
     ) -> None:
         self.config = config
         self.pipe, self.optimizer, self.rate, self.data = pipe, optimizer, rate, data
-        self.checkpointer, self.folder = checkpointer, folder
+        self.checkpointer, self.scaler, self.folder = checkpointer, scaler, folder
+        self.processes = Processes(pipe, "penstock train")
         self.metrics, self.progress = metrics, progress
         self.step = 0  # steps that are done
         self.loss: float | None = None
         self.validation: float | None = None
         self.timeline: Timeline | None = None
-        self._skips = 0
+        self.skips = 0  # steps in a row that were left out
         self._idle: float | None = None
         self._recording: ExitStack | None = None
         self._saved: int | None = None
@@ -98,16 +105,12 @@ class Trainer:
             self.pipe,
             self.optimizer,
             scheduler=self.rate,
+            scaler=self.scaler,
             data=self.data,
-            extra={"skips": self._skips},
-            config=self._document(),
+            extra={"skips": self.skips},
+            config=to_document(self.config),
         )
         self._saved = self.step
-
-    def _document(self) -> dict[str, Any]:
-        from penstock.train.config import to_document
-
-        return to_document(self.config)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -125,38 +128,61 @@ class Trainer:
         batches: list[Batch] = []
         for number in range(passes):
             batch = self.data.at(self.step * passes + number)
-            result = self._pass(batch)
-            loss += math.nan if result.loss is None else result.loss.item()
             tokens += batch.tokens
-            batches.append(batch)
-            if not math.isfinite(loss):
-                break
-        clip = self.config.optimizer.clip
-        norm = (self.pipe.grad_norm() if clip is None else self.pipe.clip_grad_norm_(clip)).item()
+            if math.isfinite(loss):  # else the step is lost, and its batches are only passed by
+                result = self._pass(batch)
+                loss += math.nan if result.loss is None else result.loss.item()
+                batches.append(batch)
+        norm = self._clip()
         lr = self.optimizer.param_groups[0]["lr"]
-        if math.isfinite(loss) and math.isfinite(norm):
-            self.optimizer.step()
-            self._skips = 0
-        else:
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self._scale_falls(norm)):
             self._not_finite(loss, norm, batches[-1])
+        elif self.scaler is not None:
+            self.scaler.step(self.optimizer)  # which leaves out what overflowed
+        else:
+            self.optimizer.step()
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.skips = 0
+        if self.scaler is not None:
+            self.scaler.update()
         self.rate.step()
         self.optimizer.zero_grad()
         self.pipe.zero_grad()
         return loss, norm, lr, tokens
 
+    def _clip(self) -> float:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        clip = self.config.optimizer.clip
+        return (self.pipe.grad_norm() if clip is None else self.pipe.clip_grad_norm_(clip)).item()
+
+    def _scale_falls(self, norm: float) -> bool:
+        """In fp16, gradients that overflow are how the right scale is found; not for ever, though."""
+        if self.scaler is None or self.skips >= OVERFLOWS:
+            return False
+        self.skips += 1
+        return True
+
+    def _mine(self, batch: Batch) -> Batch:
+        mesh = self.pipe.composition.axes.mesh
+        return batch if mesh is None else batch.share(mesh.get_local_rank("dp"), self.config.mesh.replicas)
+
     def _pass(self, batch: Batch) -> StepResult:
-        return self.pipe.step(*batch.args, target=batch.target, **batch.kwargs)
+        mine = self._mine(batch)
+        return self.pipe.step(*mine.args, target=mine.target, **mine.kwargs)
 
     def _not_finite(self, loss: float, norm: float, batch: Batch) -> None:
         """A step that must not reach the weights: left out, or the end."""
-        self._skips += 1
+        self.skips += 1
         what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")
         most = self.config.training.most_skips
-        if self.config.training.nonfinite == "skip" and self._skips <= most:
-            self.progress.say(f"step {self.step + 1}: {what}; the step is left out ({self._skips} in a row)")
+        if self.config.training.nonfinite == "skip" and self.skips <= most:
+            self.progress.say(f"step {self.step + 1}: {what}; the step is left out ({self.skips} in a row)")
             return
+        if self.scaler is not None:
+            self.scaler.update()
         where = find_culprit(self.pipe, lambda: self._pass(batch))
-        often = f" in {self._skips} steps in a row" if self._skips > 1 else ""
+        often = f" in {self.skips} steps in a row" if self.skips > 1 else ""
         raise NonFinite(
             f"step {self.step + 1}: {what}{often}. First bad: {where}. The newest checkpoint is from before it; lower "
             f"optimizer.lr or optimizer.clip, or set training.nonfinite=skip to leave such steps out"
@@ -166,9 +192,7 @@ class Trainer:
 
     def _tell(self, asked: bool) -> tuple[bool, list[int]]:
         """Whether any rank was asked to stop, and every rank's memory."""
-        transport = self.pipe.world.transport
-        mine = (asked, memory_now())
-        told = [mine] if transport is None else transport.exchange(mine)
+        told = self.processes.exchange((asked, memory_now()))
         return any(asked for asked, _ in told), [memory for _, memory in told]
 
     def _evaluate(self) -> float | None:
@@ -178,7 +202,8 @@ class Trainer:
             batch = self.data.validation(number)
             if batch is None:
                 break
-            result = self.pipe.evaluate(*batch.args, target=batch.target, **batch.kwargs)
+            mine = self._mine(batch)
+            result = self.pipe.evaluate(*mine.args, target=mine.target, **mine.kwargs)
             if result.loss is not None:
                 losses.append(result.loss.item() * self.config.training.accumulate)
         self.validation = sum(losses) / len(losses) if losses else None
@@ -206,7 +231,7 @@ class Trainer:
                 tokens_per_second=round(pace.rate, 1),
                 memory=memory,
                 idle=None if idle is None else round(idle, 4),
-                skipped=True if self._skips else None,
+                skipped=True if self.skips else None,
             )
         self._idle = idle if idle is not None else self._idle
         reading = Reading(

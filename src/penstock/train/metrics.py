@@ -28,8 +28,8 @@ class Metrics:
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(partial, path)
-        self._file = path.open("a", encoding="utf-8")
         self._board = _board(tensorboard, path.parent / "tensorboard", start)
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, **values: Any) -> None:
         """One line; it is in the file when this returns, if not yet on the disk."""

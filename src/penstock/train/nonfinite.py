@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.pipeline import Pipeline
+from penstock.train.checkpoint.processes import Processes
 
 __all__ = ["NonFinite", "find_culprit"]
 
@@ -49,9 +50,8 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     bad_loss = result.loss is not None and not bool(torch.isfinite(result.loss))
     gradients = [] if found else _bad_gradients(pipe)
     pipe.zero_grad()
-    transport = pipe.world.transport
     mine = ([(one.stage, one.order, one.words) for one in found], gradients)
-    told = [mine] if transport is None else transport.exchange(mine)
+    told = Processes(pipe, "the search for a bad number").exchange(mine)
     outputs = sorted(entry for entries, _ in told for entry in entries)
     if outputs:
         stage, _, words = outputs[0]

@@ -44,17 +44,21 @@ class Plan:
         )
         peak = max(self.memory)
         lines.append(
-            f"predicted peak memory {peak / 1e6:,.0f} MB, on rank {self.memory.index(peak)}: weights, gradients, "
+            f"predicted peak memory {_megabytes(peak)}, on rank {self.memory.index(peak)}: weights, gradients, "
             f"optimizer and activations"
         )
-        lines.append("by rank   " + "  ".join(f"{held / 1e6:,.0f} MB" for held in self.memory))
+        lines.append("by rank   " + "  ".join(_megabytes(held) for held in self.memory))
         return "\n".join(lines)
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.{0 if count >= 1e8 else 1}f} MB"
 
 
 def make_plan(config: TrainConfig) -> Plan:
     """Build and measure."""
     data = open_data(config)
-    batch = data.first()
+    batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads")
     with pipe:
@@ -68,8 +72,9 @@ def make_plan(config: TrainConfig) -> Plan:
         kept = [float(sum(weight.activation_bytes for weight in weights)) for weights in stages]
         timeline = simulate(schedule, Costs(forward=times, input=times, weight=times, activation=kept))
         memory = list(timeline.peak_memory)
+        parts = config.mesh.replicas if config.mesh.replicate == "fsdp" else 1
         for stage, weights in enumerate(stages):
-            memory[schedule.placement.rank_of(stage)] += sum(weight.state_bytes for weight in weights)
+            memory[schedule.placement.rank_of(stage)] += sum(weight.state_bytes for weight in weights) / parts
         return Plan(f"{table}\n\n{how}", data.words, schedule, timeline, True, tuple(memory))
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "GPTOptions",
     "Launch",
     "Logging",
+    "Mesh",
     "Model",
     "Optimizer",
     "PipelineOptions",
@@ -92,9 +93,19 @@ class PipelineOptions:
         "parameters", "what the cut evens out, or layers by stage"
     )
     split_at: list[str] = key([], "names of the units with which stages 1, 2, ... begin")
+    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "of forwards; fp16 has its loss scaled")
     recompute: Literal["never", "except_last", "always"] = key("never", "whose forward runs again in the backward")
     workers: Literal["processes", "threads"] = key("processes", "what the ranks are")
     timeout: float = key(60.0, "seconds until a silent rank counts as stalled", above=0)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Replicas of the pipeline, each with its own rows of the batch."""
+
+    replicas: int = key(1, "pipelines side by side; each has pipeline.ranks processes", least=1)
+    replicate: Literal["ddp", "fsdp"] = key("ddp", "whole parameters in each replica, or a part of each")
+    window: int = key(2, "of fsdp: stages of a rank that are whole at a time", least=1)
 
 
 @dataclass(frozen=True)
@@ -171,6 +182,7 @@ class TrainConfig:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    mesh: Mesh = field(default_factory=Mesh)
     optimizer: Optimizer = field(default_factory=Optimizer)
     training: Training = field(default_factory=Training)
     evaluation: Evaluation = field(default_factory=Evaluation)

@@ -31,10 +31,13 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import CheckpointError, ModelError, PeerFailure, PenstockError, UsageError
+from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
+from penstock.runtime.scaler import GradScaler
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.build import build_model, build_optimizer, build_pipeline, build_rate
 from penstock.train.checkpoint.checkpointer import Checkpointer
+from penstock.train.checkpoint.processes import Processes
 from penstock.train.consistent import stages_of
 from penstock.train.data import Batches, open_data
 from penstock.train.loop import Ending, Trainer
@@ -137,9 +140,11 @@ def train_here(job: Job, stop: Stop) -> int:
         checkpointer = Checkpointer(
             folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, async_save=kept.async_save
         )
-        start = 0
+        scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
+        start, skips = 0, 0
         if checkpointer.latest() is not None:
-            start = checkpointer.load(pipe, optimizer, scheduler=rate, data=data).step
+            loaded = checkpointer.load(pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
+            start, skips = loaded.step, loaded.extra["skips"]
         first = rank == 0
         metrics = Metrics(folder.metrics, start, config.logging.tensorboard) if first else None
         progress = Progress(sys.stdout if first else None, config.logging.every)
@@ -150,7 +155,8 @@ def train_here(job: Job, stop: Stop) -> int:
             progress.say(f"going on from step {start}: {checkpointer.latest()}")
         if changed := getattr(data, "changed", ""):
             progress.say(f"note: {changed}; losses will not be those of a run that was never stopped")
-        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, folder, metrics, progress)
+        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
+        trainer.skips = skips
         try:
             ending = trainer.run(start, stop)
         except Exception:
@@ -189,7 +195,7 @@ def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
 def _pipeline(config: TrainConfig, folder: RunFolder, data: Batches, processes: bool) -> Pipeline:
     """Cut as the run was when it began, where that was measured: other cuts sum in another order."""
     model, loss = build_model(config)
-    stages, balance = stages_of(config), None
+    stages, balance, replicas = stages_of(config), None, config.mesh.replicas
     before = folder.cut()
     if before is not None and before["stages"] == stages and config.pipeline.balance in ("time", "memory"):
         balance = before["counts"]
@@ -197,12 +203,13 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: Batches, processes: 
         config,
         model,
         loss,
-        data.first(),
+        data.first().share(0, replicas),
         ranks=config.pipeline.ranks,
         balance=balance,
         transport=None if processes else "threads",
+        mesh=make_mesh(pp=config.pipeline.ranks, dp=replicas) if replicas > 1 else None,
     )
-    if balance is None and pipe.split.cuts and pipe.world.is_first:
+    if balance is None and pipe.split.cuts and Processes(pipe, "penstock train").first:
         bounds = [0, *pipe.split.cuts, len(pipe.split.weights)]
         folder.keep_cut(stages, [end - begin for begin, end in pairwise(bounds)])
     return pipe

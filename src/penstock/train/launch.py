@@ -55,6 +55,7 @@ class Agent(LocalElasticAgent):
         self._folder, self._say = folder, say
         self.stopping = False
         self.reason = ""  # why the last attempt failed
+        self.usage = False  # because of what the user asked for
 
     def signal_ranks(self, number: int) -> None:
         """Send all ranks a signal."""
@@ -97,6 +98,7 @@ class Agent(LocalElasticAgent):
         notes = [read_note(note_path(self._folder, attempt, rank)) for rank in range(spec.local_world_size)]
         incident = _culprit(codes, [note for note in notes if note is not None])
         self.reason = incident["cause"]
+        self.usage = incident.pop("usage", False)
         final = incident.pop("final") or self.stopping
         newest = _newest(self._folder)
         incident |= {"attempt": attempt, "time": time.time(), "checkpoint": newest}
@@ -118,7 +120,7 @@ def _culprit(codes: dict[int, int], notes: list[dict[str, Any]]) -> dict[str, An
     """Of all that is known the best: a signal that ended a rank, an error of its own, or what its peers say of it."""
     final = next((note for note in notes if note["final"]), None)
     if final is not None:
-        return {"rank": final["culprit"], "cause": final["cause"], "final": True}
+        return {"rank": final["culprit"], "cause": final["cause"], "final": True, "usage": final["usage"]}
     killed = sorted((rank, code) for rank, code in codes.items() if code < 0)
     if killed:
         rank, code = killed[0]
@@ -197,7 +199,7 @@ def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
         if agent.stopping and not agent.reason:
             return INTERRUPTED
         say(f"{agent.reason}\nthe ranks' own words are in {folder.logs}")
-        return 1
+        return 2 if agent.usage else 1
     return max((int(code) for code in result.return_values.values()), default=0)
 
 

@@ -115,7 +115,8 @@ def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> Non
         other = re.match(r"process (\d+): ", cause)  # of a save: what went wrong on another rank
         if isinstance(error, CheckpointError) and other:
             culprit, cause = int(other[1]), cause[other.end() :]
-    note = {"rank": rank, "culprit": culprit, "cause": cause, "final": final, **place}
+    usage = isinstance(error, UsageError)
+    note = {"rank": rank, "culprit": culprit, "cause": cause, "final": final, "usage": usage, **place}
     with suppress(OSError):  # on a full disk the exit code must do
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, note)

@@ -155,7 +155,11 @@ class Pipeline(Batching):
         self._check_open()
         self._settle()
         if self.batching is not None:
-            self._take(self.replicas.same_count(lambda: self._planned("step()", args, kwargs, training=True)))
+            self._take(
+                self.replicas.same_count(
+                    lambda: self._planned("step()", args, kwargs, loss_kwargs or {}, training=True)
+                )
+            )
         self.clock.training = True
         with self._undone_if_it_fails(), self.tied.summed():
             begun = None if self._recorder is None else self._recorder.begin()
@@ -221,7 +225,9 @@ class Pipeline(Batching):
         if self.batching is None:
             count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
         else:
-            count = self.replicas.same_count(lambda: self._planned("evaluate()", args, kwargs, training=False))
+            count = self.replicas.same_count(
+                lambda: self._planned("evaluate()", args, kwargs, loss_kwargs or {}, training=False)
+            )
         program = self._inference.get(count)
         if program is None:
             gathered = gather(forward_program(self.schedule, count), whole_stages(self.split.parts, always=True))

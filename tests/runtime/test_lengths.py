@@ -317,7 +317,6 @@ def test_a_mask_or_a_function_may_say_how_long_rows_are() -> None:
     mask = (torch.arange(LONGEST) < lengths[:, None]).long()
     plans = [
         penstock.by_tokens(16).plan((ids,), {"lengths": lengths}, 1, False),
-        penstock.by_tokens(16).plan((ids,), {"lengths": lengths.tolist()}, 1, False),
         penstock.by_tokens(16, lengths="mask").plan((ids,), {"mask": mask}, 1, False),
         penstock.by_tokens(16, lengths="mask").plan((ids,), {"mask": mask.bool()}, 1, False),
         penstock.by_tokens(16, lengths=1).plan((ids, lengths), {}, 1, False),
@@ -347,7 +346,7 @@ def test_the_number_of_microbatches_follows_the_batch() -> None:
 
 def test_uneven_batches_make_even_microbatches() -> None:
     """One row of 512 tokens and 64 of 8: by rows, 16 microbatches would cost 5 * 512 each."""
-    plan = penstock.by_tokens(512).plan((), {"lengths": [512, *[8] * 64]}, 1, False)
+    plan = penstock.by_tokens(512).plan((), {"lengths": torch.tensor([512, *[8] * 64])}, 1, False)
     assert plan is not None
     assert sorted(plan.tokens) == [512, 512]
 
@@ -357,7 +356,8 @@ def test_plans_hold_every_row_once_and_the_heaviest_is_as_light_as_can_be(
     lengths: list[int], count: int, more: int
 ) -> None:
     count = min(count, len(lengths))
-    plan = ByTokens(None, "lengths", ()).plan((), {"lengths": lengths}, count, True)
+    given = {"lengths": torch.tensor(lengths)}
+    plan = ByTokens(None, "lengths", ()).plan((), given, count, True)
     assert plan is not None
     assert plan.count == count
     check_plan(plan, lengths)
@@ -368,7 +368,7 @@ def test_plans_hold_every_row_once_and_the_heaviest_is_as_light_as_can_be(
     )
     assert max(plan.tokens) == best
     cap = max(ranked) + more
-    capped = ByTokens(cap, "lengths", ()).plan((), {"lengths": lengths}, 1, False)
+    capped = ByTokens(cap, "lengths", ()).plan((), given, 1, False)
     assert capped is not None
     assert max(capped.tokens) <= cap
     check_plan(capped, lengths)
@@ -385,6 +385,10 @@ def check_plan(plan: Plan, lengths: list[int]) -> None:
     ("change", "message"),
     [
         ({"lengths": None}, "by_tokens reads 'lengths', which this call does not pass; it has 0"),
+        (
+            {"lengths": LENGTHS},
+            "'lengths' is a list; pass a tensor, which is cut with the batch",
+        ),
         (
             {"lengths": torch.rand(10)},
             r"'lengths' has shape \(10,\) and dtype torch.float32; by_tokens takes one whole",
@@ -421,6 +425,9 @@ def test_arguments_that_cannot_work_are_refused() -> None:
     with tagger(split=split) as pipe:
         with pytest.raises(ModelError, match="name the output among by_tokens' sequences"):
             pipe.predict(ids, lengths=lengths)
+        pipe.step(ids, lengths=lengths, target=labels)
+    slip = penstock.by_tokens(16, sequences=(0, "taget"))
+    with tagger(split=slip) as pipe, pytest.raises(UsageError, match="name 'taget', which this call does not pass"):
         pipe.step(ids, lengths=lengths, target=labels)
     turned = penstock.by_tokens(16, sequences={0: 0})
     with tagger(split=turned) as pipe, pytest.raises(UsageError, match="padded along dimension 0, but it has shape"):

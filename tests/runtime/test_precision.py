@@ -383,6 +383,8 @@ def test_scaled_gradients_are_neither_clipped_nor_mixed_with_unscaled_ones() -> 
         x, y = batch()
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         scaler = penstock.GradScaler(pipe, init_scale=8.0)
+        with pytest.raises(UsageError, match="no rank has a gradient to unscale"):
+            scaler.unscale_(optimizer)
         pipe.step(x, target=y)
         with pytest.raises(UsageError, match=r"clip_grad_norm_\(\) on gradients that are scaled by 8; call scaler.uns"):
             pipe.clip_grad_norm_(1.0)

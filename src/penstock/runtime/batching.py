@@ -57,7 +57,7 @@ class Batching(Feed):
     ) -> Batch:
         """What a step would run for this batch."""
         if self.batching is not None:
-            self._take(self._planned("step()", args, kwargs, training=True))
+            self._take(self._planned("step()", args, kwargs, loss_kwargs, training=True))
         return self._cut(self.microbatches, args, kwargs, target, loss_kwargs)
 
     def _take(self, count: int) -> None:

@@ -173,7 +173,8 @@ class Crew:
         if device is not None:
             return {device.type}
         modules = [stage.module for stage in executor.stages.values()]
-        return {parameter.device.type for module in modules for parameter in module.parameters()} or {"cpu"}
+        found = {parameter.device.type for module in modules for parameter in module.parameters()} - {"meta"}
+        return found or {"cpu"}
 
     def _run_threads(self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None) -> list[StepReport]:
         if self._workers is None:

@@ -115,15 +115,22 @@ class Feed(OwnedState):
             by_plan = PlanSplitter(self._plan, self.batching.sequences, self.batch_dims)
         return split_batch(count, args, kwargs, target, loss_kwargs, self.batch_dims, whole, splitter=by_plan)
 
-    def _planned(self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any], training: bool) -> int:
+    def _planned(
+        self, call: str, args: Sequence[Any], kwargs: Mapping[str, Any], loss_kwargs: Mapping[str, Any], training: bool
+    ) -> int:
         """How many microbatches lengths make of this batch; all ranks follow the same plan."""
         batching = self.batching
         assert batching is not None
         fixed = training and batching.max_tokens is None
         least = self.microbatches if batching.max_tokens is None else self._least
-        self._plan = self.world.agreed(
-            call, lambda: batching.plan(args, kwargs, least, fixed), "or with different lengths"
-        )
+
+        def find() -> Plan | None:
+            if args or kwargs:
+                self._check_keywords(kwargs)
+                batching.check_labels(args, [*kwargs, *loss_kwargs], [part.takes for part in self.split.parts])
+            return batching.plan(args, kwargs, least, fixed)
+
+        self._plan = self.world.agreed(call, find, "or with different lengths")
         if self._plan is None:
             raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
         return self._plan.count

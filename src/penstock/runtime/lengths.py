@@ -9,7 +9,7 @@ order in which the rows came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -75,6 +75,18 @@ class ByTokens:
     def __repr__(self) -> str:
         lengths = self.lengths if isinstance(self.lengths, (str, int)) else "a function"
         return f"by_tokens({self.max_tokens}, lengths={lengths!r}, sequences={self.sequences})"
+
+    def check_labels(self, args: Sequence[Any], names: Sequence[str], takes: Sequence[Collection[str] | None]) -> None:
+        """A sequence that nothing is called by is a slip, and would stay as wide as it is."""
+        if any(each is None for each in takes):
+            return
+        known = {*range(len(args)), *names, "target", "output", *(name for each in takes for name in each or ())}
+        strange = [label for label in self.sequences if label not in known]
+        if strange:
+            raise UsageError(
+                f"by_tokens' sequences name {', '.join(map(repr, strange))}, which this call does not pass; it has "
+                f"{', '.join(map(repr, [*range(len(args)), *names, 'target', 'output']))}"
+            )
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], least: int, fixed: bool) -> Plan | None:
         """The plan for a batch with at least so many microbatches, or just as many; None where no batch is given."""
@@ -147,10 +159,9 @@ def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
         raise UsageError(f"by_tokens reads {said}, which this call does not pass; it has {passed}")
     if isinstance(value, PackedSequence):
         value = pad_packed_sequence(value)[1]
-    try:
-        found = torch.as_tensor(value).detach().cpu()
-    except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0, 0, 0)
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{said} is a {type(value).__name__}; pass a tensor, which is cut with the batch")
+    found = value.detach().cpu()
     if found.dim() == 2:
         valid = found != 0
         places = torch.arange(1, found.shape[1] + 1)

@@ -80,17 +80,22 @@ class GradScaler(torch.amp.GradScaler):
         if self._pipe.scaler is not self:
             raise UsageError("the pipeline has got another GradScaler since; use that one")
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        some = bool(found)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
         mine = self._pipe.replicas.any(any(bool(each.item()) for each in found.values()))
-        told = self._pipe.world.told("GradScaler.unscale_()", (mine, self.get_scale()))
-        scales = [scale for _, scale in told]
+        told = self._pipe.world.told("GradScaler.unscale_()", (mine, some, self.get_scale()))
+        if not any(some for _, some, _ in told):
+            raise UsageError(
+                "no rank has a gradient to unscale; call pipe.step() before, with this optimizer's parameters"
+            )
+        scales = [scale for *_, scale in told]
         if len(set(scales)) > 1:
             listed = ", ".join(f"rank {rank}: {scale:g}" for rank, scale in enumerate(scales))
             raise UsageError(
                 f"the ranks' losses were scaled differently ({listed}), so this step's gradients are of no use; make "
                 f"and load the GradScaler alike on every rank"
             )
-        agreed = float(any(bad for bad, _ in told))
+        agreed = float(any(bad for bad, *_ in told))
         return {device: torch.full_like(each, agreed) for device, each in found.items()}
 
 

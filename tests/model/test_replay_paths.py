@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import PeerFailure, PenstockError
+from penstock.errors import ModelError, PeerFailure, PenstockError
 
 # -- plans that go stale
 
@@ -182,8 +182,44 @@ def test_a_checkpoint_that_hides_gradients_is_refused() -> None:
     """The first stage sends on what was made without gradients: its parameters would have got none."""
     model = Around()
     model.reentrant = True
-    with pytest.raises(PenstockError, match=r"checkpoints the call of blocks\.\d.* with use_reentrant=True"):
+    with pytest.raises(
+        PenstockError, match=r"calls blocks\.\d inside of a torch\.autograd\.Function .*use_reentrant=False"
+    ):
         trains(model, rows().requires_grad_())
+
+
+class Reversible(torch.autograd.Function):
+    """As reversible networks do: forward without a graph, and the layers once more in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: Any) -> Tensor:
+        ctx.blocks = blocks
+        ctx.save_for_backward(x.detach())
+        for block in blocks:
+            x = block(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = x = x.requires_grad_()
+            for block in ctx.blocks:
+                y = block(y)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+def test_units_inside_of_an_autograd_function_are_refused() -> None:
+    """What a stage sent on from inside had no graph: all parameters before it were left without gradients."""
+
+    class Reverses(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Reversible.apply(torch.tanh(self.blocks[0](x)), list(self.blocks)[1:])
+            return y
+
+    with pytest.raises(ModelError, match=r"calls blocks\.\d inside of a torch\.autograd\.Function"):
+        trains(Reverses(), rows())
 
 
 def test_a_checkpoint_around_units_of_several_stages_is_refused() -> None:

@@ -11,11 +11,12 @@ import sys
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from penstock.errors import ModelError
 
 __all__ = ["check_reentrant", "not_again"]
+
+_APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def not_again(name: str) -> ModelError:
@@ -27,14 +28,15 @@ def not_again(name: str) -> ModelError:
 
 
 def check_reentrant(name: str, with_gradients: bool) -> None:
-    """A unit is called: not from inside of a checkpoint that runs without gradients and puts them in later."""
+    """A unit is called: not from inside of a function that runs without gradients and puts them in later."""
     if not with_gradients or torch.is_grad_enabled():
         return
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
+        if frame.f_code is _APPLY:
             raise ModelError(
-                f"the model's code checkpoints the call of {name} with use_reentrant=True, which hides the gradients "
-                f"of what this stage sends on; pass use_reentrant=False"
+                f"the model's code calls {name} inside of a torch.autograd.Function (a checkpoint with "
+                f"use_reentrant=True, a reversible network), which hides the gradients of what this stage sends on; "
+                f"pass use_reentrant=False, or let that function and what it calls be one module"
             )
         frame = frame.f_back

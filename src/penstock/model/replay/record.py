@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.model.replay.again import check_reentrant
 from penstock.model.replay.calls import Call, Recording, shapes_of
 from penstock.model.replay.carried import Carried, kept_by, own_state, updates_itself
 from penstock.model.replay.marks import Reads, fresh
@@ -168,6 +169,7 @@ def _watch(
     call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))
     run = own if instead is None else instead(name)
     unit = own.args[0] if isinstance(own, functools.partial) else module  # the copy that is run
+    check_reentrant(name, True)
     marks.check_parameters(name, module)
     sinks = Sinks(args, kwargs)
     marks.enter(name, module)

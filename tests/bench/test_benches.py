@@ -12,6 +12,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 TITLES = {
     "overhead.py": ["Linear(8, 8), 2 gloo ranks", "one process, nothing sent"],
+    "composition.py": ["pp=2 x dp=2: transformer blocks"],
     "throughput.py": ["transformer blocks", "large messages, little compute", "ranks as threads of one process"],
 }
 

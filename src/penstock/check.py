@@ -103,6 +103,8 @@ def parity(
             "such a pipeline with the plain model on the whole batch"
         )
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
+    for name in ("replicate", "window", "shard_precision", "tensor_plan"):
+        options.pop(name, None)  # in one process there is one pipeline
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
     if isinstance(cut.get("split"), ByTokens):
         del cut["split"]

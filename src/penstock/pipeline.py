@@ -36,7 +36,7 @@ from penstock.runtime.tied import TiedParameters, tied_places
 from penstock.runtime.undisturbed import Undisturbed
 from penstock.runtime.world import World
 from penstock.runtime.wrapped import refuse_wrapped
-from penstock.schedule import Op, Schedule, Timeline, Topology, align, lower, verify
+from penstock.schedule import Op, Schedule, Timeline, Topology, align, verify
 from penstock.schedule.builders import forward_program
 from penstock.schedule.gather import gather
 from penstock.schedule.timeline import peaks
@@ -130,8 +130,7 @@ class Pipeline(Batching):
     def _prove(self, schedule: Schedule) -> None:
         """Take a schedule: lowered, and proved to end, before anything runs."""
         self.schedule = schedule
-        lowered = lower(schedule, **self.composition.lowering) if not schedule.passes else schedule
-        self.program = gather(lowered, whole_stages(self.split.parts))
+        self.program = gather(self.composition.lowered(schedule), whole_stages(self.split.parts))
         verify(self.program)
         self.microbatches = schedule.microbatches
         self._inference: dict[int, Schedule] = {}

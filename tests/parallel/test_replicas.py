@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.schedule import Op, build, lower
 
 WIDTH, M, ROWS = 6, 4, 12
 KINDS = ("ddp", "fsdp")
@@ -297,7 +298,98 @@ def names_and_state(mesh: Any) -> Any:
     return found
 
 
+def own_meshes(mesh: Any) -> Any:
+    """DeviceMeshes that the user made: other orders of axes, a part of a larger one, none that is the pipeline's."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    x, y = batch()
+    turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    strange = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "experts"))
+    nameless = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    found = [attempt(pipeline, given, schedule="1f1b", modules=stages(2)) for given in (strange, nameless)]
+    found.append(attempt(pipeline, strange["pp"], schedule="1f1b", modules=stages(2), replicate="ddp"))
+    with pipeline(turned) as pipe:  # with a dp axis, replicas are the default
+        result = pipe.step(*own(turned, x), target=own(turned, y)[0])
+        words = pipe.describe()
+        return found, result.loss, gradients(pipe), pipe.composition.replicate, words
+
+
+def schedules_with_transfers(mesh: Any) -> Any:
+    """A program from a file has its transfers already, and no reductions."""
+    x, y = own(mesh, *batch())
+    program = lower(build("zb-v", 2, M, 2))
+    found = {}
+    for kind in KINDS:
+        with pipeline(mesh, schedule=program, microbatches=None, replicate=kind) as pipe:
+            found[kind] = (pipe.step(x, target=y).loss, gradients(pipe))
+    return found
+
+
+def windows(mesh: Any) -> Any:
+    """How many stages of a rank are whole at each action, by what FSDP itself says."""
+    x, y = own(mesh, *batch())
+    found = {}
+    for window in (1, 2):
+        with pipeline(
+            mesh,
+            stages(6),
+            schedule=build("interleaved-1f1b", 2, M, 3),
+            microbatches=None,
+            replicate="fsdp",
+            window=window,
+        ) as pipe:
+            (executor,) = pipe.crew.executors.values()
+            groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in pipe.crew.modules().values()]
+            most, between = 0, 0
+
+            def count(action: Any, context: Any, groups: Any = groups) -> None:
+                nonlocal most
+                context.run(action)
+                most = max(most, sum(group.is_unsharded for group in groups))
+
+            for op in (Op.F, Op.B):
+                pipe.register(op, count)
+            pipe.step(x, target=y)
+            between = sum(group.is_unsharded for group in groups)
+            actions = Counter(action.op.name for action in pipe.program.rank(executor.rank) if action is not None)
+            pipe.evaluate(x, target=y)
+            found[window] = (most, between, dict(actions), sum(group.is_unsharded for group in groups))
+    return found
+
+
+def loss_scaling(mesh: Any) -> Any:
+    """An overflow in one number of one rank of one replica: no process may step."""
+    x, y = own(mesh, *batch())
+    found = {}
+    for kind in KINDS:
+        with pipeline(mesh, replicate=kind) as pipe:
+            scaler = penstock.GradScaler(pipe, init_scale=4.0)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            steps = []
+            for bad in (False, True, False):
+                before = [whole_of(parameter).clone() for parameter in pipe.parameters()]
+                optimizer.zero_grad()
+                pipe.step(x, target=y)
+                if bad and dist.get_rank() == 3 and kind == "fsdp":
+                    next(pipe.parameters()).grad._local_tensor[0] = float("inf")
+                if bad and kind == "ddp" and mesh.get_local_rank("pp") == 1:
+                    next(pipe.parameters()).grad[0] = float("inf")
+                scaler.unscale_(optimizer)
+                norm = pipe.clip_grad_norm_(100.0)
+                scaler.step(optimizer)
+                scaler.update()
+                after = [whole_of(parameter) for parameter in pipe.parameters()]
+                moved = any(not torch.equal(one, two) for one, two in zip(before, after, strict=True))
+                steps.append((moved, scaler.get_scale(), norm.item()))
+            found[kind] = steps
+    return found
+
+
 SCENARIOS = [
+    own_meshes,
+    schedules_with_transfers,
+    windows,
+    loss_scaling,
     reductions,
     clipping,
     weights,
@@ -461,6 +553,45 @@ def test_a_failure_in_one_replica_is_named_by_all_at_once_and_the_next_step_is_e
             assert "argument 0 has 2 rows" in text or "'target' has 6 rows" in text or "'colour'" in text
             assert exact
             assert seconds < 5
+
+
+def test_meshes_of_the_users_own(told: Any) -> None:
+    loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
+    for rank in told:
+        (strange, nameless, part), found, _, kind, words = rank["own_meshes"]
+        assert (strange[0], nameless[0], part[0]) == ("UsageError",) * 3
+        assert "axes ('pp', 'experts'), and a pipeline knows ('pp', 'dp', 'tp')" in strange[1]
+        assert "axes ('a', 'b'); name the pipeline's axis 'pp'" in nameless[1]
+        assert "add an axis 'dp'" in part[1]
+        torch.testing.assert_close(found, loss)
+        assert kind == "ddp"
+        assert "beside    2 replicas, each with all parameters of its stages" in words
+    close(by_name(told, lambda rank: rank["own_meshes"][2]), wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_without_reductions_gets_them(told: Any, kind: str) -> None:
+    loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
+    torch.testing.assert_close(told[0]["schedules_with_transfers"][kind][0], loss)
+    close(by_name(told, lambda rank: rank["schedules_with_transfers"][kind][1]), wanted)
+
+
+def test_no_more_stages_are_whole_than_the_window_says_and_none_between_steps(told: Any) -> None:
+    for rank in told:
+        for window, (most, between, actions, after) in rank["windows"].items():
+            assert (most, between, after) == (window, 0, 0)
+            assert actions["UNSHARD"] == actions["RESHARD"] > 3  # freed and gathered again within the step
+            assert actions["REDUCE_GRAD"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_anywhere_is_found_by_all_and_nobody_steps(told: Any, kind: str) -> None:
+    for rank in told:
+        steps = rank["loss_scaling"][kind]
+        assert [(moved, scale) for moved, scale, _ in steps] == [(True, 4.0), (False, 2.0), (True, 2.0)]
+        norms = [norm for _, _, norm in steps]
+        assert norms == [norm for _, _, norm in told[0]["loss_scaling"][kind]] or norms[1] != norms[1]
+        assert 0 < norms[0] < 1
 
 
 def test_a_failed_step_keeps_the_gradients_of_earlier_ones(told: Any) -> None:

@@ -12,6 +12,8 @@ from penstock.errors import UsageError
 from penstock.parallel.mesh import Axes
 from penstock.parallel.plan import plan_of
 from penstock.runtime.replication import Alone
+from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
+from penstock.schedule.seen import passes_seen
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -43,12 +45,32 @@ class Composition:
                 f"such as 'llama', or a mesh with tp=1"
             )
 
-    @property
-    def lowering(self) -> dict[str, Any]:
-        """How `lower` is to be called."""
-        sharded = self.replicate == "fsdp"
-        spread = self.replicate is not None or self.axes.size("tp") > 1
-        return {"reduce": spread, "window": self.window if sharded else None}
+    def __str__(self) -> str:
+        """What there is beside one pipeline, in words; empty where there is nothing."""
+        said = []
+        if self.axes.size("dp") > 1:
+            how = {"fsdp": f"sharded by FSDP, {self.window} stages of a rank whole at a time"}.get(str(self.replicate))
+            said.append(f"{self.axes.size('dp')} replicas, {how or 'each with all parameters of its stages'}")
+        if self.axes.size("tp") > 1:
+            said.append(f"tensors spread over {self.axes.size('tp')} ranks")
+        return "; ".join(said)
+
+    def lowered(self, schedule: Schedule) -> Schedule:
+        """The program of a schedule, with the reductions and shards that this composition needs.
+
+        A schedule that has its transfers already, from a file say, gets what it lacks: without REDUCE_GRAD the
+        replicas would train apart.
+        """
+        reduce = self.replicate is not None or self.axes.size("tp") > 1
+        window = self.window if self.replicate == "fsdp" else None
+        if not schedule.passes:
+            return lower(schedule, reduce=reduce, window=window)
+        there = schedule.passes | passes_seen(schedule.rows)
+        if reduce and "reductions" not in there:
+            schedule = insert_reductions(schedule)
+        if window is not None and "shards" not in there:
+            schedule = insert_shards(schedule, window)
+        return schedule
 
     def norm_group(self, how: str, given: Any) -> Any:
         """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""

@@ -31,6 +31,7 @@ def stage_table(pipe: Pipeline) -> str:
             f"schedule  {name}: {pipe.schedule.ranks} ranks, {pipe.microbatches} microbatches; with equal stages "
             f"{timeline.bubble:.1%} idle, at most {max(timeline.peak_activations)} activations in flight on a rank",
             f"ranks     {pipe.world.kind}",
+            *([f"beside    {pipe.composition}"] if str(pipe.composition) else []),
             *_links(pipe),
         ]
     )

@@ -5,8 +5,8 @@
 8 transformer blocks (width 256, 64 tokens, 8 microbatches of 2 rows a replica), against torch.distributed.pipelining
 with the same replication: DistributedDataParallel around each stage, or `fully_shard` on it. Ours as it comes (stages
 pass activations through shared memory on one host; replicas reduce over gloo), and held to gloo. torch's
-DistributedDataParallel ends in an internal assertion of its own in the second step of every schedule here but 1f1b; there
-it does not take part.
+DistributedDataParallel ends in an internal assertion of its own in the second step of every schedule here but 1f1b:
+there it does not take part.
 
 `agree` says whether all replicas had the same gradients after a step, which is what replication is for: "no" is a
 contestant that skipped the reduction, and its time is not one of the same work. `busy` is the ratio of processor time

@@ -375,6 +375,32 @@ def specs(rank: int) -> None:
             assert len(stage.output_chunks) == 4
 
 
+def keywords_of_other_sizes(rank: int) -> None:
+    """torch cuts each value by its own rows: one row for each microbatch beside a batch of more."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            out: Tensor = self.linear(x)
+            return out if scale is None else out * scale
+
+    torch.manual_seed(0)
+    modules = [Scaled() for _ in range(4)]
+    x, target = data()
+    scale = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    stages = [PipelineStage(modules[index], index, 4, DEVICE) for index in loop(rank)]
+    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=TOTAL, scale_grads=False)
+    if rank == 0:
+        schedule.step(x, scale=scale)  # stage 2, on the same rank, takes it too
+    else:
+        output = schedule.step(target=target)
+        each = scale.repeat_interleave(4, 0)
+        torch.testing.assert_close(output, modules[3](modules[2](modules[1](modules[0](x, each)), each)).detach())
+
+
 # -- where torch is wrong
 
 
@@ -594,6 +620,7 @@ def sharded() -> list[str]:
 
 PROGRAMS = [
     forward_only, by_name, by_mark, by_hand, own_orders, through_files, custom_functions, weight_functions, specs,
+    keywords_of_other_sizes,
     accumulates, ragged, buffers, evaluates, shares_weights, deferred_receives, fails_and_goes_on,
     few_microbatches,
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.compat.pipelining.actions import Orders, _Action, orders_of, schedule_of
-from penstock.compat.pipelining.microbatch import batch_dims
+from penstock.compat.pipelining.microbatch import batch_dims, one_each
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
@@ -268,6 +268,7 @@ class _PipelineSchedule:
             stage.has_backward = training
             stage.clear_runtime_states()
         pipe.batch_dims = batch_dims(args, kwargs, self._args_chunk_spec, self._kwargs_chunk_spec)
+        args, kwargs = one_each(self._n_microbatches, args, kwargs, target, pipe.batch_dims)
         run = pipe.step if training else pipe.evaluate
         result = run(*args, target=target, loss_kwargs=loss_kwargs, outputs=return_outputs, **kwargs)
         last = next((stage for stage in self._all_stages if stage.is_last), None)

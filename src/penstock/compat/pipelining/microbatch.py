@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.microbatch import merge, split_batch
+from penstock.runtime.microbatch import Microbatches, merge, split_batch
 
 __all__ = [
     "TensorChunkSpec",
@@ -91,6 +91,33 @@ def batch_dims(
             )
         found.update({name: dims_of(spec) for name, spec in kwargs_chunk_spec.items()})
     return found
+
+
+def one_each(
+    chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Mapping[str | int, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """torch cuts each value by its own rows, so some have a row for each microbatch, beside a batch of more rows.
+
+    Those are split here. Whatever else does not fit is left as it is, for the pipeline to refuse.
+    """
+
+    def rows(label: str | int, value: Any) -> int | None:
+        dim = dims.get(label, 0)
+        fits = isinstance(value, Tensor) and isinstance(dim, int) and -value.dim() <= dim < value.dim()
+        return value.shape[dim] if fits else None
+
+    counts = [rows("target", target), *(rows(place, value) for place, value in enumerate(args))]
+    batch = next((count for count in counts if count is not None), None)
+
+    def parted(label: str | int, value: Any) -> Any:
+        if batch in (None, chunks) or rows(label, value) != chunks:
+            return value
+        return Microbatches(value.tensor_split(chunks, dims.get(label, 0)))
+
+    return (
+        [parted(place, value) for place, value in enumerate(args)],
+        {name: parted(name, value) for name, value in kwargs.items()},
+    )
 
 
 def split_args_kwargs_into_chunks(

@@ -10,6 +10,7 @@ from penstock.compat.pipelining.microbatch import merge_chunks
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.pipeline import Pipeline
 from penstock.runtime.handler import Context, Handler
+from penstock.runtime.microbatch import Batch
 from penstock.schedule import Action, Op
 
 __all__ = ["Translated", "custom_handler", "weight_handlers"]
@@ -20,6 +21,13 @@ class Translated(Pipeline):
 
     output_merge_spec: Any = None
     _chunks: Sequence[Any] = ()
+
+    def _cut(self, *given: Any) -> Batch:
+        """Ranks in the middle may pass keyword arguments of any rows; what the batch has is for its ends to say."""
+        batch = super()._cut(*given)
+        if not any(index in (0, self.split.stages - 1) for index in self.crew.modules()):
+            batch.rows = None
+        return batch
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         self._chunks = outputs

@@ -145,7 +145,8 @@ class Closure(nn.Module):
         self.scale = [scale]  # hidden from nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale[0]
+        y: Tensor = self.layer(x)
+        return y * self.scale[0] if self.scale else y
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -154,6 +155,9 @@ def test_a_tensor_that_is_no_parameter_gets_its_gradient(checkpoint: str) -> Non
     pipe = penstock.GPipe(
         nn.Sequential(nn.Linear(8, 8), Closure(scale)), balance=[1, 1], chunks=4, checkpoint=checkpoint
     )
+    pipe[1].scale.clear()
+    pipe(rows()).sum().backward()
+    pipe[1].scale.append(scale)  # from the second call on
     for _ in range(2):
         scale.grad = None
         pipe(rows()).sum().backward()

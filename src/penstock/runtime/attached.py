@@ -47,8 +47,7 @@ class AttachedStage(Stage):
         self.pieces: list[list[Tensor]] = []  # of the model's inputs that want a gradient, by microbatch
         self.found: list[Tensor | None] = []  # the gradients of `parameters`, summed
         self.keep_graph = False
-        self.searching = True  # for leaves that are no parameters of the stage
-        self.foreign: dict[int, Tensor] = {}
+        self.foreign: dict[int, Tensor] = {}  # leaves that are no parameters of the stage, and want a gradient
 
     # -- forward
 
@@ -75,7 +74,7 @@ class AttachedStage(Stage):
         kind: str = "forward",
     ) -> Forward:
         results = super()._run(record, microbatch, arrived, args, kwargs, split, loss_of, kind)
-        if self.searching and kind != "recomputing":
+        if kind != "recomputing":  # a walk costs less than a hundredth of the forward
             known = {id(leaf) for leaves in record.leaves.values() for leaf in leaves}
             known |= {id(leaf) for leaves in (self.parameters, *self.pieces) for leaf in leaves}
             ends = [edge.node for edges in record.roots.values() for edge in edges]
@@ -118,12 +117,13 @@ class AttachedStage(Stage):
     def begin(self, parameters: list[Tensor], pieces: list[list[Tensor]], keep_graph: bool = False) -> None:
         """Before a half of a step."""
         self.parameters, self.pieces, self.keep_graph = parameters, pieces, keep_graph
+        self.foreign = {}
         self.found = [None] * len(parameters)
         self._summed = [False] * len(parameters)
 
     def end(self) -> None:
         """After it: nothing of the step stays here."""
-        self.parameters, self.pieces, self.found, self.records = [], [], [], {}
+        self.parameters, self.pieces, self.found, self.records, self.foreign = [], [], [], {}, {}
 
     def clear(self) -> None:
         super().clear()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PeerFailure, RunError
@@ -21,6 +20,7 @@ from penstock.model.split import Split
 from penstock.runtime.attached import AttachedStage, Weights, check_weights, modes_as, muted
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.nodes import Outputs, Stages
 from penstock.runtime.record import Record
 from penstock.runtime.step import StepInput
 from penstock.runtime.transport import ThreadTransport
@@ -102,7 +102,8 @@ class Call:
         self._pieces: list[list[list[Tensor]]] = []  # the same, for each rank its own
         self._parameters: list[list[Tensor]] = []  # by rank
         self._records: list[dict[int, Record]] | None = None  # by rank; None: there is no backward (any more)
-        self._outputs: list[Tensor] = []  # those that want a gradient
+        self.outputs: list[Tensor] = []  # those that want a gradient
+        self.arrived: Sequence[Tensor | None] = ()  # the gradients of these
         self._seed = _seed_here()
         self._programs = calls.programs(self._count)
 
@@ -116,7 +117,6 @@ class Call:
         calls._clock.seed = self._seed
         for rank, stage in enumerate(calls.stages):
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
-            self._parameters[rank] += [leaf for leaf in stage.foreign.values() if leaf.requires_grad and attached]
             stage.begin(self._parameters[rank], self._pieces[rank])
         self._run(0, inputs)
         last = calls.crew.last()
@@ -167,9 +167,7 @@ class Call:
         self._records = [stage.records for stage in stages]
         self._alone = frozenset(self.calls.crew.turns.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
-            known = set(map(id, parameters))
-            parameters += [leaf for leaf in stage.foreign.values() if id(leaf) not in known]
-            stage.searching = False
+            parameters += stage.foreign.values()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._weights: list[Weights] = []  # by rank, where forwards run again
         if self._recomputed:
@@ -180,13 +178,14 @@ class Call:
     def join(self, outputs: list[Any]) -> list[Any]:
         """The same outputs as nodes of the user's graph."""
         flat = [pytree.tree_flatten(output) for output in outputs]
-        self._outputs = [leaf.detach() for leaves, _ in flat for leaf in leaves if _wants(leaf)]
+        self.outputs = [leaf.detach() for leaves, _ in flat for leaf in leaves if _wants(leaf)]
         self._sizes = [sum(map(_wants, leaves)) for leaves, _ in flat]
-        if not self._outputs:
+        if not self.outputs:
             self._records = None
             return outputs
         self._sources = _once([leaf for each in (*self._wanted, *self._parameters) for leaf in each])
-        joined = iter(_Node.apply(self, *self._sources))  # type: ignore[no-untyped-call]
+        token = Stages.apply(self, *self._sources)  # type: ignore[no-untyped-call]
+        joined = iter(Outputs.apply(self, token))  # type: ignore[no-untyped-call]
         return [
             pytree.tree_unflatten([next(joined) if _wants(leaf) else leaf for leaf in leaves], spec)
             for leaves, spec in flat
@@ -194,7 +193,7 @@ class Call:
 
     # -- backward
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self) -> list[Tensor | None]:
         """The gradients of `sources`, from those of the outputs."""
         if self._records is None:
             raise RunError(
@@ -205,7 +204,7 @@ class Call:
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())
         for stage, weights in zip(stages, self._weights, strict=False):
             check_weights(stage.module.parameters(), weights)
-        waiting = iter(gradients)
+        waiting, self.arrived = iter(self.arrived), ()
         by_microbatch = [[next(waiting) for _ in range(size)] for size in self._sizes]
         inputs = {rank: self._input(self._batch, True, by_microbatch) for rank in range(len(stages))}
         calls.crew.settle()
@@ -263,21 +262,6 @@ class Call:
             raise cause
         finally:
             del cause  # an error that its own frame holds would keep the whole step alive
-
-
-class _Node(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: Call, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        outputs, call._outputs = tuple(call._outputs), []
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        with ctx.call.calls.turn:
-            return (None, *ctx.call.backward(gradients))
 
 
 def _wants(leaf: Any) -> bool:

@@ -174,6 +174,9 @@ def test_what_is_held_for_w_may_be_more_than_the_activation() -> None:
     costs = Costs(forward=1.0, input=1.0, weight=0.5, held=1.25)
     only = search_report(2, 6, costs, memory=[2.0, 1.2], stages_per_rank=1, seconds=0)
     assert only.value == simulate(build("1f1b", 2, 6), costs).makespan
+    mixed = Costs(forward=1.31, input=2.0, weight=3.03, held=1.2)  # dualpipe-v has both kinds of backward
+    pairs = simulate(build("dualpipe-v", 2, 6), stage_costs(mixed, 2)).makespan
+    assert search_report(2, 6, mixed, 2.585, 2, "v", seconds=0).value <= pairs * ROUNDING
     for ranks, memory in ((1, 1.2), (2, 2.2), (3, 3.0), (4, 4.5), (4, 5.0)):
         for objective in ("makespan", "span"):
             found = search_report(ranks, 6, costs, memory, (1, 2), seconds=0, objective=objective)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from penstock.schedule.align import align
 from penstock.schedule.bounds import lower_bound
-from penstock.schedule.builders import build
+from penstock.schedule.builders import FAMILIES, build
 from penstock.schedule.costs import Costs
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
@@ -23,7 +23,7 @@ from penstock.schedule.timeline import Timeline
 
 __all__ = ["Unsplit", "best_unsplit"]
 
-FULL = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b")
+FULL = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "dualpipe-v")  # the last has both kinds
 
 
 class Unsplit(NamedTuple):
@@ -54,6 +54,8 @@ def best_unsplit(
         if all(held <= activation for held, activation in pairs):
             continue
         for name in FULL:
+            if FAMILIES[name].layout == "v" and placement.stages_per_rank != 2:
+                continue
             built = build(name, placement.ranks, microbatches, placement.stages_per_rank)
             for again in choices(placement) if built.placement == placement else ():
                 schedule = align(built.replace(recompute=again, name="auto"))

@@ -108,7 +108,7 @@ class Body:
         """Have at least so many bytes."""
         if self._flat.numel() < size:
             self.release()
-            self._memory = mmap.mmap(-1, size)
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB and not for 4 KiB
             self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from penstock.train.checkpoint.values import encode
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["Given", "collect", "document_of", "layout_of"]
+__all__ = ["Given", "check_stateful", "collect", "document_of", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,17 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
 
 def state_of(holder: Any, name: str) -> Any:
     """What an object says of itself."""
+    check_stateful(holder, name)
+    return holder.state_dict()
+
+
+def check_stateful(holder: Any, name: str) -> None:
+    """It must be able to say so, and to take it back."""
     if not callable(getattr(holder, "state_dict", None)) or not callable(getattr(holder, "load_state_dict", None)):
         raise UsageError(
             f"{name}={type(holder).__name__}: pass an object with state_dict() and load_state_dict(state), or use "
             f"extra= for plain values"
         )
-    return holder.state_dict()
 
 
 def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:

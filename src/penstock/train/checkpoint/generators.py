@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,7 @@ def states_of_generators() -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, position, has_gauss, cached = numpy.random.get_state()
-        found["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
+        found["numpy"] = _exchanged(numpy.random.get_state(legacy=False), numpy.ndarray, torch.from_numpy)
     return found
 
 
@@ -36,5 +36,11 @@ def restore_generators(states: dict[str, Any]) -> None:
     if "numpy" in states and "numpy" in sys.modules:
         import numpy
 
-        kind, keys, position, has_gauss, cached = states["numpy"]
-        numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+        numpy.random.set_state(_exchanged(states["numpy"], torch.Tensor, torch.Tensor.numpy))
+
+
+def _exchanged(state: Any, kind: type, other: Callable[[Any], Any]) -> Any:
+    """A state of nested dicts with its arrays as tensors, or the other way round."""
+    if isinstance(state, dict):
+        return {key: _exchanged(value, kind, other) for key, value in state.items()}
+    return other(state) if isinstance(state, kind) else state

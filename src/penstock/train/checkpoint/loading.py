@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.train.checkpoint.collecting import Given, layout_of, state_of
+from penstock.train.checkpoint.collecting import Given, check_stateful, layout_of
 from penstock.train.checkpoint.generators import restore_generators
-from penstock.train.checkpoint.manifest import Manifest, damages, newest_first, read_manifest
+from penstock.train.checkpoint.manifest import INDEX, Manifest, damages, newest_first, read_manifest
 from penstock.train.checkpoint.processes import Processes
 from penstock.train.checkpoint.reading import Contents
 from penstock.train.checkpoint.restoring import fit_model, fit_optimizers
@@ -55,7 +55,7 @@ def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loa
     path, manifest = _choose(processes, place, newest)
     contents, _ = processes.together(lambda: (Contents(path), None), path)
     restoring, _ = processes.together(
-        lambda: (_Restoring(pipe, given, contents, manifest.layout, processes.count), None), path
+        lambda: (_restoring(pipe, given, contents, manifest.layout, processes.count), None), path
     )
     processes.together(lambda: (contents.fill(restoring.targets), None), path)
     loaded, _ = processes.together(lambda: (restoring.finish(processes, manifest), None), path)
@@ -90,12 +90,24 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
     raise AssertionError("unreachable")
 
 
+def _restoring(*arguments: Any) -> _Restoring:
+    """An index whose checksum is right may still have been written by somebody else."""
+    try:
+        return _Restoring(*arguments)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        path = arguments[2].path
+        raise CheckpointError(f"{path / INDEX} does not say what an index says: {error!r}", path=path) from error
+
+
 class _Restoring:
     """A checkpoint that fits: `targets` are to be filled, then `finish` hands out the rest."""
 
     def __init__(self, pipe: Pipeline, given: Given, contents: Contents, layout: Mapping[str, Any], count: int) -> None:
         self._pipe, self._given, self._contents = pipe, given, contents
         self._plains: list[dict[str, Any]] = contents.index["processes"]
+        first = self._plains[0]
+        self._clock = [int(first["clock"][name]) for name in ("seed", "step", "evaluations")]
+        self._extra, self._generators = first["extra"], [plain["generators"] for plain in self._plains]
         self._joined = _joined(self._plains)
         here = layout_of(pipe, count)
         self._alike = all(here[name] == layout.get(name) for name in ALIKE)
@@ -106,7 +118,7 @@ class _Restoring:
             self.targets |= self._fit.targets
         for name in ("scheduler", "scaler", "data"):
             if getattr(given, name) is not None:
-                state_of(getattr(given, name), name)
+                check_stateful(getattr(given, name), name)
                 if not any(name in plain for plain in self._plains):
                     raise CheckpointError(
                         f"{contents.path} was saved without {name}=; load it without {name}=", path=contents.path
@@ -120,6 +132,7 @@ class _Restoring:
         pipe, given, first = self._pipe, self._given, self._plains[0]
         _take_extra_state(pipe, self._joined["model"], self._tensor)
         pipe._without_values = set()
+        pipe.zero_grad()  # gradients of other values than these
         if self._fit is not None:
             self._fit.finish(self._tensor)
         for name in ("scheduler", "scaler"):
@@ -129,16 +142,15 @@ class _Restoring:
             own = self._plains[processes.number] if self._alike else {}
             found = own if "data" in own else next(plain for plain in self._plains if "data" in plain)
             given.data.load_state_dict(decode(found["data"], self._tensor))
-        clock = first["clock"]
-        pipe.clock.seed, pipe.clock.step, pipe.clock.evaluations = clock["seed"], clock["step"], clock["evaluations"]
+        pipe.clock.seed, pipe.clock.step, pipe.clock.evaluations = self._clock
         return Loaded(
             step=manifest.step,
             path=self._contents.path,
-            extra=decode(first["extra"], self._tensor),
+            extra=decode(self._extra, self._tensor),
             config=decode(manifest.config, self._tensor),
             layout=dict(manifest.layout),
             same_layout=self._alike,
-            generators=_restore_generators(self._plains, processes, self._alike, self._tensor),
+            generators=_restore_generators(self._generators, processes, self._alike, self._tensor),
             versions=dict(manifest.versions),
         )
 
@@ -173,12 +185,12 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
                 holder.set_extra_state(decode(saved[full], tensor))
 
 
-def _restore_generators(plains: list[dict[str, Any]], processes: Processes, alike: bool, tensor: Any) -> str:
+def _restore_generators(saved: list[Any], processes: Processes, alike: bool, tensor: Any) -> str:
     """Each process its own where the layout is the same; else all the one state that all had, if they had one."""
     if alike:
-        restore_generators(decode(plains[processes.number]["generators"], tensor))
+        restore_generators(decode(saved[processes.number], tensor))
         return "own"
-    states = [decode(plain["generators"], tensor) for plain in plains]
+    states = [decode(each, tensor) for each in saved]
     if all(same(states[0], other) for other in states[1:]):
         restore_generators(states[0])
         return "one for all"

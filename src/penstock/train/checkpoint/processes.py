@@ -31,6 +31,8 @@ class Processes:
                 f"a {type(pipe).__name__} is not a penstock.Pipeline; make one of the model, or use `penstock "
                 f"checkpoint export` for plain weights"
             )
+        if pipe._closed and world.transport is not None:
+            raise UsageError(f"this pipeline is closed, and {call} needs its other processes: call it before close()")
         self._world = world
         self._call = call
         self._transport = world.transport

@@ -145,7 +145,16 @@ class OptimizerFit:
                     optimizer.state.pop(parameter, None)
                     entries = self._state.get(name)
                     if entries:
-                        optimizer.state[parameter] = {key: decode(entry, tensor) for key, entry in entries.items()}
+                        state = {key: self._decoded(entry, parameter, tensor) for key, entry in entries.items()}
+                        optimizer.state[parameter] = state
+
+    def _decoded(self, entry: Any, parameter: Tensor, tensor: Callable[[str], Tensor]) -> Any:
+        """A value of optimizer state; tensors deeper inside it are put beside their parameter."""
+
+        def beside(key: str) -> Tensor:
+            return tensor(key) if key in self.targets else tensor(key).to(parameter.device)
+
+        return decode(entry, beside)
 
 
 def fit_optimizers(

@@ -9,6 +9,7 @@ it. Until the rename the directory's name begins with a dot, and whoever looks f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -29,6 +30,7 @@ from penstock.train.checkpoint.plan import Plan, file_of
 
 __all__ = ["GivenUp", "Saving", "remove", "sync_directory"]
 
+logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
 PATIENCE = 600.0  # seconds without any progress of another process
 LAST_PATIENCE = 10.0  # the same, once the program has ended
@@ -75,7 +77,7 @@ class Saving:
             self._write_part()
             if self.number == 0:
                 self._finish(self._notes())
-                self.finished(self.final)
+                self._tidy()
             else:
                 self._await_end()
         except OSError as error:
@@ -161,11 +163,18 @@ class Saving:
                     f"step {self.step} was not saved: process {int(path.name[-5:])} failed: {told}", path=self.final
                 )
 
+    def _tidy(self) -> None:
+        """What is saved is saved, whether or not older ones can be deleted."""
+        try:
+            self.finished(self.final)
+        except OSError as error:
+            logger.warning("older checkpoints could not be deleted: %s", error)
+
     def _abandon(self, why: str) -> None:
-        if self.number == 0:
-            remove(self.temporary)
-        else:
-            with suppress(OSError):
+        with suppress(OSError):  # the error that led here is the one to be raised
+            if self.number == 0:
+                remove(self.temporary)
+            else:
                 (self.temporary / f"failed-{self.number:05d}").write_text(why)
 
 

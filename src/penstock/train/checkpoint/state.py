@@ -78,6 +78,7 @@ class Saved:
         groups: list[dict[str, Any]] = []
         states: dict[str, dict[str, Any]] = {}
         for optimizer in optimizers:
+            _check_state(optimizer)
             for number, group in enumerate(optimizer.param_groups):
                 owned = [parameter for parameter in group["params"] if parameter is not pipe._nothing]
                 members = [name_of(parameter, names, number) for parameter in owned]
@@ -98,8 +99,11 @@ class Saved:
         found: dict[str, Any] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
-                self.tensors[f"optimizer.{name}.{key}"] = value.detach()
-                found[key] = {TENSOR: f"optimizer.{name}.{key}"}
+                whole = f"optimizer.{name}.{key}"
+                if whole in self.tensors:
+                    raise UsageError(f"two tensors of optimizer state would be called {whole}; rename one of them")
+                self.tensors[whole] = value.detach()
+                found[key] = {TENSOR: whole}
             else:
                 found[key] = self.add(f"optimizer-plain.{name}.{key}", value, f"optimizer state {key!r} of {name}")
         return found
@@ -112,6 +116,18 @@ def optimizers_of(optimizer: Any) -> Optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise UsageError(f"optimizer={each!r}: pass a torch.optim.Optimizer, or a list of them")
     return found
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that belongs to no parameter would be lost without a word."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strange = [key for key in optimizer.state if id(key) not in known]
+    if strange:
+        what = f"a tensor of shape {tuple(strange[0].shape)}" if isinstance(strange[0], Tensor) else repr(strange[0])
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps state under {what}, which is none of its parameters; a checkpoint has "
+            f"state by parameter: save the rest in extra="
+        )
 
 
 def class_of(optimizers: Optimizers) -> str:

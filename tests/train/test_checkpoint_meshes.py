@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_processes
-from torch import Tensor
-from train_runs import LAYOUTS, Data, Run
+from torch import Tensor, nn
+from train_runs import LAYOUTS, Data, Run, loss_of
 
 import penstock
 
@@ -73,6 +73,7 @@ def all_pairs(folder: str) -> dict[str, list[float]]:
                 close_to(losses, after[source])
             run.close()
     own_buffers(place)
+    after["spread and tied"] = spread_and_tied(place)
     dist.barrier()
     return after
 
@@ -96,10 +97,50 @@ def own_buffers(place: Path) -> None:
     other.close()
 
 
+def tied_run(**options: Any) -> tuple[penstock.Pipeline, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = [nn.Embedding(12, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 12, bias=False)]
+    layers[3].weight = layers[0].weight
+    pipe = penstock.Pipeline(nn.Sequential(*layers), stages=4, microbatches=2, loss_fn=loss_of, **options)
+    return pipe, torch.optim.Adam(pipe.parameters(), lr=1e-2)
+
+
+def two_steps(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for _ in range(2):
+        batch = torch.arange(48).reshape(8, 6) % 12
+        losses.append(pipe.step(batch, target=batch).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def spread_and_tied(place: Path) -> list[float]:
+    """Over tp, another object takes a parameter's place: the tied one has one name all the same."""
+    options = {
+        "mesh": penstock.mesh(pp=2, tp=2),
+        "schedule": "interleaved-1f1b",
+        "tensor_plan": {"0": "embedding", "3": "colwise-gathered"},
+    }
+    run = tied_run(**options)
+    two_steps(*run)
+    penstock.save(place / "spread and tied", *run)
+    after = two_steps(*run)
+    run[0].close()
+    run = tied_run(**options)
+    penstock.load(place / "spread and tied", *run)
+    assert two_steps(*run) == after
+    run[0].close()
+    return after
+
+
 @pytest.mark.slow
 def test_every_width_resumes_from_every_other(tmp_path: Path) -> None:
     told = on_processes(4, all_pairs, str(tmp_path))
     assert all(each == told[0] for each in told)
+    run = tied_run()
+    penstock.load(tmp_path / "spread and tied", *run)
+    close_to(two_steps(*run), told[0].pop("spread and tied"))
     for source, losses in told[0].items():
         run = Run(seed=5, plain=True, microbatches=8, **LAYOUTS["two stages"])  # threads
         penstock.load(tmp_path / source, run.pipe, run.optimizer, **run.parts())

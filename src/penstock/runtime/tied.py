@@ -42,12 +42,13 @@ class TiedParameters:
     def __init__(
         self, split: Split, placement: Placement, transport: Transport | None, places: Iterable[Sequence[Place]]
     ) -> None:
+        self.places = [tuple(group) for group in places]  # of every parameter that several stages hold
         self._transport = transport
         self._groups: list[tuple[nn.Parameter, tuple[int, ...]]] = []
         self._second: set[int] = set()  # copies that another rank counts
         if transport is None:
             return
-        for group in places:
+        for group in self.places:
             ranks = tuple(sorted({placement.rank_of(stage) for stage, _ in group}))
             if len(ranks) > 1:
                 own = [place for place in group if placement.rank_of(place[0]) == transport.rank]

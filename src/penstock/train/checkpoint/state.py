@@ -145,6 +145,10 @@ def own_names(pipe: Pipeline) -> dict[str, str]:
             known = first.setdefault(id(stands_for(parameter)), full)
             if known != full:
                 others[full] = known
+    for group in pipe.tied.places:  # by name: where tensors are spread, another object takes a parameter's place
+        names = [pipe.split.parts[stage].names[name] for stage, name in group]
+        own = [others.get(name, pipe.split.aliases.get(name, name)) for name in names]
+        others.update({name: own[0] for name in (*names, *own) if name != own[0]})
     return {**{name: others.get(own, own) for name, own in pipe.split.aliases.items()}, **others}
 
 

@@ -113,6 +113,7 @@ class Pipeline(Batching):
             self.clock = Clock(torch.initial_seed() if seed is None else seed)
             self.crew = Crew(self.split, self.schedule.placement, transports, self.clock, self.devices)
             self.crew.precision = precision_of(precision)
+            self.crew.keeps_casts = self.composition.replicate != "fsdp"
             self._without_values = self._materialise(init)
             world.agree(self)
             places = tied_places(self.split)  # before anything takes the place of a parameter

@@ -327,6 +327,22 @@ def test_weights_that_are_used_often_give_the_same_bits_in_every_run() -> None:
         assert all(torch.equal(one, other) for one, other in zip(first, gradients(), strict=True))
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_casts_of_weights_live_for_a_step_or_for_one_use(keeps: bool) -> None:
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_cache_enabled())
+            return super().forward(input)
+
+    with piped([Looks(WIDTH, WIDTH), Looks(WIDTH, WIDTH)]) as pipe:
+        pipe.crew.keeps_casts = keeps  # not where weights are gathered for a part of the step
+        pipe.step(batch()[0], target=batch()[1])
+    assert set(seen) == {keeps}
+    assert torch.is_autocast_cache_enabled()
+
+
 def test_a_failed_step_leaves_autocast_as_it_was() -> None:
     with piped([nn.Linear(WIDTH, WIDTH), Fails()]) as pipe, torch.autocast("cpu", dtype=torch.float16):
         with pytest.raises(PenstockError, match="ValueError: no"):

@@ -59,6 +59,7 @@ class Crew:
     """The local ranks: one executor for each transport that was given."""
 
     precision: torch.dtype | None = None  # of forwards, float32 for no autocast; None: what the caller has
+    keeps_casts = True  # of weights, for a whole step; not where weights are in memory for a part of it only
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Crew:
         if self._workers is not None:
             self._workers.stop()
         after = Crew(split, placement, self.transports, self.clock, self._devices, self._stage_type)
-        after.precision = self.precision
+        after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
     def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
@@ -154,6 +155,8 @@ class Crew:
         chosen: list[Precision | None] = []
         for rank, executor in self.executors.items():
             own = caller if self.precision is None else Precision.on(self.precision, self._kinds(rank, executor))
+            if own is not None and not self.keeps_casts:
+                own = Precision(own.modes, cached=False)
             chosen.append(own)
             for stage in executor.stages.values():
                 stage.precision = own

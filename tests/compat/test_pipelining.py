@@ -18,8 +18,8 @@ from torch import nn
 import penstock.compat.pipelining as ours
 from penstock.compat.pipelining import microbatch, schedules
 from penstock.compat.pipelining.stage import _PipelineStageBase
-from penstock.errors import ModelError, ScheduleError, UsageError
-from penstock.schedule import verify
+from penstock.errors import ModelError, NotationError, ScheduleError, UsageError
+from penstock.schedule import build, verify
 
 LISTED = [
     "PipelineStage",
@@ -162,6 +162,13 @@ def test_files_of_torch_load_and_run(tmp_path: Path) -> None:
         schedule = schedules._PipelineScheduleRuntime(stages(2), 4, loss_fn=nn.functional.mse_loss)
         schedule._load_csv(file, format=format)  # type: ignore[arg-type]
         schedule.step(torch.randn(8, 4), target=torch.randn(8, 4))
+    build("interleaved-1f1b", 1, 4, 2).save(tmp_path / "ours.csv")
+    schedule = schedules._PipelineScheduleRuntime(stages(2), 4, loss_fn=nn.functional.mse_loss)
+    schedule._load_csv(str(tmp_path / "ours.csv"))
+    schedule.step(torch.randn(8, 4), target=torch.randn(8, 4))
+    (tmp_path / "bad.csv").write_text("0F0,1F0,1B0,0Q0\n")
+    with pytest.raises(NotationError, match="0Q0"):
+        schedule._load_csv(str(tmp_path / "bad.csv"))
     with pytest.raises(UsageError, match="choose 'compute_only' or 'compute_comms'"):
         schedules._PipelineScheduleRuntime(stages(2), 4)._load_csv(file, format="rows")  # type: ignore[arg-type]
 

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock.compat.pipelining.actions import Orders, _Action, orders_of, schedule_of
+from penstock.compat.pipelining.actions import Orders, orders_of, schedule_of
 from penstock.compat.pipelining.microbatch import batch_dims, one_each
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
 from penstock.runtime.microbatch import Microbatches
 from penstock.schedule import Op, Schedule, build, lower
-from penstock.schedule.text import rows_to_csv
+from penstock.schedule.text import from_csv, rows_to_csv
 
 __all__ = ["_PipelineSchedule"]
 
@@ -90,9 +90,8 @@ class _PipelineSchedule:
 
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
         """Take the order of a file: torch's, or one that `penstock` wrote."""
-        rows = [[cell.strip() for cell in line.split(",")] for line in Path(filename).read_text().splitlines()]
-        actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
-        self._prepare_schedule_with_comms(actions, format)
+        found = from_csv(Path(filename).read_text(), {"microbatches": self._n_microbatches})
+        self._prepare_schedule_with_comms(orders_of(found), format)
 
     def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], format: Format = "compute_only") -> None:
         if format not in ("compute_only", "compute_comms"):
@@ -101,10 +100,9 @@ class _PipelineSchedule:
         if format == "compute_comms":
             self._with_comms = actions
         else:
-            self.pipeline_order, self._with_comms = actions, None
-            found = schedule_of(actions, self._n_microbatches, "")
-            if found.passes:
+            if schedule_of(actions, self._n_microbatches, "").passes:
                 raise UsageError("the order has transfers in it already; pass format='compute_comms'")
+            self.pipeline_order, self._with_comms = actions, None
 
     _load_actions = _prepare_schedule_with_comms  # its older name
 

@@ -22,12 +22,15 @@ def main(rank, ranks):
         optimizer.zero_grad()
         losses.append(result.loss.item())  # the batch's, the same on every rank
 
-    slots = {str(action): slot for slot, action in enumerate(pipe.schedule.rank(rank)) if action is not None}
-    say(f"rank {rank}: runs {' '.join(slots)}")
-    sends = [action for action in pipe.program.rank(rank) if "SEND" in str(action)]
-    where = [pipe.schedule.placement.rank_of(action.other_end) for action in sends]
-    times = [slots[str(action).replace("SEND_", "")] for action in sends]
-    say(*[(time, f"rank {rank} -> rank {to}: {send}") for time, to, send in zip(times, where, sends, strict=True)])
+    slots = {action: slot for slot, action in enumerate(pipe.schedule.rank(rank)) if action is not None}
+    say(f"rank {rank}: runs {' '.join(map(str, slots))}")
+    now, log = 0, []
+    for action in pipe.program.rank(rank):  # the schedule with its messages
+        now = slots.get(action, now)
+        if action is not None and "SEND" in str(action.op):
+            peer = pipe.schedule.placement.rank_of(action.other_end)
+            log.append((now, f"rank {rank} -> rank {peer}: {action}"))
+    say(*log)
     say(*[f"step {step}: loss {loss:.6f}" for step, loss in enumerate(losses)])
 
     expected_losses, expected = alone()

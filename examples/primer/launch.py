@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 START = "fork" if sys.platform == "linux" else "spawn"  # fork: the children have torch loaded already
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # all processes are on this machine
 PATIENCE = timedelta(seconds=20)  # then a rank that waits for a message gives up, and says so
 
 
@@ -24,6 +25,7 @@ def run(program, ranks=4):
         if not (sys.argv[1].isdecimal() and 1 <= int(sys.argv[1]) <= 16):
             sys.exit(f"{sys.argv[1]!r}: give the number of ranks, from 1 to 16")
         ranks = int(sys.argv[1])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     context = multiprocessing.get_context(START)
     errors = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:  # where the processes find each other
@@ -48,8 +50,8 @@ def run(program, ranks=4):
         told.append(errors.get())
     if killed:
         sys.exit(f"rank {killed[0]} was killed: exit code {jobs[killed[0]].exitcode}")
-    if told:
-        sys.exit(min(told)[1])
+    if told:  # the first; but one that lost its peer did so because of another
+        sys.exit(min(told, key=lambda error: ("closed by peer" in error[1], error[0]))[1])
 
 
 def _enter(program, rank, ranks, place, errors):
@@ -58,7 +60,7 @@ def _enter(program, rank, ranks, place, errors):
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=PATIENCE)
         program(rank, ranks)
         dist.destroy_process_group()
-    except (Exception, SystemExit):  # the parent prints the first: the others only lost their peer
+    except (Exception, SystemExit):  # the parent prints the first
         errors.put((time.time(), f"rank {rank} failed:\n{traceback.format_exc()}"))
         sys.exit(1)
 

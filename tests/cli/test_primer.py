@@ -52,6 +52,13 @@ def test_a_narrow_terminal_folds_the_words_and_keeps_the_lanes() -> None:
     assert all(len(line) <= 40 for line in lines)
 
 
+def test_many_ranks_get_narrower_lanes() -> None:
+    lines = [line.plain for line in Lanes(12, width=80, plain=True).draw([Event("x", 10, (11,)), Event("y", 11, (9,))])]
+    assert lines[0].split() == [str(rank) for rank in range(12)]
+    assert lines[1].startswith("|   " * 10 + "o-->|   x")
+    assert lines[2].startswith("|   " * 9 + "|<--+---o   y")
+
+
 def test_printed_lines_are_read_as_what_they_say() -> None:
     assert read_event("rank 0 -> rank 1, 12: [3, 1]: x") == Event("[3, 1]: x", 0, (1, 12))
     assert read_event("rank 10: has rank 3: x") == Event("has rank 3: x", 10)

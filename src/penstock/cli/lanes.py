@@ -25,7 +25,7 @@ __all__ = ["Event", "Lanes", "read_event"]
 SENDS = re.compile(r"rank (?P<source>\d+) -> rank (?P<targets>\d+(?:, \d+)*): (?P<text>.*)")
 ALONE = re.compile(r"rank (?P<source>\d+): (?P<text>.*)")
 COLOURS = ("cyan", "magenta", "yellow", "green", "bright_blue", "bright_red", "bright_cyan", "bright_magenta")
-WIDTH = 6  # columns of a lane
+WIDEST, NARROWEST = 6, 3  # columns of a lane; fewer where there are many ranks
 LEAST = 24  # columns for the words, however narrow the terminal
 PRETTY = {"o": "●", "-": "─", ">": "▶", "<": "◀", "|": "│", "+": "┼"}
 
@@ -59,7 +59,10 @@ class Lanes:
 
     def __init__(self, ranks: int, *, width: int | None = None, plain: bool = False) -> None:
         self.ranks = ranks
-        self._room = None if width is None else max(LEAST, width - ranks * WIDTH - 1)
+        self._lane = WIDEST
+        if width is not None and ranks:
+            self._lane = min(WIDEST, max(NARROWEST, (width - LEAST) // ranks))
+        self._room = None if width is None else max(LEAST, width - ranks * self._lane - 1)
         self._letters = str.maketrans({} if plain else PRETTY)
 
     def draw(self, events: Iterable[Event]) -> Iterator[Text]:
@@ -78,7 +81,7 @@ class Lanes:
     def _heading(self) -> Text:
         heading = Text()
         for rank in range(self.ranks):
-            heading.append(str(rank).ljust(WIDTH), f"bold {COLOURS[rank % len(COLOURS)]}")
+            heading.append(str(rank).ljust(self._lane), f"bold {COLOURS[rank % len(COLOURS)]}")
         return heading
 
     def _lines(self, event: Event) -> Iterator[Text]:
@@ -88,19 +91,19 @@ class Lanes:
             yield self._row(Event("")) + Text(more)
 
     def _row(self, event: Event) -> Text:
-        cells = list(("|" + " " * (WIDTH - 1)) * self.ranks)
-        painted: range | None = None
-        if event.source is not None:
-            ends = (event.source, *event.targets)
-            painted = range(min(ends) * WIDTH, max(ends) * WIDTH + 1)
-            for column in painted:
-                cells[column] = "+" if cells[column] == "|" else "-"
-            for target in event.targets:
-                cells[target * WIDTH] = "|"
-                if target != event.source:
-                    cells[target * WIDTH + (-1 if target > event.source else 1)] = ">" if target > event.source else "<"
-            cells[event.source * WIDTH] = "o"
+        lane = self._lane
+        cells = list(("|" + " " * (lane - 1)) * self.ranks)
+        if event.source is None:
+            return Text("".join(cells).translate(self._letters))
+        ends = (event.source, *event.targets)
+        painted = range(min(ends) * lane, max(ends) * lane + 1)
+        for column in painted:
+            cells[column] = "+" if cells[column] == "|" else "-"
+        for target in event.targets:
+            cells[target * lane] = "|"
+            if target != event.source:
+                cells[target * lane + (-1 if target > event.source else 1)] = ">" if target > event.source else "<"
+        cells[event.source * lane] = "o"
         row = Text("".join(cells).translate(self._letters))
-        if painted is not None and event.source is not None:
-            row.stylize(f"bold {COLOURS[event.source % len(COLOURS)]}", painted.start, painted.stop)
+        row.stylize(f"bold {COLOURS[event.source % len(COLOURS)]}", painted.start, painted.stop)
         return row

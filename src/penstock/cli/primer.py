@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,7 +122,10 @@ def _list(programs: list[Path], as_json: bool) -> None:
     width = terminal_width()
     for number, path in enumerate(programs, 1):
         title = _title(path).removeprefix(f"{_name(path)}: ")
-        write(fold(f"{number:2}  {_name(path).ljust(widest)}  {title}", width))
+        lines = [title] if width is None else textwrap.wrap(title, max(20, width - widest - 6), break_on_hyphens=False)
+        write(f"{number:2}  {_name(path).ljust(widest)}  {lines[0]}")
+        for line in lines[1:]:
+            write(" " * (widest + 6) + line)
     write("\nrun one: penstock primer NAME; read it: penstock primer NAME --source")
     write("change them: penstock primer --copy FOLDER; run a changed one: penstock primer FOLDER/NN_name.py")
 

@@ -15,6 +15,7 @@ from compat import torch_shaped as programs
 from processes import on_processes
 from torch import nn
 
+import penstock
 import penstock.compat.pipelining as ours
 from penstock.compat.pipelining import microbatch, schedules
 from penstock.compat.pipelining.stage import _PipelineStageBase
@@ -305,6 +306,48 @@ def test_marks_in_a_forward_cut(mark: Any) -> None:
     assert ours.Pipe.from_tracing(Chain(mark), (torch.randn(3, 4),)).num_stages == 2
 
 
+class Loose(nn.Module):
+    """Parameters of its own between the splits, one of them used on both sides."""
+
+    def __init__(self, mark: Any) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.lin1, self.lin2 = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mark = mark
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = torch.mm(x, self.first)
+        skip = x
+        x = torch.relu(x + y)
+        self.mark()
+        x = self.lin1(torch.mm(x, self.first))
+        self.mark()
+        x = torch.mm(torch.relu(x) + skip, self.second)
+        self.mark()
+        return torch.relu(self.lin2(x))
+
+
+@pytest.mark.parametrize("mark", [ours.pipe_split, theirs.pipe_split])
+def test_parameters_beside_modules_begin_stages_too(mark: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = Loose(mark), torch.randn(8, 4), torch.randn(8, 4)
+    pipe = ours.pipeline(model, (x[:2], y[:2]))
+    assert pipe.num_stages == 4
+    held = [set(pipe.get_stage_module(index).state_dict()) for index in range(4)]
+    assert held[0] == {"first"}
+    assert held[1] >= {"lin1.weight", "lin1.bias"}
+    assert held[2] == {"second"}
+    assert held[3] == {"lin2.weight", "lin2.bias"}
+    torch.testing.assert_close(pipe(x, y)[0], model(x, y))
+    loss = nn.functional.mse_loss(model(x, y), torch.ones(8, 4))
+    wanted = torch.autograd.grad(loss, list(model.parameters()))
+    with penstock.Pipeline(model, microbatches=2, loss_fn=nn.functional.mse_loss, **pipe.cut) as whole:
+        found = whole.step(x, y, target=torch.ones(8, 4)).loss
+    torch.testing.assert_close(found, loss.detach())
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_a_pipe_without_splits_is_one_stage() -> None:
     pipe = ours.pipeline(Chain(), (torch.randn(3, 4),))
     schedule = ours.ScheduleGPipe(pipe.build_stage(0, "cpu"), 2, loss_fn=nn.functional.mse_loss)
@@ -323,7 +366,7 @@ def test_a_pipe_without_splits_is_one_stage() -> None:
     [
         ({"layer.1": ours.SplitPoint.END}, "Chain has no module 'layer.1'"),
         ({"layers.1": "END"}, "pass SplitPoint.BEGINNING or SplitPoint.END"),
-        ({"norm": ours.SplitPoint.END}, "nothing with parameters is called after split 1"),
+        ({"norm": ours.SplitPoint.END}, "nothing with parameters that were not used before is called after split 1"),
     ],
 )
 def test_splits_that_cannot_be_are_errors(spec: Any, message: str) -> None:

@@ -1,7 +1,7 @@
 """torch's front end for whole models: a model and where to split it become a `Pipe`, and that becomes stages.
 
 The places are names of modules, or calls of `pipe_split()` in a forward. One run of the model on the example shows
-which module is called next after each place; the cut is made before that one, by Penstock's own ways to cut a model.
+which module or parameter is used next after each place; the cut is made before that, by Penstock's own ways to cut.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat.pipelining.stage import _PipelineStageBase, as_tree
@@ -168,7 +170,7 @@ def pipeline(
 
 @dataclass
 class _Log:
-    """What happened in one run: modules that were entered or left, and places to split."""
+    """What happened in one run: modules that were entered, parameters that were used, and places to split."""
 
     events: list[tuple[str, str]] = field(default_factory=list)
 
@@ -189,8 +191,23 @@ class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class _Uses(TorchFunctionMode):
+    """Sees parameters that the forward uses, in a module or beside it."""
+
+    def __init__(self, module: nn.Module, log: _Log) -> None:
+        super().__init__()
+        self._log = log
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if id(leaf) in self._names:
+                self._log.events.append(("use", self._names[id(leaf)]))
+        return func(*args, **(kwargs or {}))
+
+
 def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> list[str]:
-    """The names of the modules before which the cuts are, in the order of the forward."""
+    """The names of the modules, or parameters, before whose use the cuts are, in the order of the forward."""
     for name, point in spec.items():
         if name not in dict(module.named_modules()):
             raise UsageError(f"split_spec: {type(module).__name__} has no module {name!r}")
@@ -205,20 +222,26 @@ def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> lis
     owners = {name for name, each in module.named_modules() if next(each.parameters(), None) is not None}
     found: list[str] = []
     for place, (kind, _) in enumerate(log.events):
-        if kind != "split":
-            continue
-        later = [name for what, name in log.events[place + 1 :] if what == "enter" and name in owners]
-        if not later:
-            raise ModelError(f"nothing with parameters is called after split {len(found) + 1}; leave that one out")
-        before = [name for what, name in log.events[:place] if what == "enter"]
-        if later[0] in before:
-            raise ModelError(
-                f"{later[0]!r} is called on both sides of a split; split elsewhere, or make stages by hand"
-            )
-        found.append(later[0])
+        if kind == "split":
+            begins = _next_new(log.events, place, owners)
+            if begins is None:
+                raise ModelError(
+                    f"nothing with parameters that were not used before is called after split {len(found) + 1}; split "
+                    f"elsewhere, or make stages by hand"
+                )
+            found.append(begins)
     if len(found) < len(spec):
         raise ModelError(f"only {len(found)} of the {len(spec)} modules in split_spec are called in the forward")
     return list(dict.fromkeys(found))
+
+
+def _next_new(events: list[tuple[str, str]], place: int, owners: set[str]) -> str | None:
+    """What the stage after a split begins with: the first module or parameter that is used there and not before."""
+    before = {name for _, name in events[:place]}
+    for kind, name in events[place + 1 :]:
+        if name and name not in before and (kind == "use" or name in owners):
+            return name
+    return None
 
 
 @contextmanager
@@ -247,7 +270,7 @@ def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _Log) -> Ite
             handles.append(each.register_forward_hook(after(name)))
     token = _NOTE.set(log.split)
     try:
-        with undone(module), torch.no_grad(), _TorchSplits(log):
+        with undone(module), torch.no_grad(), _TorchSplits(log), _Uses(module, log):
             yield
     finally:
         _NOTE.reset(token)

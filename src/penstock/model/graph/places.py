@@ -54,7 +54,7 @@ def choose_cuts(
     if split_at:
         if len(split_at) != stages - 1:
             raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
-        return [Cut("module", name) for name in split_at]
+        return [Cut("parameter" if name in tensors else "module", name) for name in split_at]
     pieces = _pieces(values, tensors)
     if balance is not None and not isinstance(balance, str):
         return _by_count(pieces, stages, balance)

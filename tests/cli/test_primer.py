@@ -80,6 +80,13 @@ def test_a_program_answers_to_name_number_and_file(name: str) -> None:
     assert run(name, "--source").stdout.startswith('"""all-gather: ')
 
 
+def test_a_copy_in_this_folder_is_meant_before_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "06_all_gather.py").write_text('"""mine"""\n')
+    assert run("06_all_gather.py", "--source").stdout == '"""mine"""\n'
+    assert run("06_all_gather", "--source").stdout.startswith('"""all-gather: ')
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -98,15 +98,15 @@ def _title(path: Path) -> str:
 
 
 def _find(name: str, programs: list[Path]) -> Path:
-    """By name, number or file name in any case; else a file of the reader's own."""
+    """A file of the reader's own; else by name, number or file name in any case."""
+    if name.endswith(".py") and Path(name).is_file():
+        return Path(name)
     plain = name.lower().removesuffix(".py").replace("_", "-")
     for path in programs:
         number = path.name[:2]
-        if os.sep not in name and plain in (_name(path), number, str(int(number)), f"{number}-{_name(path)}"):
+        if plain in (_name(path), number, str(int(number)), f"{number}-{_name(path)}"):
             return path
     if name.endswith(".py"):
-        if Path(name).is_file():
-            return Path(name)
         raise UsageError(f"there is no file {name}; penstock primer --copy FOLDER makes copies to run")
     names = [_name(path) for path in programs]
     near = difflib.get_close_matches(plain, names, n=3, cutoff=0.5)
@@ -151,7 +151,13 @@ def _copy_to(folder: Path, name: str | None) -> None:
 def _run(path: Path, ranks: int | None, as_json: bool) -> None:
     command = [sys.executable, str(path.resolve()), *([] if ranks is None else [str(ranks)])]
     with working(f"running {path.name}"):
-        done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # one thread a rank
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
     events = [read_event(line) for line in done.stdout.splitlines()]
     if as_json:
         write_json(_document(path, events, done.returncode))
@@ -162,12 +168,6 @@ def _run(path: Path, ranks: int | None, as_json: bool) -> None:
     if done.returncode != 0:
         complain(f"{path.name} ended with exit code {done.returncode}:\n{done.stderr.rstrip()}")
         raise typer.Exit(1)
-
-
-def _environment() -> dict[str, str]:
-    """This Penstock for the program, wherever it was loaded from; one thread a rank."""
-    paths = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _drawn(events: list[Event]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from penstock.train.checkpoint.manifest import MANIFEST, checkpoints_in, read_ma
 ONE = {"stages": 1, "schedule": "gpipe"}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run() -> Any:
     run = Run(**ONE)
     run.step()

@@ -29,7 +29,13 @@ def on_threads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     return folder, {name: saved_and_next(folder, name) for name in LAYOUTS}
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.product(LAYOUTS, LAYOUTS)))
+FIRST = "1f1b of 4"  # to it and from it in the fast tests; the other pairs in the slow ones
+PAIRS = [
+    pytest.param(*pair, marks=() if FIRST in pair else pytest.mark.slow) for pair in itertools.product(LAYOUTS, LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_every_layout_resumes_from_every_other(
     source: str, target: str, on_threads: tuple[Path, dict[str, list[float]]]
 ) -> None:

@@ -109,6 +109,7 @@ def mistakes_of_one_process(folder: Path) -> None:
     assert "different steps to save: [0, 1, 2]" in message_of(lambda: checkpointer.save(rank, run.pipe))
     dist.barrier()
     assert hidden_in(folder / "mistakes") == []
+    dist.barrier()
     checkpointer.save(7, run.pipe)
     checkpointer.close()
     dist.barrier()

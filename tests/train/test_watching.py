@@ -37,6 +37,18 @@ def test_on_a_terminal_there_is_one_line_that_is_redrawn(monkeypatch: pytest.Mon
     assert "something else" in written
 
 
+def test_a_reader_that_leaves_ends_the_lines_and_not_the_training() -> None:
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w", buffering=1) as stream:
+        progress = Progress(stream, 1)
+        progress.say("heard")
+        os.close(ours)
+        for step in range(1, 4):
+            progress.show(Reading(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
+        progress.say("not heard")
+        progress.close()
+
+
 class Board:
     """As TensorBoard's writer."""
 

@@ -81,11 +81,12 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> 
 
         log_as(config, 0)
         with Stop() as stop:
-            return train_here(Job(config, again), stop)
+            return train_here(Job(config, again, resume), stop)
     from penstock.train.launch import launch, torchrun_command
+    from penstock.train.worker import Job
 
     write(f"on several hosts, on each: {torchrun_command(config, items)}\n")
-    return launch(config, again, lambda text: write(f"penstock: {text}", sys.stderr))
+    return launch(Job(config, again, resume), lambda text: write(f"penstock: {text}", sys.stderr))
 
 
 def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:

@@ -34,7 +34,7 @@ from penstock.train.checkpoint.checkpointer import Checkpointer
 from penstock.train.run import RunFolder
 from penstock.train.settings import TrainConfig
 from penstock.train.stopping import INTERRUPTED
-from penstock.train.worker import Job, enter, note_path, read_note
+from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
 __all__ = ["launch", "torchrun_command"]
 
@@ -56,6 +56,13 @@ class Agent(LocalElasticAgent):
         self.stopping = False
         self.reason = ""  # why the last attempt failed
         self.usage = False  # because of what the user asked for
+
+    @property
+    def ready(self) -> bool:
+        """Can all ranks be asked to stop? A signal that comes earlier would only break their start."""
+        spec = self._worker_group.spec
+        attempt = spec.max_restarts - self._remaining_restarts
+        return all(ready_path(self._folder, attempt, rank).exists() for rank in range(spec.local_world_size))
 
     def signal_ranks(self, number: int) -> None:
         """Send all ranks a signal."""
@@ -141,9 +148,12 @@ def _place(note: dict[str, Any]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def launch(config: TrainConfig, again: str, say: Say) -> int:
+def launch(job: Job, say: Say) -> int:
     """Train on local processes; the exit code of the command."""
+    config = job.config
     folder = RunFolder(Path(config.output))
+    for old in folder.logs.glob("ready-*"):  # of a run before this one
+        old.unlink()
     for name in CHATTY:  # what they report is said better here
         logging.getLogger(name).setLevel(logging.CRITICAL)
     ranks = config.pipeline.ranks * config.mesh.replicas
@@ -153,7 +163,7 @@ def launch(config: TrainConfig, again: str, say: Say) -> int:
         role="rank",
         local_world_size=ranks,
         entrypoint=enter,
-        args=(Job(config, again),),
+        args=(job,),
         rdzv_handler=rendezvous.get_rendezvous_handler(
             RendezvousParameters(
                 backend="c10d",
@@ -208,7 +218,7 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
     """Ctrl-C and SIGTERM: once, ranks finish the step and save; twice, everything ends."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if agent.stopping:
+        if agent.stopping or not agent.ready:
             agent.signal_ranks(signal.SIGKILL)
             raise _AtOnce
         agent.stopping = True

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -53,6 +55,14 @@ class Reading:
         return "  ".join(parts)
 
 
+class _Console(Console):
+    """rich's own would leave the program when the reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        """Let who prints decide."""
+        raise BrokenPipeError
+
+
 class Progress:
     """Where the line goes. Only rank 0 has one; other ranks have a silent one."""
 
@@ -62,7 +72,7 @@ class Progress:
         self._live: Live | None = None
         self._last: Reading | None = None
         if stream is not None:
-            self._console = Console(file=stream, highlight=False, soft_wrap=True)
+            self._console = _Console(file=stream, highlight=False, soft_wrap=True)
             if self._console.is_terminal and os.environ.get("TERM") != "dumb":
                 self._live = Live(console=self._console, auto_refresh=False, transient=False)
                 self._live.start()
@@ -75,20 +85,35 @@ class Progress:
             reading = replace(reading, validation=self._last.validation)
         self._last = reading
         if self._live is not None:
-            self._live.update(Text(reading.line(), overflow="ellipsis", no_wrap=True), refresh=True)
+            with self._while_somebody_reads():
+                self._live.update(Text(reading.line(), overflow="ellipsis", no_wrap=True), refresh=True)
         elif reading.step % self._every == 0 or reading.step == reading.steps:
             self.say(reading.line())
 
     def say(self, text: str) -> None:
         """Something else than a step, on lines of its own."""
         if self._stream is not None:
-            self._console.print(Text(text))
+            with self._while_somebody_reads():
+                self._console.print(Text(text))
 
     def close(self) -> None:
         """The line stays as it is."""
         if self._live is not None:
-            self._live.stop()
+            with self._while_somebody_reads():
+                self._live.stop()
             self._live = None
+
+    @contextmanager
+    def _while_somebody_reads(self) -> Iterator[None]:
+        """A reader that leaves (`| head`, a closed terminal) ends the lines and not the training."""
+        try:
+            yield
+        except OSError:
+            if self._stream is not None:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())  # what is left in its buffer must not fail at the end
+                os.close(nowhere)
+            self._stream = self._live = None
 
 
 class Pace:

@@ -82,6 +82,11 @@ class RunFolder:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"output is {self.root}, where nothing can be written: {error.strerror}") from None
+        if not resume:
+            self.keep_config(config)
+
+    def keep_config(self, config: TrainConfig) -> None:
+        """What the run is trained with from now on."""
         write_json(self.root / "config.json", to_document(config))
 
     def _clear(self) -> None:

@@ -37,6 +37,7 @@ from penstock.runtime.scaler import GradScaler
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.build import build_model, build_optimizer, build_pipeline, build_rate
 from penstock.train.checkpoint.checkpointer import Checkpointer
+from penstock.train.checkpoint.loading import Loaded
 from penstock.train.checkpoint.processes import Processes
 from penstock.train.consistent import stages_of
 from penstock.train.data import Batches, open_data
@@ -50,7 +51,7 @@ from penstock.train.stopping import INTERRUPTED, Stop
 from penstock.view.page import save_page
 from penstock.view.run import Run
 
-__all__ = ["FINAL", "Job", "enter", "log_as", "note_path", "read_note", "train_here"]
+__all__ = ["FINAL", "Job", "enter", "log_as", "note_path", "read_note", "ready_path", "train_here"]
 
 FINAL = 3  # exit code: starting again would end in the same way
 PR_SET_PDEATHSIG = 1
@@ -63,11 +64,17 @@ class Job:
 
     config: TrainConfig
     again: str  # the command that goes on with this run
+    resumed: bool = False  # there was such a run before
 
 
 def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:
     """Where a rank that failed says why."""
     return folder.logs / f"failed-{attempt}-{rank}.json"
+
+
+def ready_path(folder: RunFolder, attempt: int, rank: int) -> Path:
+    """There while a rank can be asked to stop."""
+    return folder.logs / f"ready-{attempt}-{rank}"
 
 
 def enter(job: Job) -> int:
@@ -77,6 +84,7 @@ def enter(job: Job) -> int:
         _die_with_launcher()
         attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
         folder = RunFolder(Path(job.config.output))
+        ready_path(folder, attempt, rank).touch()
         log_as(job.config, rank)
         try:
             return train_here(job, stop)
@@ -144,14 +152,18 @@ def train_here(job: Job, stop: Stop) -> int:
         scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
         start, skips = 0, 0
         if checkpointer.latest() is not None:
-            loaded = checkpointer.load(pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
+            loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
             start, skips = loaded.step, loaded.extra["skips"]
         first = rank == 0
+        if first:  # a configuration that the checkpoint does not fit has been refused by now
+            folder.keep_config(config)
         metrics = Metrics(folder.metrics, start, config.logging.tensorboard) if first else None
         progress = Progress(sys.stdout if first else None, config.logging.every)
-        if not start and not os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").strip("0"):
+        if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             progress.say(pipe.describe())
             progress.say(f"data      {data.words}")
+        elif not start:
+            progress.say("from the beginning: there is no whole checkpoint")
         if start:
             progress.say(f"going on from step {start}: {checkpointer.latest()}")
         if changed := getattr(data, "changed", ""):
@@ -173,6 +185,16 @@ def train_here(job: Job, stop: Stop) -> int:
             progress.say(_where(job, folder, ending, checkpointer.latest(), monotonic() - began))
         pipe.close()
     return INTERRUPTED if ending.stopped else 0
+
+
+def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:
+    try:
+        return checkpointer.load(pipe, optimizer, **parts)
+    except CheckpointError as error:  # of another model or optimizer; a damaged one would have been passed over
+        raise UsageError(
+            f"{error}\nto go on, the configuration must be of the same model, optimizer and precision; --fresh starts "
+            f"over"
+        ) from error
 
 
 @contextmanager

@@ -104,10 +104,10 @@ class Job:
         """The last step that is written down."""
         return max((line["step"] for line in read_metrics(self.output / "metrics.jsonl")), default=0)
 
-    def wait(self, limit: float = 90) -> int:
+    def wait(self, limit: float = 200) -> int:
         return self.process.wait(limit)
 
-    def until(self, ready: Callable[[], Any], limit: float = 60) -> Any:
+    def until(self, ready: Callable[[], Any], limit: float = 150) -> Any:
         """Wait for something while the job runs."""
         deadline = time.monotonic() + limit
         while not (found := ready()):

@@ -6,14 +6,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from train_jobs import Job, gone, job, undisturbed
+from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_manifest
+from penstock.train.metrics import read_metrics
 
+pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time
 KILLS = int(os.environ.get("PENSTOCK_KILLS", "20"))
 
 
@@ -112,6 +117,34 @@ def test_a_stall_an_exit_and_too_many_failures(tmp_path: Path, wanted: list[floa
         assert "restart 1 of 1" in run.log
         assert "restart 2" not in run.log
         assert_whole(run.output)
+
+
+@pytest.mark.slow
+def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(tmp_path: Path, wanted: list[float]) -> None:
+    """Two agents, as two hosts have, with one rank each; they find each other by torchrun's own rendezvous."""
+    prepare(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = f"localhost:{probe.getsockname()[1]}"
+    module = ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=two", "-m", "penstock"]
+    settings = [*TINY, "output=run", "training.steps=24", plan((11, 1, "kill"))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *module, "train"]
+    agents = []
+    for host in range(2):
+        with (tmp_path / f"host{host}.txt").open("wb") as log:
+            agents.append(subprocess.Popen([*command, *settings], cwd=tmp_path, stdout=log, stderr=log))
+    try:
+        codes = [agent.wait(200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    said = "\n".join((tmp_path / f"host{host}.txt").read_text() for host in range(2))
+    assert codes == [0, 0], said
+    assert "going on from step" in said
+    assert "rank 1 failed" in said  # as rank 0 was told by the pipeline
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == wanted
 
 
 @pytest.mark.slow

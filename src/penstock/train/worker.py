@@ -42,6 +42,7 @@ from penstock.train.checkpoint.processes import Processes
 from penstock.train.consistent import stages_of
 from penstock.train.data import Batches, open_data
 from penstock.train.loop import Ending, Trainer
+from penstock.train.meeting import new_prefix
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite
 from penstock.train.progress import Progress, of_time
@@ -208,8 +209,7 @@ def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=max(120.0, 2 * config.pipeline.timeout))
     store, rank, count = next(rendezvous("env://", timeout=limit))
-    # The agent's store outlives an attempt: without a prefix the next one would meet the addresses of the dead.
-    attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = PrefixStore(new_prefix(store, rank, count, limit), store)
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=limit)
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective

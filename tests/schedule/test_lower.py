@@ -203,3 +203,15 @@ def test_every_pass_looks_at_each_action_a_constant_number_of_times(step: object
         assert CountedRow.looks > 0
         looks.append(CountedRow.looks / actions)
     assert looks[1] <= looks[0] * 1.1
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-v", "interleaved-1f1b"])
+def test_a_reduction_waits_until_what_its_last_backward_made_has_been_sent(family: str) -> None:
+    """Another rank waits for that send; for the reduction nobody does before the end of the step."""
+    program = lower(build(family, ranks=3, microbatches=4), reduce=True)
+    for row in program.rows:
+        actions = [action for action in row if action is not None]
+        for place, action in enumerate(actions[:-1]):
+            if action.op is Op.REDUCE_GRAD:
+                assert not actions[place + 1].op.is_transfer, (str(action), str(actions[place + 1]))
+    verify(program)

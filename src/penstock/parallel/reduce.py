@@ -202,9 +202,11 @@ class Reducer:
 
     def discard(self) -> None:
         """Wait for what was started, and drop it."""
-        self.finish()
-        for parameter in self.parameters:
-            parameter.grad = None
+        started, self._started = self._started, []
+        for bucket in started:
+            assert self._link is not None
+            self._link.wait(bucket.work, "the reduction of gradients")
+            bucket.flat = bucket.work = None
 
 
 def make_equal(tensors: Iterable[Tensor], link: Link, bucket_bytes: int = BUCKET_BYTES) -> None:

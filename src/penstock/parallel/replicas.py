@@ -140,11 +140,11 @@ class Replicas(Alone):
         """What earlier steps added is set aside: it has been reduced."""
         self._total = None
         self._met = False
-        self._reducer.begin(program, self._executor.rank)
         if self._sharder is not None:
             self._sharder.begin()
         self._earlier = []
         if training:
+            self._reducer.begin(program, self._executor.rank)
             for parameter in self._parameters():
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None

@@ -146,7 +146,10 @@ def is_aligned(schedule: Schedule) -> bool:
 
 
 def insert_reductions(schedule: Schedule) -> Schedule:
-    """REDUCE_GRAD for each stage right after its last backward, by order and not by number."""
+    """REDUCE_GRAD for each stage after its last backward, by order and not by number.
+
+    What that backward sends goes first: another rank waits for it, and for the reduction nobody does yet.
+    """
     _refuse_after(schedule, ("reductions", "shards"), "insert_reductions")
     rows = []
     for row in schedule.rows:
@@ -160,10 +163,14 @@ def insert_reductions(schedule: Schedule) -> Schedule:
         for stage, position in last.items():
             due.setdefault(position, []).append(stage)
         filled: list[Action | None] = []
+        ready: list[int] = []  # stages whose reduction waits for the sends to leave
         for position, action in enumerate(row):
+            if ready and not (action is not None and action.op.is_transfer):
+                filled += [trusted(stage, Op.REDUCE_GRAD) for stage in ready]
+                ready = []
             filled.append(action)
-            filled += [trusted(stage, Op.REDUCE_GRAD) for stage in due.get(position, ())]
-        rows.append(filled)
+            ready += due.get(position, ())
+        rows.append(filled + [trusted(stage, Op.REDUCE_GRAD) for stage in ready])
     return schedule.replace(rows, passes=schedule.passes | {"reductions"})
 
 

@@ -379,6 +379,22 @@ def test_close_says_what_went_wrong(run: Run, tmp_path: Path, monkeypatch: pytes
     checkpointer.close()
 
 
+def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_the_disk(monkeypatch, 0)
+    checkpointer = penstock.Checkpointer(tmp_path)
+
+    def loop() -> None:
+        with checkpointer:
+            checkpointer.save(1, run.pipe)
+            raise ZeroDivisionError("of the loop")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        loop()
+    assert "No space left" in caught.value.__notes__[0]
+
+
 def test_what_a_killed_run_left_is_cleared_away(run: Run, tmp_path: Path) -> None:
     (tmp_path / ".step-00000009.0badcafe").mkdir()
     (tmp_path / ".step-00000009.0badcafe" / "process-00000.safetensors").write_bytes(b"half")

@@ -17,6 +17,7 @@ from train_runs import LAYOUTS, Data, Run
 
 import penstock
 from penstock.errors import CheckpointError, PenstockError
+from penstock.train.checkpoint import lock
 from penstock.train.checkpoint.manifest import checkpoints_in
 
 THREE = LAYOUTS["interleaved"]
@@ -151,12 +152,37 @@ def a_process_that_owns_nothing(folder: Path) -> None:
     pipe.close()
 
 
+def two_runs_at_once(folder: Path) -> None:
+    """Every process is a run of its own here; the first has the directory."""
+    lock.PATIENCE = 0.2
+    pipe = penstock.Pipeline([nn.Linear(2, 2)], microbatches=1, transport="threads")
+    checkpointer = penstock.Checkpointer(folder / "one")
+    if dist.get_rank() == 0:
+        checkpointer.save(1, pipe)
+        checkpointer.wait()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        said = message_of(lambda: checkpointer.save(2, pipe))
+        assert "is being written to by process" in said, said
+        assert checkpointer.load(pipe).step == 1  # reading is free
+    dist.barrier()
+    checkpointer.close()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with penstock.Checkpointer(folder / "one") as mine:
+            mine.save(2, pipe)
+    dist.barrier()
+    assert [named.step for named in checkpoints_in(folder / "one")] == [1, 2]
+    pipe.close()
+
+
 def everything(folder: str) -> None:
     place = Path(folder)
     save_while_training(place)
     a_disk_that_is_full_on_one_host(place)
     mistakes_of_one_process(place)
     a_process_that_owns_nothing(place)
+    two_runs_at_once(place)
 
 
 def test_processes_agree_fail_together_and_get_back_their_own(tmp_path: Path) -> None:

@@ -236,8 +236,13 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as own:
+            if error is None:
+                raise
+            error.add_note(f"a save that was under way failed as well: {own}")  # what came first stays the error
 
 
 def _done(work: Callable[[], Path]) -> Future[Path]:

@@ -17,6 +17,16 @@ from penstock.cli import app
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "penstock")
 
 BAD_USAGE = {
+    "train nowhere.toml": "there is no configuration nowhere.toml",
+    "train a.toml b.toml": "a.toml and b.toml are two configurations",
+    "train --resume --fresh": "give one of them",
+    "train training.step=3": "did you mean training.steps?",
+    "train output=/proc/nowhere": "where nothing can be written",
+    "train output=nowhere --resume": "has no run to go on from",
+    "eval output=nowhere": "there is no nowhere; give a run's folder",
+    "generate nowhere": "there is no nowhere; give a run's folder",
+    "generate nowhere --temperature hot": "'hot' is no temperature",
+    "generate nowhere --tokens 0": "0 is too small",
     "show zbv2": "did you mean zb-v?",
     "show": "Missing argument",
     "show schedule.txt": ".csv or .json",

@@ -19,7 +19,7 @@ from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_man
 from penstock.train.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "20"))
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "40"))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
                 run.until(lambda: saving(run))
                 time.sleep(chance.uniform(0, 0.02))
             else:
-                time.sleep(chance.uniform(0, 2.0))
+                time.sleep(chance.uniform(0, 1.2))
             victim = chance.randrange(2)
             os.kill(ranks[victim], signal.SIGKILL)
             killed.append(victim)

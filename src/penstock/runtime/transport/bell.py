@@ -11,6 +11,8 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from penstock.runtime.transport.forks import close_in_forks
+
 __all__ = ["Bell"]
 
 
@@ -20,7 +22,7 @@ class Bell:
     def __init__(self, address: str) -> None:
         self.others: Callable[[], Iterable[str]] = tuple  # their addresses
         self._address = _name(address)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         self._socket.setblocking(False)
         self._socket.bind(self._address)
 

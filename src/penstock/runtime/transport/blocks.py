@@ -20,6 +20,7 @@ error under somebody's hands. The size is sealed for the same reason.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import math
 import mmap
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.runtime.transport.forks import EPOCH
 from penstock.runtime.transport.layout import HEADER_BYTES, Frame, Layout
 
 __all__ = ["InBlock", "OutBlock", "Ring", "allocate", "build_plain", "map_memory"]
@@ -39,6 +41,13 @@ __all__ = ["InBlock", "OutBlock", "Ring", "allocate", "build_plain", "map_memory
 PAGE = mmap.PAGESIZE
 IDLE_STEPS = 4  # a block that has not been used for so many steps is given up
 FREE, USED = 0, 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def allocate(size: int) -> int:
@@ -54,8 +63,19 @@ def allocate(size: int) -> int:
 
 
 def map_memory(descriptor: int) -> memoryview:
-    """All of it; the mapping lives as long as anything that views it."""
-    return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
+    """All of it; the mapping lives as long as anything that views it.
+
+    By hand, because Python's own mmap keeps a descriptor open for each: a thousand blocks would use up what a
+    process may have.
+    """
+    size = os.fstat(descriptor).st_size
+    address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _munmap, address, size).atexit = False  # tensors may live until after that
+    return memoryview(memory).cast("B")
 
 
 def size_class(nbytes: int) -> int:
@@ -169,10 +189,11 @@ class InBlock:
 
     def build(self, layout: Layout) -> Any:
         """The value that lies in the block, in place; the block is given back when the last of its tensors dies."""
-        words = self._words
+        words, epoch = self._words, EPOCH[0]
 
         def give_back(_: object) -> None:
-            words[0] = FREE
+            if EPOCH[0] == epoch:  # a fork's copy of the tensor is not the tensor
+                words[0] = FREE
 
         lease = self._memory[:]
         self._lease = weakref.ref(lease, give_back)

@@ -233,6 +233,7 @@ def _fills(leaf: Any, slot: Slot) -> bool:
         and leaf.dtype is slot.dtype
         and leaf.requires_grad is slot.requires_grad
         and leaf.is_cpu is (slot.device == "cpu")
+        and leaf.layout is torch.strided
     )
 
 
@@ -295,10 +296,15 @@ def _dump_plain(items: Sequence[Any], slots: Sequence[Slot | None]) -> bytes:
 
 
 def _check_sendable(leaf: Tensor) -> None:
-    if type(leaf) is Tensor or type(leaf) is Parameter:
-        fault = "" if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_quantized else str(leaf.layout)
+    plain = type(leaf) is Tensor or type(leaf) is Parameter
+    if not plain and hasattr(leaf, "__tensor_flatten__"):
+        kind = type(leaf).__name__
+    elif leaf.is_meta:
+        kind = "meta"
+    elif plain and leaf.is_quantized:
+        kind = "quantised"
+    elif plain and (leaf.layout is not torch.strided or leaf.is_nested):
+        kind = "nested" if leaf.is_nested else str(leaf.layout)
     else:
-        fault = type(leaf).__name__ if hasattr(leaf, "__tensor_flatten__") else ""
-    if fault or leaf.is_meta:
-        kind = fault or "meta"
-        raise UsageError(f"a {kind} tensor cannot cross to another process; send a dense one (a DTensor's .to_local())")
+        return
+    raise UsageError(f"a {kind} tensor cannot cross to another process; send a dense one (a DTensor's .to_local())")

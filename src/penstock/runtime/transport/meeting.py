@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.runtime.transport.blocks import allocate
+from penstock.runtime.transport.forks import close_in_forks
 from penstock.runtime.transport.store import Asker
 
 __all__ = ["Meeting", "Place", "missing_here"]
@@ -92,7 +93,7 @@ class Meeting:
         self._asker: Asker | None = None
         self._places: dict[int, Place] = {}
         self._accepted: dict[int, socket.socket] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._listener.bind(b"\0" + address.encode())
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(PATIENCE)
@@ -117,7 +118,7 @@ class Meeting:
 
     def _connect(self, peer: int) -> socket.socket | str:
         place = self.place(peer)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.connect(b"\0" + place.address.encode())
             if _user(connection) != os.getuid():
@@ -147,7 +148,7 @@ class Meeting:
             connection, _ = self._listener.accept()
         except TimeoutError:
             return False
-        connection.settimeout(1.0)
+        close_in_forks(connection).settimeout(1.0)
         if _user(connection) == os.getuid():
             with suppress(OSError, struct.error):
                 caller, token = HELLO.unpack(connection.recv(HELLO.size + 1))

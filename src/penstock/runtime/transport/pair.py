@@ -39,6 +39,8 @@ LAYOUTS = 1024
 NO_BLOCK = 0xFFFF_FFFF
 SLICE_SECONDS = 0.02  # how long a read sleeps before whoever waits looks around
 _SLICE = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))
+_CLOEXEC = socket.MSG_CMSG_CLOEXEC  # what user code starts meanwhile gets no descriptor
+_CLOEXEC_AT_ONCE = _CLOEXEC | socket.MSG_DONTWAIT
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -144,7 +146,7 @@ class Pair:
 
     def read(self, wait: bool) -> bool:
         """Read and file one packet; False if none has come, at once or after a short sleep."""
-        flags = 0 if wait else socket.MSG_DONTWAIT
+        flags = _CLOEXEC if wait else _CLOEXEC_AT_ONCE
         try:
             count, attached, _, _ = self._socket.recvmsg_into(self._buffers, _FD_SPACE, flags)
         except BlockingIOError:

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ from penstock.runtime.transport.near_star import NearStar
 from penstock.runtime.transport.outbox import Outbox
 from penstock.runtime.transport.pair import DATA, FAILURE, FAR, HEAD, NO_BLOCK, Filed, Gone, Pair
 from penstock.runtime.transport.pairs import Pairs
-from penstock.runtime.transport.watch import Waiting
+from penstock.runtime.transport.watch import Waiting, Watch
 
 __all__ = ["SharedMemoryTransport"]
 
@@ -68,7 +69,13 @@ class SharedMemoryTransport(DistributedTransport):
         self._ahead = max_sends
         home = "cpu" if self.device is None else self.device.type
         self._meeting = Meeting(
-            self._store, f"{self._prefix}/shared", self.rank, self.ranks, self._address, home, self._wait_to_meet
+            self._store,
+            f"{self._prefix}/shared",
+            self.rank,
+            self.ranks,
+            self._address,
+            home,
+            partial(_wait_to_meet, self._watch),  # not of this transport, which its own end would then keep alive
         )
         self._bell.others = self._meeting.neighbours
         self._pairs = Pairs(self.rank, self._watch)
@@ -115,11 +122,6 @@ class SharedMemoryTransport(DistributedTransport):
             text = f"transport='shared', but ranks {self.rank} and {peer} are {found}; leave transport= out"
             self.abort(PeerFailure(self.rank, text))
             raise UsageError(text)
-
-    def _wait_to_meet(self, peer: int, since: float) -> None:
-        self._watch.waiting = Waiting(peer, None, -1, since)
-        if self._watch.verdict is not None:
-            raise after_loss(self._watch.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
         super().open(channels)
@@ -286,6 +288,12 @@ class SharedMemoryTransport(DistributedTransport):
         super().close()
         self._ins, self._outs = {}, {}
         _hang_up(self._meeting, self._pairs, self._bell)
+
+
+def _wait_to_meet(watch: Watch, peer: int, since: float) -> None:
+    watch.waiting = Waiting(peer, None, -1, since)
+    if watch.verdict is not None:
+        raise after_loss(watch.verdict)
 
 
 def _failure(pair: Pair, number: int) -> PeerFailure:

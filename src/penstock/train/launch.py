@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 __all__ = ["launch", "torchrun_command"]
 
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
+SHOW_CURSOR = "\x1b[?25h"
 CHATTY = ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher")
 Say = Callable[[str], None]
 
@@ -205,6 +207,9 @@ def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
         return INTERRUPTED
     finally:
         agent._worker_group.spec.rdzv_handler.shutdown()
+        if sys.stdout.isatty():
+            sys.stdout.write(SHOW_CURSOR)  # a rank that was killed while it drew its line left it hidden
+            sys.stdout.flush()
     if result.is_failed():
         if agent.stopping and not agent.reason:
             return INTERRUPTED

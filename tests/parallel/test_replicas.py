@@ -366,7 +366,9 @@ def loss_scaling(mesh: Any) -> Any:
     x, y = own(mesh, *batch())
     found = {}
     for kind in KINDS:
-        with pipeline(mesh, replicate=kind) as pipe:
+        modules = stages()
+        modules[-1].linear.weight = modules[0].linear.weight  # stays whole, beside sharded ones
+        with pipeline(mesh, modules, replicate=kind) as pipe:
             scaler = penstock.GradScaler(pipe, init_scale=4.0)
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
             steps = []

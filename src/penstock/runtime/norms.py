@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError, UsageError
 
-__all__ = ["check_finite", "check_limit", "join_norms", "norm_of", "norm_order", "scale_down"]
+__all__ = ["check_finite", "check_limit", "here", "join_norms", "norm_of", "norm_order", "scale_down"]
 
 Said = tuple[float, torch.dtype]  # the norm of a rank's gradients, and the dtype that it has there
 
@@ -72,14 +72,21 @@ def check_finite(total: Tensor, order: float) -> None:
         )
 
 
+def here(parameter: Tensor) -> Tensor:
+    """A parameter with its gradient; of one that is spread over ranks, the part that is here, as plain tensors.
+
+    torch's functions on many tensors at once refuse a mixture of both kinds.
+    """
+    part = getattr(parameter.grad, "_local_tensor", None)
+    if part is None:
+        return parameter
+    plain: Tensor = parameter._local_tensor.detach()  # type: ignore[attr-defined]
+    plain.grad = part
+    return plain
+
+
 def scale_down(parameters: Iterable[nn.Parameter], limit: float, total: Tensor, foreach: bool | None) -> None:
     """Scale the gradients by limit / total, where that is below 1."""
-    held = []
-    for parameter in parameters:
-        part = getattr(parameter.grad, "_local_tensor", None)  # of a tensor that is spread over ranks: what is here
-        if part is not None:
-            part.mul_(torch.clamp(limit / (total.to(part.device) + 1e-6), max=1.0))
-        elif parameter.grad is not None:
-            held.append(parameter)
+    held = [here(parameter) for parameter in parameters if parameter.grad is not None]
     if held:
         nn.utils.clip_grads_with_norm_(held, limit, total.to(held[0].device), foreach)

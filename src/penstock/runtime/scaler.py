@@ -10,6 +10,7 @@ ranks tell each other what they found, before any of them steps, and everything 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from penstock.errors import UsageError
+from penstock.runtime.norms import here
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -79,7 +81,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if self._pipe.scaler is not self:
             raise UsageError("the pipeline has got another GradScaler since; use that one")
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        held: Any = [here(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        local: Any = SimpleNamespace(param_groups=[{"params": held}])
+        found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
         some = bool(found)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
         mine = self._pipe.replicas.any(any(bool(each.item()) for each in found.values()))

@@ -18,7 +18,7 @@ from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split
 from penstock.runtime.crew import Crew
 from penstock.runtime.groups import group_parameters
-from penstock.runtime.norms import check_finite, check_limit, join_norms, norm_order, scale_down
+from penstock.runtime.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
 from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
@@ -150,7 +150,7 @@ class OwnedState:
         limit = check_limit("clip_value", clip_value)
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_value_()")
-        held = [parameter for parameter in self.parameters() if parameter.grad is not None]
+        held = [here(parameter) for parameter in self.parameters() if parameter.grad is not None]
         if held:  # torch has an error for none
             nn.utils.clip_grad_value_(held, limit, foreach)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.errors import UsageError
+from penstock.errors import CheckpointError, UsageError
 from penstock.train.build import rate_at
 from penstock.train.config import load_config
 from penstock.train.consistent import check_consistent
@@ -62,7 +62,7 @@ def config_of(folder: Path, text: Path, *changes: str) -> TrainConfig:
 
 
 def trained(config: TrainConfig, resume: bool = False, stop: Stop | None = None) -> int:
-    RunFolder(Path(config.output)).prepare(config, resume=resume, fresh=not resume)
+    RunFolder(Path(config.output)).prepare(config, resume=resume, fresh=not resume).free()
     return train_here(Job(config, "penstock train mine.toml --resume"), stop or Stop())
 
 
@@ -147,7 +147,7 @@ def test_another_layout_goes_on_where_this_one_was(tmp_path: Path, text: Path) -
         "pipeline.stages=1",
         "checkpoint.every=3",
     )
-    RunFolder(Path(other.output)).prepare(other, resume=False, fresh=True)
+    RunFolder(Path(other.output)).prepare(other, resume=False, fresh=True).free()
     source = RunFolder(Path(config.output)).checkpoints / "step-00000003"
     source.rename(RunFolder(Path(other.output)).checkpoints / source.name)
     assert trained(other, resume=True) == 0
@@ -289,7 +289,10 @@ def test_another_run_is_not_written_over(tmp_path: Path, text: Path) -> None:
     note.write_text("mine")
     with pytest.raises(UsageError, match="has a run already; add --resume"):
         folder.prepare(config, resume=False, fresh=False)
-    folder.prepare(config, resume=False, fresh=True)
+    lock = folder.prepare(config, resume=False, fresh=True)
+    with pytest.raises(CheckpointError, match="is being written to by"):  # the run that holds it is not cleared away
+        folder.prepare(config, resume=False, fresh=True)
+    lock.free()
     assert note.exists()
     assert not folder.metrics.exists()
     assert not list(folder.checkpoints.iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -74,13 +75,20 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> 
     again = shlex.join(["penstock", "train", *items, "--resume"])
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _as_rank(config, again, folder)
-    folder.prepare(config, resume=resume, fresh=fresh)
+    lock = folder.prepare(config, resume=resume, fresh=fresh)
+    try:
+        return _start(config, items, again, resume)
+    finally:
+        lock.free()
+
+
+def _start(config: TrainConfig, items: list[str], again: str, resume: bool) -> int:
     if config.pipeline.workers == "threads":
         from penstock.train.stopping import Stop
         from penstock.train.worker import Job, log_as, train_here
 
         log_as(config, 0)
-        with Stop() as stop:
+        with Stop(signal.SIGTERM) as stop:
             return train_here(Job(config, again, resume), stop)
     from penstock.train.launch import launch, torchrun_command
     from penstock.train.worker import Job
@@ -96,6 +104,11 @@ def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:
 
     log_as(config, int(os.environ["RANK"]))
     with Stop() as stop:
+        lock = None
         if os.environ["RANK"] == "0":
-            folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False)
-        return train_here(Job(config, again), stop)
+            lock = folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False)
+        try:
+            return train_here(Job(config, again), stop)
+        finally:
+            if lock is not None:
+                lock.free()

@@ -25,7 +25,17 @@ from penstock.train.gpt import build_gpt, token_loss
 from penstock.train.settings import GPTOptions, TrainConfig
 from penstock.train.source import call_source, is_function
 
-__all__ = ["Loss", "build_model", "build_optimizer", "build_pipeline", "build_rate", "gpt_options", "rate_at"]
+__all__ = [
+    "Loss",
+    "build_model",
+    "build_optimizer",
+    "build_pipeline",
+    "build_rate",
+    "follow_config",
+    "gpt_options",
+    "options_of",
+    "rate_at",
+]
 
 Loss = Callable[..., Any]
 
@@ -163,6 +173,23 @@ def _is_vector(name: str, parameter: Tensor) -> bool:
 def build_rate(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LambdaLR:
     """The learning rate over time, as torch's own scheduler."""
     return LambdaLR(optimizer, lambda step: rate_at(config, step))
+
+
+def follow_config(config: TrainConfig, optimizer: torch.optim.Optimizer, rate: LambdaLR, options: list[Any]) -> None:
+    """After a load: options are what the configuration says now, `options` of each group, and not what was saved.
+
+    Where nothing was changed, these are the same numbers.
+    """
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+        group["lr"] = group["initial_lr"] * rate_at(config, rate.last_epoch)
+    rate.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    rate._last_lr = [group["lr"] for group in optimizer.param_groups]
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each group was told, without its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def rate_at(config: TrainConfig, step: int) -> float:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from penstock.errors import UsageError
 from penstock.train.settings import TrainConfig
 
-__all__ = ["all_keys", "checked", "load_config", "override", "to_document"]
+__all__ = ["all_keys", "changes", "checked", "load_config", "override", "to_document"]
 
 Settings = TypeVar("Settings")
 
@@ -240,6 +240,15 @@ def all_keys(kind: Any = TrainConfig, path: str = "") -> Iterator[tuple[str, str
         default = field.default if factory is dataclasses.MISSING else factory()
         words = " or ".join(_words(inner) for inner in _kinds(hint) if inner is not type(None))
         yield f"{path}{field.name}", words + _range(field), default, field.metadata["about"]
+
+
+def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """What is different between two documents, in words, key by key."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in [*before, *(name for name in after if name not in before)]:
+            yield from changes(before.get(name), after.get(name), f"{path}.{name}" if path else name)
+    elif before != after:
+        yield f"{path} {_shown(before)} -> {_shown(after)}"
 
 
 def to_document(config: TrainConfig) -> dict[str, Any]:

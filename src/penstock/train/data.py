@@ -8,6 +8,7 @@ was, unless it has a `state_dict` of its own.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.randomness import seed_of
+from penstock.train.checkpoint.generators import restore_generators, states_of_generators
 from penstock.train.settings import TrainConfig
 from penstock.train.source import call_source, is_function
 from penstock.train.tokens import Tokens, read_tokens
@@ -26,6 +28,7 @@ from penstock.train.tokens import Tokens, read_tokens
 __all__ = ["Batch", "Batches", "FunctionBatches", "IterableBatches", "TokenBatches", "open_data"]
 
 TRAINING, VALIDATION = 0, 1  # streams of random places
+MARKED = 256  # numbers of a tensor that a batch's checksum reads
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,14 @@ class Batch:
 
         args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
         return Batch(args, kwargs, target, self.tokens)
+
+    def mark(self, before: int = 0) -> int:
+        """A checksum of some of its numbers, by which processes see whether they were given the same."""
+        for value in pytree.tree_leaves((self.args, self.kwargs, self.target)):
+            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+                some = value.detach().reshape(-1)[:: max(1, value.numel() // MARKED)].cpu().contiguous()
+                before = zlib.crc32(bytes(some.view(torch.uint8).tolist()), before)
+        return before
 
 
 class Batches(Protocol):
@@ -165,11 +176,18 @@ class IterableBatches:
         self._iterator: Iterator[Any] | None = None
         self._taken = 0  # in all
         self._inside = 0  # of this round
+        self._begun: dict[str, Any] | None = None  # the random generators, where this round began
+
+    def _begin(self) -> Iterator[Any]:
+        """A new round. What it shuffles by is noted, so that the round can be begun again in the same order."""
+        own = [generator.get_state() for generator in _generators_of(self._source)]
+        self._begun = {"all": states_of_generators(), "own": own}
+        return iter(self._source)
 
     def first(self) -> Batch:
         """One to look at; it is put back."""
         if self._iterator is None:
-            self._iterator = iter(self._source)
+            self._iterator = self._begin()
         found = next(self._iterator, None)
         if found is None:
             raise UsageError(f"{self.words} has no batches")
@@ -181,7 +199,7 @@ class IterableBatches:
         if number != self._taken:
             raise ModelError(f"{self.words}: batch {number} was asked for, batch {self._taken} is next")
         if self._iterator is None:
-            self._iterator = iter(self._source)
+            self._iterator = self._begin()
         try:
             found = next(self._iterator)
         except StopIteration:
@@ -201,7 +219,8 @@ class IterableBatches:
     def state_dict(self) -> dict[str, Any]:
         """How many were taken, and the iterable's own state if it has one."""
         own = getattr(self._source, "state_dict", None)
-        return {"taken": self._taken, "inside": self._inside, "own": None if own is None else own()}
+        position = {"taken": self._taken, "inside": self._inside}
+        return {**position, "own": None, "begun": self._begun} if own is None else {**position, "own": own()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """By the iterable's own state, or by counting through to where it was."""
@@ -210,11 +229,22 @@ class IterableBatches:
             self._source.load_state_dict(state["own"])
             self._iterator = None
             return
-        if self._iterator is None or iter(self._source) is not self._source:
-            self._iterator = iter(self._source)
+        if self._iterator is None or not hasattr(self._source, "__next__"):
+            if state["begun"] is not None:  # the order of this round; the checkpoint then puts the generators back
+                restore_generators(state["begun"]["all"])
+                for generator, value in zip(_generators_of(self._source), state["begun"]["own"], strict=True):
+                    generator.set_state(value)
+            self._iterator = self._begin()
         passed = sum(1 for _ in islice(self._iterator, self._inside))
         if passed < self._inside:
             raise ModelError(f"{self.words}: {self._inside} batches had been taken, now it has only {passed}")
+
+
+def _generators_of(source: Any) -> list[torch.Generator]:
+    """Those that a DataLoader or its samplers were given to shuffle by."""
+    holders = (source, getattr(source, "sampler", None), getattr(source, "batch_sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def as_batch(found: Any, origin: str) -> Batch:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from penstock.errors import ModelError
 from penstock.pipeline import Pipeline, StepResult
 from penstock.runtime.scaler import GradScaler
 from penstock.schedule import Timeline
@@ -71,6 +72,7 @@ class Trainer:
         self._idle: float | None = None
         self._recording: ExitStack | None = None
         self._saved: int | None = None
+        self._mark = 0  # a checksum of what this step was given
 
     def run(self, start: int, stop: Stop) -> Ending:
         """Train from step `start` to the last one, or until asked to stop."""
@@ -126,9 +128,11 @@ class Trainer:
         passes = self.config.training.accumulate
         loss, tokens = 0.0, 0
         batches: list[Batch] = []
+        self._mark = 0
         for number in range(passes):
             batch = self.data.at(self.step * passes + number)
             tokens += batch.tokens
+            self._mark = batch.mark(self._mark)
             if math.isfinite(loss):  # else the step is lost, and its batches are only passed by
                 result = self._pass(batch)
                 loss += math.nan if result.loss is None else result.loss.item()
@@ -191,9 +195,16 @@ class Trainer:
     # -- between steps
 
     def _tell(self, asked: bool) -> tuple[bool, list[int]]:
-        """Whether any rank was asked to stop, and every rank's memory."""
-        told = self.processes.exchange((asked, memory_now()))
-        return any(asked for asked, _ in told), [memory for _, memory in told]
+        """Whether any rank was asked to stop, and every rank's memory; all must have been given the same batch."""
+        told = self.processes.exchange((asked, memory_now(), self._mark))
+        other = next((rank for rank, (_, _, mark) in enumerate(told) if mark != told[0][2]), None)
+        if other is not None:
+            raise ModelError(
+                f"{self.data.words}: in step {self.step}, rank {other} was given another batch than rank 0, so that "
+                f"inputs and targets are not of the same rows; draw from generators with a seed of their own, or "
+                f"return an object with batch(number)"
+            )
+        return any(asked for asked, _, _ in told), [memory for _, memory, _ in told]
 
     def _evaluate(self) -> float | None:
         """The mean loss on batches that are not trained on."""

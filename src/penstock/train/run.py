@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.train.checkpoint.lock import Lock
 from penstock.train.config import to_document
 from penstock.train.settings import TrainConfig
 
@@ -64,26 +65,34 @@ class RunFolder:
         """What failed."""
         return self.root / "incidents.jsonl"
 
-    def prepare(self, config: TrainConfig, *, resume: bool, fresh: bool) -> None:
-        """Before anything starts: refuse to write over another run, or clear it away where that was asked for."""
+    def prepare(self, config: TrainConfig, *, resume: bool, fresh: bool) -> Lock:
+        """Before anything starts: refuse to write over another run, or clear it away where that was asked for.
+
+        The lock that is returned keeps others out until it is freed, or its process ends.
+        """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output is {self.root}, which is a file; name a folder")
         begun = self.root.is_dir() and any((self.root / name).exists() for name in (*OWN, *OWN_FOLDERS))
-        if fresh and begun:
-            self._clear()
-        elif begun and not resume:
+        if begun and not (resume or fresh):
             raise UsageError(
                 f"{self.root} has a run already; add --resume to go on from its newest checkpoint, --fresh to remove "
                 f"it and start over, or output=... to write elsewhere"
             )
-        elif resume and not begun:
+        if resume and not begun:
             raise UsageError(f"{self.root} has no run to go on from; leave --resume out to start one")
+        lock = Lock(self.root)
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock.take()
+            if fresh:
+                self._clear()
+            self.checkpoints.mkdir(exist_ok=True)
+            if not resume:
+                self.keep_config(config)
         except OSError as error:
+            lock.free()
             raise UsageError(f"output is {self.root}, where nothing can be written: {error.strerror}") from None
-        if not resume:
-            self.keep_config(config)
+        return lock
 
     def keep_config(self, config: TrainConfig) -> None:
         """What the run is trained with from now on."""

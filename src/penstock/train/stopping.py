@@ -19,16 +19,18 @@ INTERRUPTED = 130  # the exit code of a run that was asked to stop, as a shell w
 class Stop:
     """Whether this process was asked to stop. Used as a context, on the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: signal.Signals) -> None:
         self.asked = False
-        self._before: Any = None
+        self._signals = (signal.SIGINT, *more)
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
-        self._before = signal.signal(signal.SIGINT, self._note)
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked:

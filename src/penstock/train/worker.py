@@ -35,10 +35,19 @@ from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.runtime.scaler import GradScaler
 from penstock.schedule import Costs, Timeline, simulate
-from penstock.train.build import build_model, build_optimizer, build_pipeline, build_rate
+from penstock.train.build import (
+    build_model,
+    build_optimizer,
+    build_pipeline,
+    build_rate,
+    follow_config,
+    options_of,
+)
 from penstock.train.checkpoint.checkpointer import Checkpointer
+from penstock.train.checkpoint.generators import seed_generators
 from penstock.train.checkpoint.loading import Loaded
 from penstock.train.checkpoint.processes import Processes
+from penstock.train.config import changes, to_document
 from penstock.train.consistent import stages_of
 from penstock.train.data import Batches, open_data
 from penstock.train.loop import Ending, Trainer
@@ -142,6 +151,7 @@ def train_here(job: Job, stop: Stop) -> int:
     processes = config.pipeline.workers == "processes" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     rank = int(os.environ.get("RANK", "0")) if processes else 0
     with _group(config, processes):
+        seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
         data = open_data(config)
         pipe = _pipeline(config, folder, data, processes)
         optimizer = build_optimizer(config, pipe)
@@ -151,10 +161,12 @@ def train_here(job: Job, stop: Stop) -> int:
             folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, async_save=kept.async_save
         )
         scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
-        start, skips = 0, 0
+        start, skips, notes = 0, 0, []
         if checkpointer.latest() is not None:
+            options = options_of(optimizer)
             loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
-            start, skips = loaded.step, loaded.extra["skips"]
+            follow_config(config, optimizer, rate, options)
+            start, skips, notes = loaded.step, loaded.extra["skips"], _changed(loaded.config, config)
         first = rank == 0
         if first:  # a configuration that the checkpoint does not fit has been refused by now
             folder.keep_config(config)
@@ -167,6 +179,8 @@ def train_here(job: Job, stop: Stop) -> int:
             progress.say("from the beginning: there is no whole checkpoint")
         if start:
             progress.say(f"going on from step {start}: {checkpointer.latest()}")
+            if notes:
+                progress.say(f"note: changed since that checkpoint: {', '.join(notes)}")
         if changed := getattr(data, "changed", ""):
             progress.say(f"note: {changed}; losses will not be those of a run that was never stopped")
         trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
@@ -196,6 +210,16 @@ def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: A
             f"{error}\nto go on, the configuration must be of the same model, optimizer and precision; --fresh starts "
             f"over"
         ) from error
+
+
+def _changed(before: Any, config: TrainConfig) -> list[str]:
+    """What the numbers depend on, beside the layout, and is not as it was."""
+    after = to_document(config)
+    return [
+        words
+        for name in ("seed", "model", "data", "optimizer", "training")
+        for words in changes(before.get(name), after[name], name)
+    ]
 
 
 @contextmanager

@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["restore_generators", "states_of_generators"]
+__all__ = ["restore_generators", "seed_generators", "states_of_generators"]
+
+
+def seed_generators(seed: int) -> None:
+    """Begin them all from one number, so that what is drawn on every process is the same on every process."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
 
 
 def states_of_generators() -> dict[str, Any]:

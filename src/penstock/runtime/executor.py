@@ -31,6 +31,7 @@ from penstock.runtime.stage import Stage
 from penstock.runtime.step import StepInput, StepReport, failure_of, what_went_wrong
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.base import with_report
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Action, Op, Schedule, Span
 
 __all__ = ["Context", "Executor", "Handler", "StepInput", "StepReport"]
@@ -131,6 +132,12 @@ class Executor(Computes):
 
         The batch is asked for here, because its peers must also hear of a rank that was given a wrong one.
         """
+        if not self.transport.torn:
+            return self._run(program, given, record)
+        with CTRL_C.around_step():
+            return self._run(program, given, record)
+
+    def _run(self, program: Schedule, given: Callable[[], StepInput], record: Begun | None) -> list[StepReport]:
         self.report = StepReport(begun=record)
         self.losses = {}
         plan = self._plan(program)
@@ -148,7 +155,9 @@ class Executor(Computes):
                 self._loop_watched(plan.entries, record)
             else:
                 self._loop(plan.entries)
+            CTRL_C.held = True
             self.transport.flush()
+            CTRL_C.release()
             self.report.ended = perf_counter()
             self._sum_losses()
         except PeerFailure as error:
@@ -159,6 +168,8 @@ class Executor(Computes):
         except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again below
             lost = self.replication.explain(error)
             own, failure = error, self._describe(error) if lost is None else lost
+        if self.transport.torn:
+            CTRL_C.end_step()
         try:
             if failure is not None:
                 self.report.progress = self.progress()

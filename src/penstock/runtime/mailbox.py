@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.share import Rewritten, arrive, share
 from penstock.schedule import Link, Placement, Topology, links
 from penstock.schedule.action import Action, Op
@@ -88,8 +89,10 @@ class Mailbox:
 
     def post(self, channel: int, microbatch: int) -> None:
         """RECV: make ready for a message."""
+        CTRL_C.held = True
         self.pending[channel, microbatch] = None
         self._transport.post(channel, microbatch)
+        CTRL_C.release()
 
     def send(self, channel: int, microbatch: int) -> None:
         """SEND: what was put up for this message leaves."""
@@ -97,22 +100,33 @@ class Mailbox:
         if key not in self._out:
             self._out[key] = None  # still owed
             raise RunError(f"{self.channels[channel].send_action(microbatch)}: nothing was put up to be sent")
+        CTRL_C.held = True
         self._transport.send(channel, microbatch, self._out[key])
         del self._out[key]
+        CTRL_C.release()
 
     def owes(self, channel: int, microbatch: int) -> bool:
         """Whether what was put up for this message has yet to leave."""
         return (channel, microbatch) in self._out
 
     def _receive(self, channel: int, microbatch: int) -> Any:
-        self.pending.pop((channel, microbatch), None)  # also where what came is a failure, it has come
+        CTRL_C.held = True
+        key = channel, microbatch
+        came = True
         try:
             return self._transport.receive(channel, microbatch)
+        except KeyboardInterrupt:
+            came = not self._transport.awaits(channel, microbatch)
+            raise
         except PeerFailure:
             self.waited_for = self.channels[channel].receive_action(microbatch), self.channels[channel].source_rank
             raise
         except Rewritten:
             raise _rewritten(self.channels[channel].source_stage, microbatch) from None
+        finally:
+            if came:  # also where what came is a failure, it has come
+                self.pending.pop(key, None)
+            CTRL_C.release()
 
     # -- forward
 

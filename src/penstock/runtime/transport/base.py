@@ -66,6 +66,7 @@ class Transport(ABC):
     rank: int
     ranks: int
     timeout: float
+    torn: bool = False  # whether Ctrl-C in the middle of a call would leave it in disorder, see `interrupts`
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
 
     @property
@@ -116,6 +117,10 @@ class Transport(ABC):
 
         If any rank has lost a peer, all ranks raise the same `PeerFailure` instead.
         """
+
+    def awaits(self, channel: int, microbatch: int) -> bool:
+        """Whether a receive that an interrupt has ended is still to be discarded."""
+        return False
 
     @abstractmethod
     def report_by(self, doing: Callable[[], str]) -> None:

@@ -66,6 +66,8 @@ class DistributedTransport(Transport):
     sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
     """
 
+    torn = True
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel, after_loss
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.pair import SLICE_SECONDS, Gone, Pair
 from penstock.runtime.transport.watch import Waiting, Watch
 
@@ -44,6 +45,8 @@ class Pairs(dict[int, Pair]):
             while not done():
                 if watch.verdict is not None:
                     raise after_loss(watch.verdict)
+                if CTRL_C.since:
+                    CTRL_C.look()
                 if monotonic() < awake:
                     if not pair.read(False):
                         os.sched_yield()

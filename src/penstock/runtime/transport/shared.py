@@ -223,6 +223,10 @@ class SharedMemoryTransport(DistributedTransport):
             return self._inbox.take(self._links.ins[channel], microbatch)
         raise _failure(link.pair, place)
 
+    def awaits(self, channel: int, microbatch: int) -> bool:
+        link = self._ins.get(channel)
+        return link is not None and (microbatch in link.due or microbatch in link.came)
+
     def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
         if self.broken is not None:
             return self.broken

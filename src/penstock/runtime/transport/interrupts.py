@@ -1,0 +1,83 @@
+"""Ctrl-C between messages, and never in the middle of one.
+
+Python raises KeyboardInterrupt between any two instructions: also after a packet was read and before it was filed, or
+after a message was sent and before it was counted. The links would be left in disorder, and the step that follows
+would find messages of another. So while a rank on a process of its own runs a step, Ctrl-C is held back for the time
+of a send, a post or a receive, and raised when that is done; a receive that waits is ended by it, with nothing taken.
+Computes, which take long, are interrupted as ever. What comes while the step ends (a matter of a few messages) waits
+for that, but no longer than a second; the second Ctrl-C never waits.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+__all__ = ["CTRL_C"]
+
+GRACE = 1.0
+
+
+class _CtrlC:
+    """There is one of these, as there is one handler in a process. `since`: when one came that is held back, or 0."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self.since = 0.0
+        self.ending = False
+        self._before: Any = None
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Where this is the main thread and Ctrl-C raises: have it in hand for a step."""
+        before = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(before) or self._before:
+            yield
+            return
+        self._before, self.held, self.ending, self.since = before, False, False, 0.0
+        try:
+            signal.signal(signal.SIGINT, self._handle)
+            yield
+        finally:
+            self.held = True
+            signal.signal(signal.SIGINT, before)
+            self._before, self.held = None, False
+            if self.since:
+                self.since = 0.0
+                before(signal.SIGINT, None)
+
+    def end_step(self) -> None:
+        """From here on the step is being ended."""
+        self.held = self.ending = True
+
+    def release(self) -> None:
+        """A message is whole again."""
+        if not self.ending:
+            self.held = False
+            if self.since:
+                self._raise()
+
+    def look(self) -> None:
+        """Called where a wait may be left with nothing lost; `since` is set."""
+        mine = self._before and threading.current_thread() is threading.main_thread()
+        if mine and (not self.ending or monotonic() - self.since > GRACE):
+            self._raise()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.held and not self.since:
+            self.since = monotonic()
+        else:
+            self.since = 0.0
+            self._before(number, frame)
+
+    def _raise(self) -> None:
+        self.since = 0.0
+        self._before(signal.SIGINT, None)
+
+
+CTRL_C = _CtrlC()

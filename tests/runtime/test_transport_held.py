@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 from transport_harness import run, values
 
-from penstock.errors import PeerFailure, UsageError
-from penstock.runtime.transport import Channel
+from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.runtime.transport import Channel, pair
 from penstock.runtime.transport.blocks import allocate, map_memory
 from penstock.runtime.transport.layout import Layout, flatten
 from penstock.runtime.transport.shared import SharedMemoryTransport
@@ -118,6 +119,15 @@ def test_a_block_costs_no_descriptor() -> None:
 def test_memory_that_cannot_be_mapped_is_an_error_that_says_why() -> None:
     with open("/dev/null") as nothing, pytest.raises(OSError, match="Invalid argument"):
         map_memory(nothing.fileno())
+
+
+def test_a_receiver_that_cannot_map_a_block_says_so() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        receiver = pair.Pair(3, ours, lambda _: None)
+        theirs.send(pair.HEAD.pack(pair.BLOCK, 0, 0, 0, 0, 0, 0, 0))  # the kernel drops what finds no descriptor free
+        with pytest.raises(MessageError, match="that rank 3 sent cannot be mapped: Too many open files; raise"):
+            receiver.read(False)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of what is in beta or leaves

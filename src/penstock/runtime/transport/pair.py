@@ -19,6 +19,7 @@ reads the packets of everybody, so that no sender is held up by a rank that wait
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -26,6 +27,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from penstock.errors import MessageError
 from penstock.runtime.transport.blocks import InBlock, Ring, map_memory
 from penstock.runtime.transport.layout import Layout
 
@@ -170,9 +172,9 @@ class Pair:
         kind, number, key = fields[:3]
         try:
             if kind == BLOCK:
-                self.blocks[number] = InBlock(map_memory(descriptors[0]))
+                self.blocks[number] = InBlock(self._map(descriptors))
             elif kind == POSTS:
-                self.posts[key] = map_memory(descriptors[0]).cast("Q")
+                self.posts[key] = self._map(descriptors).cast("Q")
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -184,6 +186,18 @@ class Pair:
             self._add_text(fields, tail)
         elif kind == BYE:
             self.left = True
+
+    def _map(self, descriptors: list[int]) -> memoryview:
+        """The memory that came with a packet; the sender counts on it, so there is no way on without."""
+        try:
+            if not descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the kernel dropped it
+            return map_memory(descriptors[0])
+        except OSError as error:
+            raise MessageError(
+                f"shared memory that rank {self.peer} sent cannot be mapped: {error.strerror}; "
+                "raise this process's limits (ulimit -n, ulimit -v) or set PENSTOCK_TRANSPORT=distributed"
+            ) from error
 
     def _add_text(self, fields: Fields, part: bytes) -> None:
         kind, number, size, step = fields[:4]

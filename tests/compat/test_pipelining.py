@@ -87,13 +87,14 @@ def test_programs_of_torchs_shape_run_with_the_import_changed(ranks: list[dict[s
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
-    twice, placed, few, no_grad, losses, wrapped = zip(*(rank["refused"] for rank in ranks), strict=True)
+    twice, placed, few, no_grad, losses, some, wrapped = zip(*(rank["refused"] for rank in ranks), strict=True)
     assert "the order runs stages [1] on rank 1, but it was given stages [0]" in twice[1]
     assert twice[0].startswith("UsageError: rank 1 cannot make its schedule")
     assert all("the order runs stages [" in each for each in placed)
     assert all("3 rows, fewer than the 8 microbatches" in each for each in few)
     assert all(each.startswith("RunError: step() requires gradients") for each in no_grad)
     assert all("losses is a tuple" in each for each in losses)
+    assert all("ranks [0] have no loss_fn" in each for each in some)
     assert all("is wrapped in DistributedDataParallel" in each for each in wrapped)
 
 

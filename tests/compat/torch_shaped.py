@@ -594,6 +594,8 @@ def refused(rank: int) -> list[str]:
         found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))
     found.append(attempt(lambda: schedule.step(x, target=target, losses=())))
     check(*manual(Schedule1F1B, [rank], 2, 8), (rank == 0, rank == 1))
+    some = ScheduleGPipe(PipelineStage(Layer(), rank, 2, DEVICE), 2, loss_fn=TOTAL if rank == 1 else None)
+    found.append(attempt(lambda: some.step(x) if rank == 0 else some.step(target=target)))  # a loss on one rank only
     wrapped = nn.parallel.DistributedDataParallel(Layer())
     schedule = Schedule1F1B(PipelineStage(wrapped, rank, 2, DEVICE), 2, loss_fn=TOTAL)
     found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))

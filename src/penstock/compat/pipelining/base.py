@@ -151,7 +151,7 @@ class _PipelineSchedule:
 
     def _made(self) -> Translated:
         first = self._all_stages[0]
-        modules: Any = all_stages(self._all_stages, self._check)
+        modules: Any = all_stages(self._all_stages, self._check, self._trains())
         schedule = self._schedule()
         if self._with_comms is None and any(op.is_sharding for op in self._functions):
             schedule = lower(schedule, reduce=True, window=WINDOW)
@@ -202,7 +202,7 @@ class _PipelineSchedule:
         **kwargs: Any,
     ) -> Any:
         """Forward and backward of a batch, or forward alone without a loss_fn; the output on the last stage's rank."""
-        if self._loss_fn is None or self._schedule_is_forward_only():
+        if not self._trains():
             if target is not None or losses is not None:
                 raise RunError("a schedule without a loss_fn, or without a backward, computes no loss")
             return self._run(False, args, kwargs, None, None, True, None)
@@ -240,11 +240,11 @@ class _PipelineSchedule:
         names = list((kwarg_mbs or [{}])[0])
         kwargs = {name: Microbatches([each[name] for each in kwarg_mbs or []]) for name in names}
         target = None if target_mbs is None else Microbatches(target_mbs)
-        training = self._loss_fn is not None and not self._schedule_is_forward_only()
-        return self._run(training, args, kwargs, target, losses, return_outputs, loss_kwargs)
+        return self._run(self._trains(), args, kwargs, target, losses, return_outputs, loss_kwargs)
 
-    def _schedule_is_forward_only(self) -> bool:
-        return self.family == "forward-only"
+    def _trains(self) -> bool:
+        """Whether `step` has a backward."""
+        return self._loss_fn is not None and self.family != "forward-only"
 
     def _run(
         self,

@@ -144,8 +144,11 @@ def _held(module: nn.Module) -> list[Held]:
     ]
 
 
-def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None]) -> list[nn.Module]:
-    """All ranks' stages in order, with stand-ins for others'. Every rank must call it; a refusal is heard by all."""
+def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], trains: bool) -> list[nn.Module]:
+    """All ranks' stages in order, with stand-ins for others'. Every rank must call it; a refusal is heard by all.
+
+    `trains`: whether this rank's step has a backward. All must say the same, or some would wait for gradients for ever.
+    """
     first, refusal = stages[0], None
     try:
         check()
@@ -155,6 +158,7 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None]) 
         None if refusal is None else str(refusal),
         first.num_stages,
         {stage.stage_index: _held(stage.submod) for stage in stages},
+        trains,
     )
     told: list[Any] = [mine]
     if first.group_size > 1:
@@ -162,13 +166,14 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None]) 
         dist.all_gather_object(told, mine, group=first.group)
     if refusal is not None:
         raise refusal
-    for rank, (problem, count, _) in enumerate(told):
+    for rank, (problem, count, _, _) in enumerate(told):
         if problem is not None:
             raise UsageError(f"rank {rank} cannot make its schedule: {problem}")
         if count != first.num_stages:
             raise UsageError(f"rank {rank} says num_stages={count}, rank {first.group_rank} says {first.num_stages}")
+    _all_or_none([backward for *_, backward in told])
     owners: dict[int, list[int]] = {stage: [] for stage in range(first.num_stages)}
-    for rank, (_, _, held) in enumerate(told):
+    for rank, (_, _, held, _) in enumerate(told):
         for index in held:
             owners[index].append(rank)
     wrong = {stage: ranks for stage, ranks in owners.items() if len(ranks) != 1}
@@ -180,3 +185,12 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None]) 
         )
     own = {stage.stage_index: stage.submod for stage in stages}
     return [own[index] if index in own else Elsewhere(told[owners[index][0]][2][index]) for index in owners]
+
+
+def _all_or_none(trains: Sequence[bool]) -> None:
+    without = [rank for rank, backward in enumerate(trains) if not backward]
+    if without and len(without) < len(trains):
+        raise UsageError(
+            f"ranks {without} have no loss_fn, so that their step has no backward, and the others have one; pass the "
+            f"same loss_fn to the schedule on every rank: it is called on the last stage's rank only"
+        )

@@ -25,7 +25,7 @@ from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split, more_than_its_layers
 from penstock.runtime.batch_norm import prepare_batch_norm
 from penstock.runtime.calls import Calls
-from penstock.runtime.gpipe_arguments import check_gpipe
+from penstock.runtime.gpipe_arguments import check_gpipe, check_tangents
 from penstock.runtime.microbatch import check_labels, count_for, split_batch
 from penstock.schedule import build
 
@@ -117,6 +117,7 @@ class GPipe(nn.Module):
         if self._calls is None or self._cut_from != self._what_is_cut():
             self._build((args, kwargs))
         assert self._calls is not None
+        check_tangents((args, kwargs), self.parameters())
         self._check_names(len(args), kwargs)
         for part in self._calls.split.parts:
             if isinstance(part, ReplayPart):
@@ -178,8 +179,8 @@ class GPipe(nn.Module):
         self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
 
     def _what_is_cut(self) -> tuple[Any, ...]:
-        """A layer that is replaced, and a process that was forked and has no threads, need a cut of their own."""
-        return (os.getpid(), *self._modules.values())
+        """Layers and numbers that were replaced, and a process that was forked and has no threads, need a new cut."""
+        return (os.getpid(), self.chunks, self.checkpoint, *self._modules.values())
 
     def _split(self, first: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Split:
         model, how = self.module, self._how

@@ -10,6 +10,7 @@ import pickle
 import threading
 import time
 from collections import OrderedDict
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -449,6 +450,41 @@ def test_a_layer_that_is_replaced_is_used() -> None:
     pipe(rows())
     setattr(pipe, "0", nn.Linear(8, 8))
     torch.testing.assert_close(pipe(rows()), pipe.module(rows()))
+
+
+def test_chunks_and_checkpoint_may_change_between_calls() -> None:
+    pipe = penstock.GPipe(layers(), balance=[2, 4], chunks=2)
+    calls: list[bool] = []
+    pipe[0].register_forward_hook(lambda *_: calls.append(penstock.is_recomputing()))
+    earlier = pipe(rows())
+    pipe.chunks, pipe.checkpoint = 4, "never"
+    pipe(rows()).sum().backward()
+    assert calls == [False] * 6
+    earlier.sum().backward()  # as it was cut then
+    assert calls == [False] * 6 + [True]
+
+
+FACTOR: ContextVar[float] = ContextVar("factor", default=0.0)
+
+
+class Factor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * FACTOR.get()
+
+
+@pytest.mark.parametrize("balance", [[2, 1], [3]])
+def test_layers_see_the_context_variables_of_their_call(balance: list[int]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Factor(), nn.Linear(8, 8))
+    pipe = penstock.GPipe(copy.deepcopy(model), balance=balance, chunks=2, checkpoint="always")
+    token = FACTOR.set(3.0)
+    try:
+        mine, theirs = pipe(rows()), chunked(model, rows(), 2)
+    finally:
+        FACTOR.reset(token)
+    assert torch.equal(mine, theirs)
+    mine.sum().backward()  # in which both microbatches run forward again
+    theirs.sum().backward()
+    assert_same_gradients(pipe, model)
 
 
 def ranks_alive() -> int:

@@ -10,10 +10,11 @@ import pytest
 import torch
 from gpipe.plain import assert_same_gradients, chunked, layers, rows
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import RunError
+from penstock.errors import RunError, UsageError
 
 CHECKPOINTS = ["never", "except_last", "always"]
 
@@ -108,6 +109,15 @@ def test_gradients_of_gradients_are_refused_and_not_wrong() -> None:
     (first,) = torch.autograd.grad(pipe(x).pow(2).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, in make_dual
+def test_tangents_are_refused_and_not_lost() -> None:
+    pipe, x = penstock.GPipe(layers(), balance=2, chunks=2), rows()
+    with forward_ad.dual_level():
+        with pytest.raises(UsageError, match="no forward-mode gradients"):
+            pipe(forward_ad.make_dual(x, x))
+        pipe(x)
 
 
 class Meeting(torch.autograd.Function):

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class Call:
         self.outputs: list[Tensor] = []  # those that want a gradient
         self.arrived: Sequence[Tensor | None] = ()  # the gradients of these
         self._seed = _seed_here()
+        self._context = copy_context()  # of the forward, also for what runs again in the backward
         self._programs = calls.programs(self._count)
 
     # -- forward
@@ -247,7 +249,7 @@ class Call:
         """One half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:
-            self.calls.crew.run(program, lambda: inputs, alone=alone)
+            self.calls.crew.run(program, lambda: inputs, alone=alone, context=self._context)
             return
         except PeerFailure as failure:
             cause = failure.__cause__

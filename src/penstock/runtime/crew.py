@@ -2,7 +2,8 @@
 
 `Pipeline` speaks to a `Crew` and does not know which it is. On threads, every rank has its
 own worker, kept for the pipeline's life, because torch keeps thread pools of its own for each
-thread that computes. What the caller's thread has set for autocast holds for the workers' forwards too.
+thread that computes. What the caller's thread has set for autocast holds for the workers' forwards too, and so do its
+context variables.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
+from contextvars import Context, copy_context
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
@@ -127,10 +129,12 @@ class Crew:
         *,
         record: Begun | None = None,
         alone: Iterable[tuple[int, int]] = (),
+        context: Context | None = None,
     ) -> list[StepReport]:
         """One step on all local ranks; every rank's report, or the one failure that ended it.
 
         `alone` is for the backward of a step whose forward ran by itself: which computes of it drew (`turns.alone`).
+        `context` has the context variables that workers see; without it, those of the caller.
         """
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
@@ -142,9 +146,10 @@ class Crew:
                     self.turns.begin(room, alone)
                 if not self._threads:
                     ((rank, executor),) = self.executors.items()
+                    run = partial(executor.run, program, lambda: given()[rank], record=record)
                     with nullcontext() if self._takes_turns else held(quietly=False):
-                        return executor.run(program, lambda: given()[rank], record=record)
-                return self._run_threads(program, given(), record)
+                        return run() if context is None else context.copy().run(run)
+                return self._run_threads(program, given(), record, context or copy_context())
         finally:
             self._inside = False
 
@@ -179,7 +184,9 @@ class Crew:
         found = {parameter.device.type for module in modules for parameter in module.parameters()} - {"meta"}
         return found or {"cpu"}
 
-    def _run_threads(self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None) -> list[StepReport]:
+    def _run_threads(
+        self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, context: Context
+    ) -> list[StepReport]:
         if self._workers is None:
             self._workers = _Workers(list(self.executors))
             weakref.finalize(self, self._workers.stop)
@@ -192,7 +199,7 @@ class Crew:
         errors: list[BaseException] = []
         try:
             for rank, executor in self.executors.items():
-                futures.append(self._workers.submit(rank, partial(work, executor)))
+                futures.append(self._workers.submit(rank, partial(context.copy().run, work, executor)))
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             errors = [found for future in futures if future in done and (found := future.exception()) is not None]
             if not errors:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.arguments import RULES
 from penstock.runtime.batch_norm import BATCH_NORMS
 
-__all__ = ["check_gpipe"]
+__all__ = ["check_gpipe", "check_tangents"]
 
 CHECKPOINTS = ("always", "except_last", "never")
 
@@ -57,3 +59,12 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
         fits, would_work = RULES[name]
         if given[name] is not None and not fits(given[name]):
             raise UsageError(f"{name}={given[name]!r}: {would_work}")
+
+
+def check_tangents(given: Any, parameters: Iterable[Tensor]) -> None:
+    """Refuse a call in forward mode: stages are other threads, in which tangents would be lost without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in (*pytree.tree_leaves(given), *parameters):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UsageError("GPipe has no forward-mode gradients; use backward(), or call its .module")

@@ -50,6 +50,13 @@ def test_list_shows_each_with_its_layout(trained: tuple[Path, object]) -> None:
     assert document[0]["config"] == {"lr": 0.1}
 
 
+def test_the_folder_of_a_run_means_its_checkpoints(trained: tuple[Path, object], tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(trained[0].absolute())
+    assert penstock_command("list", tmp_path) == penstock_command("list", trained[0])
+    assert "every checksum right" in penstock_command("verify", tmp_path)
+    assert "same to the bit" in penstock_command("diff", tmp_path, trained[0])
+
+
 def test_verify_names_the_damaged_file_and_exits_with_1(trained: tuple[Path, object], tmp_path: Path) -> None:
     assert penstock_command("verify", trained[0]).count("every checksum right") == 2
     run = Run(**LAYOUTS["one stage"])

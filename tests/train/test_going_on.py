@@ -18,7 +18,7 @@ from penstock.train.loop import Trainer
 from penstock.train.metrics import read_metrics
 from penstock.train.run import RunFolder
 from penstock.train.settings import TrainConfig
-from penstock.train.stopping import Stop
+from penstock.train.stopping import Stop, asking
 from penstock.train.worker import Job, train_here
 
 TINY = [
@@ -117,10 +117,17 @@ def test_ranks_that_were_given_other_batches_are_named() -> None:
     assert trainer._tell(True)[0]
 
 
-def test_sigterm_asks_threads_to_stop_as_ctrl_c_does() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Stop(signal.SIGTERM) as stop:
-        assert not stop.asked
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked
-    assert signal.getsignal(signal.SIGTERM) is before
+def test_sigterm_and_a_closed_terminal_ask_to_stop_as_ctrl_c_does() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    assert set(asking()) == set(before)
+    for number in asking():
+        with Stop(*asking()) as stop:
+            assert not stop.asked
+            os.kill(os.getpid(), number)
+            assert stop.asked
+    assert {number: signal.getsignal(number) for number in before} == before
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert asking() == (signal.SIGTERM,)
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])

@@ -37,7 +37,7 @@ def _entry(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-One = Annotated[str, typer.Argument(help="A checkpoint, or a directory of them: then the newest whole one.")]
+One = Annotated[str, typer.Argument(help="A checkpoint, or a directory of them, or a run: then the newest whole one.")]
 SHOWN = 20
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -52,13 +52,13 @@ def said(size: float) -> str:
 
 
 def found_in(place: str) -> list[Path]:
-    """The checkpoint at a place, or all in the directory there."""
+    """The checkpoint at a place, or all in the directory there; of a run's folder, those of the run."""
     path = Path(place)
     if (path / MANIFEST).exists():
         return [path]
     if not path.exists():
         raise UsageError(f"{place} is not there")
-    found = [named.path for named in checkpoints_in(path)]
+    found = [named.path for named in checkpoints_in(path) or checkpoints_in(path / "checkpoints")]
     if not found:
         raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
     return found
@@ -69,7 +69,7 @@ def one_in(place: str) -> Path:
     found = found_in(place)
     if found == [Path(place)]:
         return found[0]
-    newest, problems = find_newest(Path(place))
+    newest, problems = find_newest(found[0].parent)
     if newest is None:
         raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
     return newest

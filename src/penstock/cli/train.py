@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,17 +84,22 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> 
 
 def _start(config: TrainConfig, items: list[str], again: str, resume: bool) -> int:
     if config.pipeline.workers == "threads":
-        from penstock.train.stopping import Stop
+        from penstock.train.stopping import Stop, asking
         from penstock.train.worker import Job, log_as, train_here
 
         log_as(config, 0)
-        with Stop(signal.SIGTERM) as stop:
+        with Stop(*asking()) as stop:
             return train_here(Job(config, again, resume), stop)
     from penstock.train.launch import launch, torchrun_command
     from penstock.train.worker import Job
 
     write(f"on several hosts, on each: {torchrun_command(config, items)}\n")
-    return launch(Job(config, again, resume), lambda text: write(f"penstock: {text}", sys.stderr))
+    return launch(Job(config, again, resume), _say)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # a terminal that was closed; the ranks still finish their step and save
+        write(f"penstock: {text}", sys.stderr)
 
 
 def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:

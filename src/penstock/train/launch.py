@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from penstock.train.checkpoint.checkpointer import Checkpointer
 from penstock.train.run import RunFolder
 from penstock.train.settings import TrainConfig
-from penstock.train.stopping import INTERRUPTED
+from penstock.train.stopping import INTERRUPTED, asking
 from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
 __all__ = ["launch", "torchrun_command"]
@@ -184,7 +184,7 @@ def launch(job: Job, say: Say) -> int:
     logs = DefaultLogsSpecs(
         log_dir=str(folder.logs), redirects=others, tee={rank: Std.ALL for rank in config.logging.ranks if rank}
     )
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     agent = Agent(
         spec,
         folder,
@@ -220,7 +220,7 @@ def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
 
 @contextmanager
 def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
-    """Ctrl-C and SIGTERM: once, ranks finish the step and save; twice, everything ends."""
+    """Ctrl-C, SIGTERM and SIGHUP: once, ranks finish the step and save; twice, everything ends."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if agent.stopping or not agent.ready:
@@ -230,7 +230,7 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
         say("finishing the step, then saving; once more to leave at once")
         agent.signal_ranks(signal.SIGINT)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, *asking())}
     try:
         yield
     finally:

@@ -11,9 +11,15 @@ import signal
 from types import FrameType
 from typing import Any
 
-__all__ = ["INTERRUPTED", "Stop"]
+__all__ = ["INTERRUPTED", "Stop", "asking"]
 
 INTERRUPTED = 130  # the exit code of a run that was asked to stop, as a shell would say
+
+
+def asking() -> tuple[signal.Signals, ...]:
+    """What asks a run to stop, beside Ctrl-C: SIGTERM, and a terminal that goes, unless nohup says that it may."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 class Stop:

@@ -68,6 +68,7 @@ def optimum(
 
 def _solved(model: cp_model.CpModel, seconds: float) -> float | None:
     solver = cp_model.CpSolver()
+    solver.parameters.catch_sigint_signal = False  # it would leave Ctrl-C as the end of the process
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2
     return solver.objective_value if solver.solve(model) == cp_model.OPTIMAL else None

@@ -61,7 +61,7 @@ def interrupted(say: Callable[[Any], None], victim: int, family: str, stages: in
                 threading.Thread(target=press, args=(first.begun, chance.random() / 50)).start()
             assert pipe.step(x, target=x).loss == due
             if dist.get_rank() == victim:
-                time.sleep(20)
+                time.sleep(5)
             told.append("nothing")
         except (KeyboardInterrupt, PeerFailure) as error:
             told.append(type(error).__name__)
@@ -83,7 +83,9 @@ def test_ctrl_c_at_random_moments_leaves_the_links_in_order(
         assert len(ending.said) == 2, ending.error[-2000:]
         assert ending.said[1] is True
         if rank == victim:
-            assert ending.said[0] == ["KeyboardInterrupt"] * ROUNDS
+            # one that meets a finaliser is lost: Python drops what is raised there
+            assert set(ending.said[0]) <= {"KeyboardInterrupt", "nothing"}
+            assert ending.said[0].count("nothing") <= 2
         else:
             assert "PeerFailure" in ending.said[0]
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def dies_with_a_child_left(transport: Any, notes: str) -> float:
     if transport.rank == 1:
         child = os.fork()
         if child == 0:
-            time.sleep(30)  # as a worker that loads data
+            time.sleep(9)  # as a worker that loads data
             os._exit(0)
         Path(notes).write_text(f"{child} {time.monotonic()}")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -74,8 +75,9 @@ def dies_with_a_child_left(transport: Any, notes: str) -> float:
 def test_a_death_is_seen_at_once_also_where_the_dead_one_has_left_children(tmp_path: Path) -> None:
     outcomes = run("shared", dies_with_a_child_left, timeout=25.0, notes=str(tmp_path / "notes"))
     child, died = (tmp_path / "notes").read_text().split()
-    os.kill(int(child), signal.SIGKILL)
-    assert outcomes[0].get() - float(died) < 10  # not the 25 s of the timeout nor the 30 s of the child
+    with suppress(ProcessLookupError):  # it ends by itself
+        os.kill(int(child), signal.SIGKILL)
+    assert outcomes[0].get() - float(died) < 8  # not the 25 s of the timeout nor the 9 s of the child
 
 
 def drops_its_transports(transport: Any) -> list[tuple[int, int, int]]:

@@ -292,15 +292,16 @@ def check_small_case(seed: int, seconds: float) -> None:
     assert best is not None, "the solver ran out of time"
     size = placement.stages_per_rank
     found = search_report(placement.ranks, microbatches, costs, memory, size, kind, seconds=0)
-    if found.value > best + 1e-6:  # it cannot know that it is there where the bound is lower
-        found = search_report(placement.ranks, microbatches, costs, memory, size, kind, seconds=seconds)
+    for length in (1.0, 2.0, seconds):  # it cannot know that it is there where the bound is lower
+        if found.value > best + 1e-6:
+            found = search_report(placement.ranks, microbatches, costs, memory, size, kind, seconds=length)
     assert found.value == pytest.approx(best)
     assert found.lower_bound <= best * ROUNDING
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_small_pipelines_get_the_best_schedule_there_is(seed: int) -> None:
-    check_small_case(seed, seconds=2.0)
+    check_small_case(seed, seconds=15.0)
 
 
 @pytest.mark.slow

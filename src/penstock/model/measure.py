@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.replay.structure import tensors_in
-from penstock.model.replay.undo import patched
+from penstock.model.replay.undo import patched, random_state, restore_random, undone
 
 __all__ = ["REPEATS", "ROUNDS", "Measured", "measure"]
 
@@ -62,7 +62,7 @@ def measure(
 ) -> list[Measured]:
     """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order."""
     found = [Measured() for _ in order]
-    with _undone(model), _clock() as now:
+    with undone(model), _clock() as now:
         for number in range(rounds):
             ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
             clock = _Round(order, modules, found, repeats, ledger, now)
@@ -161,7 +161,7 @@ class _Round:
     def _call(
         self, piece: Measured, forward: Callable[..., Any], trained: list[nn.Parameter], args: Any, kwargs: Any
     ) -> Any:
-        state = _random_state()
+        state = random_state()
         output, saved, _ = self._once(forward, trained, args, kwargs, watching=True)
         if self.ledger is not None:
             piece.saved = self.ledger.count(saved)
@@ -169,7 +169,7 @@ class _Round:
         result = _copies(output, self.ledger)[0]
         del output, saved
         for _ in range(self.repeats):
-            _restore(state)
+            restore_random(state)
             piece.times.append(self._once(forward, trained, args, kwargs, watching=False)[2])
         return result
 
@@ -243,34 +243,3 @@ def _clock() -> Iterator[Callable[[], float]]:
     finally:
         if told >= 0:
             os.close(told)
-
-
-def _random_state() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _restore(state: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:  # not run here: no GPU
-        torch.cuda.set_rng_state_all(state[1])
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and the random generators as they were."""
-    state = _random_state()
-    modules = list(model.modules())
-    attributes = [dict(module.__dict__) for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    for module in modules:
-        for name, value in module._buffers.items():
-            module._buffers[name] = None if value is None else value.detach().clone()
-    try:
-        yield
-    finally:
-        for module, before, values in zip(modules, attributes, buffers, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(before)
-            module._buffers.clear()
-            module._buffers.update(values)
-        _restore(state)

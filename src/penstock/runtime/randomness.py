@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
+from penstock.model.replay.undo import random_state, restore_random
 
 __all__ = ["Room", "Turns", "held", "randomness", "seed_of", "unit_stream"]
 
@@ -53,17 +54,14 @@ def seed_generators(value: int, device: torch.device | None) -> None:
 @contextmanager
 def randomness(seed: int, step: int, microbatch: int, stage: int) -> Iterator[None]:
     """Draw inside as the pipeline does in that compute; the generators are put back after."""
-    before = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    before = random_state()
     try:
         torch.default_generator.manual_seed(seed_of(seed, step, microbatch, stage))
-        for generator in torch.cuda.default_generators if cuda else ():
+        for generator in torch.cuda.default_generators if before[1] else ():
             generator.manual_seed(seed_of(seed, step, microbatch, stage))
         yield
     finally:
-        torch.set_rng_state(before)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)
+        restore_random(before)
 
 
 _drawn = threading.local()  # .drew: whether a unit has drawn in the compute that runs on this thread

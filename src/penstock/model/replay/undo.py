@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 
-__all__ = ["Elsewhere", "patched", "undone"]
+__all__ = ["Elsewhere", "patched", "random_state", "restore_random", "undone"]
 
 
 class Elsewhere:
@@ -58,6 +58,18 @@ def patched(
                 modules[name].__dict__["forward"] = before[name]
 
 
+def random_state() -> tuple[Tensor, list[Tensor]]:
+    """Of torch's generators, on the CPU and on every GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def restore_random(state: tuple[Tensor, list[Tensor]]) -> None:
+    """Put back what `random_state` found."""
+    torch.set_rng_state(state[0])
+    if state[1]:  # not run here: no GPU
+        torch.cuda.set_rng_state_all(state[1])
+
+
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
     """Buffers, attributes and the random generators as they were."""
@@ -70,7 +82,7 @@ def undone(model: nn.Module) -> Iterator[None]:
         if type(table) in (dict, OrderedDict)
     ]
     lists = [(each, list(each)) for holder in holders for each in holder.__dict__.values() if isinstance(each, list)]
-    state, others = torch.get_rng_state(), random.getstate()
+    state, others = random_state(), random.getstate()
     for holder in holders:
         for name, value in holder._buffers.items():
             holder._buffers[name] = None if value is None else value.detach().clone()
@@ -85,5 +97,5 @@ def undone(model: nn.Module) -> Iterator[None]:
             table.update(items)
         for each, entries in lists:
             each[:] = entries
-        torch.set_rng_state(state)
+        restore_random(state)
         random.setstate(others)

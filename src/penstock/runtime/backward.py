@@ -35,7 +35,8 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
-from penstock.runtime.deferred import HANDLERS, PLAIN, Cut, Use, cast
+from penstock.runtime.deferred import HANDLERS, PLAIN, cast
+from penstock.runtime.uses import Cut, Use
 
 __all__ = ["DeferredWeights", "StageParameters", "backward_full", "backward_input", "leaves_in_graph"]
 

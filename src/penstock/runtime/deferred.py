@@ -4,8 +4,8 @@ While a stage's forward is recorded, a mode sees every torch function that it ca
 (`linear`, a convolution, `matmul`, `addmm`, `bmm`) is computed by the same kernel, but on an alias of the parameter
 that autograd does not follow. So autograd's own node, in C++, yields the gradient of the input and no other; a
 pre-hook on that node keeps the gradient that arrives. Input and arrived gradient are all that the weight's gradient
-needs later, and the formulas below take it with the products that autograd would have taken, operand by operand and
-stride by stride: that is why the result has the same bits.
+needs later, and the formulas in `uses` take it with the products that autograd would have taken, operand by operand
+and stride by stride: that is why the result has the same bits.
 
 Where the input needs no gradient (the first layer of the first stage, an embedding) there is nothing to do now: the
 operation is left to autograd as it is, and the output is *cut* from it, to be joined again later.
@@ -17,7 +17,7 @@ cast, inside checkpoints (whose recomputation must not happen twice) and inside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -26,160 +26,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch._C._functorch import peek_interpreter_stack as _functorch_level
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import ModelError
+from penstock.runtime.uses import (
+    Cut,
+    Formula,
+    Use,
+    bmm_gradients,
+    convolution_gradients,
+    linear_gradients,
+    matmul_gradients,
+)
 
 if TYPE_CHECKING:
     from penstock.runtime.backward import DeferredWeights
 
-__all__ = ["HANDLERS", "PLAIN", "Cut", "Use", "cast"]
-
-Add: TypeAlias = Callable[[Tensor, Tensor], None]
-Formula: TypeAlias = Callable[["Use", Tensor, Add], None]
+__all__ = ["HANDLERS", "PLAIN", "cast"]
 
 PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class Use:
-    """One product whose weight gradient is taken later. As a pre-hook of its node, it receives the gradient."""
-
-    __slots__ = ("bias", "formula", "options", "tape", "version", "weight", "x")
-
-    def __init__(
-        self,
-        tape: DeferredWeights,
-        formula: Formula,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: Any = None,
-    ) -> None:
-        self.tape = tape
-        self.formula = formula
-        # An alias without history: holding the input must not hold the graph that made it.
-        self.x: Tensor | None = x.detach()
-        self.version = x._version
-        self.weight = weight
-        self.bias = bias
-        self.options = options
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[0]
-        if gradient is not None:
-            self.tape.arrived(self, gradient)
-
-    def input(self) -> Tensor:
-        x = self.x
-        assert x is not None, "a use is evaluated once"
-        if x._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of shape {list(x.shape)} to a parameter of shape {list(self.weight.shape)} is at version "
-                f"{x._version}; expected version {self.version} instead"
-            )
-        return x
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    def free(self) -> None:
-        self.x = None
-
-
-class Cut:
-    """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
-
-    __slots__ = ("edge", "parameters", "tape")
-
-    def __init__(self, tape: DeferredWeights, parameters: tuple[Tensor, ...]) -> None:
-        self.tape = tape
-        self.edge: GradientEdge | None = None
-        self.parameters = parameters
-
-    def apart(self, output: Tensor) -> Tensor:
-        """The output without the graph behind it; its gradient comes here."""
-        self.edge = get_gradient_edge(output)
-        self.tape.uses.append(self)
-        joined: Tensor = _CutFunction.apply(_ANCHOR, (output.detach(),), self)  # type: ignore[no-untyped-call]
-        return joined
-
-    def free(self) -> None:
-        self.edge = None
-
-
-class _CutFunction(torch.autograd.Function):
-    """The identity whose gradient stops here and waits. It hangs on an anchor, so that its backward runs at all."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], cut: Cut) -> Tensor:
-        ctx.cut = cut
-        ctx.set_materialize_grads(False)
-        return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        if gradients[0] is not None:
-            ctx.cut.tape.arrived(ctx.cut, gradients[0])
-        return None, None, None
-
-
-_ANCHOR = torch.zeros((), requires_grad=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The formulas: what autograd computes for the weight and the bias, by the same products in the same order.
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    if x.dim() == 2:
-        return x
-    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-
-
-def _bias_gradient(bias: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.dim() == 2 and bias.shape == gradient.shape[1:]:
-        return gradient.sum(0)  # what the next line comes to, in half the time
-    return gradient.sum_to_size(bias.shape)
-
-
-def _linear_gradients(use: Use, gradient: Tensor, add: Add) -> None:
-    x, rows, weight, bias = use.input(), gradient, use.weight, use.bias
-    if x.dim() != 2 or rows.dim() != 2:
-        x, rows = _as_rows(x), _as_rows(rows)
-    # Autograd lays the gradient of a product's right factor, here the transposed weight, out as the factor is.
-    add(weight, rows.t().mm(x) if weight.stride() == (weight.shape[1], 1) else x.t().mm(rows).t())
-    if bias is not None:
-        flattened = use.options
-        add(bias, _bias_gradient(bias, rows if flattened else gradient))
-
-
-def _matmul_gradients(use: Use, gradient: Tensor, add: Add) -> None:
-    x, rows, weight = use.input(), _as_rows(gradient), use.weight
-    add(weight, rows.t().mm(x).t() if weight.stride() == (1, weight.shape[0]) else x.t().mm(rows))
-    if use.bias is not None:
-        add(use.bias, _bias_gradient(use.bias, gradient))
-
-
-def _bmm_gradients(use: Use, gradient: Tensor, add: Add) -> None:
-    add(use.weight, use.input().transpose(1, 2).bmm(gradient))
-
-
-def _convolution_gradients(use: Use, gradient: Tensor, add: Add) -> None:
-    x, weight, bias = use.input(), use.weight.detach(), use.bias
-    if x.dim() < weight.dim():  # without a batch dimension
-        x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
-    if weight.dtype != x.dtype:  # under autocast; only its shape and layout matter here
-        weight = weight.to(x.dtype)
-    stride, padding, dilation, groups = use.options
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None if bias is None else list(bias.shape), stride, padding, dilation,
-        False, [0] * len(stride), groups, [False, True, bias is not None],
-    )  # fmt: skip
-    add(use.weight, of_weight)
-    if bias is not None:
-        add(bias, of_bias)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -259,7 +123,7 @@ def _linear(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dic
     if found is None or found[1].dim() != 2:
         return None
     x, weight, bias = found
-    return _Call(func, args, kwargs).split(tape, x, weight, bias, _linear_output, _linear_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _linear_output, linear_gradients)
 
 
 def _linear_output(call: _Call) -> Tensor:
@@ -281,7 +145,7 @@ def _matmul(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dic
     x, weight = args
     if weight.dim() != 2 or x.dim() < 2:
         return None
-    return _Call(func, args, kwargs).split(tape, x, weight, None, _matmul_output, _matmul_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _matmul_output, matmul_gradients)
 
 
 def _matmul_output(call: _Call) -> Tensor:
@@ -296,7 +160,7 @@ def _addmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict
     if kwargs or len(args) != 3:
         return None
     bias, x, weight = args
-    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, _matmul_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, matmul_gradients)
 
 
 def _addmm_output(call: _Call) -> Tensor:
@@ -308,7 +172,7 @@ def _bmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if kwargs or len(args) != 2:
         return None
     x, weight = args
-    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, _bmm_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, bmm_gradients)
 
 
 def _bmm_output(call: _Call) -> Tensor:
@@ -326,7 +190,7 @@ def _convolution(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs
     count = weight.dim() - 2
     padding = None if isinstance(padding, str) else padding
     options = (_each(stride, count, 1), _each(padding, count, 0), _each(dilation, count, 1), groups or 1)
-    return _Call(func, args, kwargs, options).split(tape, x, weight, bias, _convolution_output, _convolution_gradients)
+    return _Call(func, args, kwargs, options).split(tape, x, weight, bias, _convolution_output, convolution_gradients)
 
 
 def _convolution_output(call: _Call) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.errors import ModelError, UsageError
 from penstock.model.part import StagePart
 from penstock.runtime.phase import Phase, here
-from penstock.runtime.replicas import Replicas, over_replicas
+from penstock.runtime.replicas import Replicas, over_replicas, track
 
 __all__ = [
     "BATCH_NORMS",
@@ -131,21 +131,13 @@ class Statistics:
 
 def _update(layer: Deferred, notes: list[Note]) -> None:
     assert layer.running_mean is not None
-    assert layer.running_var is not None
     counts = torch.tensor([count for count, _, _ in notes], dtype=torch.float64, device=layer.running_mean.device)
     means = torch.stack([mean for _, mean, _ in notes]).to(torch.float64)
     variances = torch.stack([variance for _, _, variance in notes]).to(torch.float64)
     total, weights = counts.sum(), counts.unsqueeze(1)
     mean = (weights * means).sum(0) / total
     deviations = ((weights - 1) * variances + weights * (means - mean) ** 2).sum(0)
-    factor = 0.0 if layer.momentum is None else layer.momentum
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:  # the mean of all batches
-            factor = 1.0 / float(layer.num_batches_tracked)
-    with torch.no_grad():
-        for running, value in ((layer.running_mean, mean), (layer.running_var, deviations / (total - 1))):
-            running.copy_((1 - factor) * running + factor * value.to(running.dtype))
+    track(layer, mean, deviations / (total - 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["Replicas", "over_replicas"]
+__all__ = ["Replicas", "over_replicas", "track"]
 
 
 class Replicas:
@@ -65,18 +65,19 @@ def over_replicas(layer: _BatchNorm, x: Tensor, group: Any) -> Tensor:
     if layer.bias is not None:
         y = y + layer.bias.view(shape)
     if layer.training and layer.track_running_stats and layer.running_mean is not None:
-        _track(layer, mean.detach(), variance.detach() * (total / (total - 1)))
+        track(layer, mean.detach(), variance.detach() * (total / (total - 1)))
     return y
 
 
-def _track(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def track(layer: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """Take the statistics of one batch into a layer's running ones, as the layer itself would."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     factor = 0.0 if layer.momentum is None else layer.momentum
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)
-        if layer.momentum is None:
+        if layer.momentum is None:  # the mean of all batches
             factor = 1.0 / float(layer.num_batches_tracked)
     with torch.no_grad():
         for running, value in ((layer.running_mean, mean), (layer.running_var, variance)):
-            running.mul_(1 - factor).add_(value.to(running.dtype), alpha=factor)
+            running.copy_((1 - factor) * running + factor * value.to(running.dtype))

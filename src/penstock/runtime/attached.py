@@ -28,7 +28,7 @@ from penstock.model.part import StagePart
 from penstock.runtime.backward import leaves_in_graph
 from penstock.runtime.payload import Received
 from penstock.runtime.record import Record
-from penstock.runtime.stage import Forward, LossOf, Stage, Turn
+from penstock.runtime.stage import Stage, Turn
 
 __all__ = ["AttachedStage", "check_weights", "modes_as", "muted"]
 
@@ -62,26 +62,16 @@ class AttachedStage(Stage):
             self._entered.learn(watched)
         return emitted
 
-    def _run(
-        self,
-        record: Record,
-        microbatch: int,
-        arrived: Mapping[int, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        split: bool,
-        loss_of: LossOf | None,
-        kind: str = "forward",
-    ) -> Forward:
-        results = super()._run(record, microbatch, arrived, args, kwargs, split, loss_of, kind)
-        if kind != "recomputing":  # a walk costs less than a hundredth of the forward
-            known = {id(leaf) for leaves in record.leaves.values() for leaf in leaves}
-            known |= {id(leaf) for leaves in (self.parameters, *self.pieces) for leaf in leaves}
-            ends = [edge.node for edges in record.roots.values() for edge in edges]
-            for leaf in leaves_in_graph(ends, self.parameters):
-                if id(leaf) not in known:
-                    self.foreign[id(leaf)] = leaf
-        return results
+    def _look_at_graph(self, record: Record, kind: str) -> None:
+        if kind == "recomputing":
+            return
+        # a walk costs less than a hundredth of the forward
+        known = {id(leaf) for leaves in record.leaves.values() for leaf in leaves}
+        known |= {id(leaf) for leaves in (self.parameters, *self.pieces) for leaf in leaves}
+        ends = [edge.node for edges in record.roots.values() for edge in edges]
+        for leaf in leaves_in_graph(ends, self.parameters):
+            if id(leaf) not in known:
+                self.foreign[id(leaf)] = leaf
 
     # -- backward
 

@@ -175,7 +175,11 @@ class Stage:
         if record.deferred is not None:
             ends += [value for value in (loss, *(value for _, value in extra.found)) if value is not None]
             record.deferred.learn(ends)
+        self._look_at_graph(record, kind)
         return emitted, loss, extra.found
+
+    def _look_at_graph(self, record: Record, kind: str) -> None:
+        """What a forward has recorded, before anything of it is dropped; for stages that want to know."""
 
     def _compute(
         self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_of: LossOf | None

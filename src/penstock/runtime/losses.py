@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,21 +87,26 @@ class Seeds:
     """
 
     def __init__(self, shares: Sequence[float], scale: float = 1.0, replicas: int = 1) -> None:
-        self._shares = torch.tensor(shares, dtype=torch.float64) * scale
+        self._shares = [share * scale for share in shares]
         self._counts = [share != 0 for share in shares]
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
         self._seeds: tuple[Tensor, ...] = ()
-        # for named losses: a mean over the microbatches of all replicas
-        self.extra = torch.tensor(scale / (len(shares) * replicas), dtype=torch.float64)
+        self._of_named = scale / (len(shares) * replicas)
 
     def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
         if not self._counts[microbatch]:
             return None
         if loss.dtype is not self._dtype or loss.device != self._device:
             self._dtype, self._device = loss.dtype, loss.device
-            self._seeds = self._shares.to(self._device, self._dtype).unbind()
+            shares = torch.tensor(self._shares, dtype=torch.float64)
+            self._seeds = shares.to(self._device, self._dtype).unbind()
         return self._seeds[microbatch]
+
+    @cached_property
+    def extra(self) -> Tensor:
+        """At a named loss, which is a mean over the microbatches of all replicas."""
+        return torch.tensor(self._of_named, dtype=torch.float64)
 
 
 def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
+    from penstock.runtime.feed import Feed
 
 __all__ = ["compared", "facts_of"]
 
 
-def facts_of(pipe: Pipeline) -> dict[str, tuple[str, str]]:
+def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
     """What must be the same on every rank: each in words, and a digest of all of it."""
     schedule = pipe.schedule
     facts: dict[str, tuple[str, Any]] = {

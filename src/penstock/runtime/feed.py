@@ -8,22 +8,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
+from penstock.runtime.crew import Clock
 from penstock.runtime.executor import StepInput, StepReport
 from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.losses import loss_weights, shares_of, trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
 from penstock.runtime.state import OwnedState
 from penstock.schedule import Schedule
-
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
 
 __all__ = ["Feed", "StepResult"]
 
@@ -42,12 +40,14 @@ class Feed(OwnedState):
     """The part of `Pipeline` that is about the batch."""
 
     schedule: Schedule
+    clock: Clock
     loss_fn: Callable[..., Any] | None
     recompute: str
     loss_reduction: str
     loss_weight: Callable[[Any], Any] | None
     batch_dims: dict[str | int, Any]
     inputs: str
+    batch_norm: str
     batching: ByTokens | None = None
     microbatches: int
     _plan: Plan | None = None  # for the batch that runs
@@ -81,7 +81,7 @@ class Feed(OwnedState):
             return self._cut(count, args, kwargs, target, loss_kwargs, whole)
 
         given = (args, kwargs, target, loss_kwargs)
-        batch = self.world.carry(cast("Pipeline", self), *given, cut) if self.inputs == "first" else cut(*given)
+        batch = self.world.carry(self, *given, cut) if self.inputs == "first" else cut(*given)
         shares = self._shares(batch, count, training)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
         return {

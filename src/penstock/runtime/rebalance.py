@@ -21,12 +21,12 @@ from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement, Timeline
 
 if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
+    from penstock.runtime.feed import Feed
 
 __all__ = ["move_state", "propose_cut"]
 
 
-def propose_cut(pipe: Pipeline, timeline: Timeline) -> Proposal:
+def propose_cut(pipe: Feed, timeline: Timeline) -> Proposal:
     """What a measured step says about the cut; the same on every rank."""
     split = pipe.split
     if split.recut is None:

@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.runtime.norms import here
 
 if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
+    from penstock.runtime.feed import Feed
 
 __all__ = ["GradScaler"]
 
@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipe: Feed,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,

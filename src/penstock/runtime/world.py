@@ -25,7 +25,7 @@ from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.shared import SharedMemoryTransport
 
 if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
+    from penstock.runtime.feed import Feed
 
 __all__ = ["World"]
 
@@ -137,7 +137,7 @@ class World:
                 self._transport.close()
             raise
 
-    def agree(self, pipe: Pipeline) -> None:
+    def agree(self, pipe: Feed) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""
         if self._transport is None:
             return
@@ -170,7 +170,7 @@ class World:
             return [0.0] * ranks, 0.0
         return offsets(self._transport)
 
-    def same_count(self, pipe: Pipeline, count: Callable[[], int | None]) -> int:
+    def same_count(self, pipe: Feed, count: Callable[[], int | None]) -> int:
         """How many microbatches an evaluation has: what the ranks that see the batch say."""
         counts = self.agreed("evaluate()", count, "(rank, microbatches)")
         return pipe.microbatches if counts is None else counts
@@ -208,7 +208,7 @@ class World:
 
     def carry(
         self,
-        pipe: Pipeline,
+        pipe: Feed,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         target: Any,
@@ -265,7 +265,7 @@ def _choice(asked: str | None) -> tuple[str | None, str]:
 
 
 def _needed(
-    pipe: Pipeline,
+    pipe: Feed,
     rank: int,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import multiprocessing
+import socket
 import sys
 import tempfile
 import time
@@ -51,6 +52,26 @@ def on_processes(ranks: int, function: Callable[..., Any], *arguments: Any, limi
                 process.close()
             for pipe in pipes:
                 pipe.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def state_of(pid: int) -> tuple[str, int] | None:
+    """A process's state, as one letter, and its parent; None of one that is gone."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return state, int(parent)
+
+
+def is_stopped(pid: int) -> bool:
+    state = state_of(pid)
+    return state is not None and state[0] == "T"
 
 
 def _collected(pipes: list[Connection], limit: float) -> list[Any]:

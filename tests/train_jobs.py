@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from processes import on_processes
+from processes import on_processes, state_of
 
 from penstock.train.metrics import read_metrics
 
@@ -145,11 +145,8 @@ class Job:
 
 def _parent(pid: int) -> int | None:
     """Of a process that lives; None of one that is gone or only waits to be buried."""
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else int(parent)
+    found = state_of(pid)
+    return None if found is None or found[0] in "ZX" else found[1]
 
 
 def gone(pids: list[int], limit: float = 10) -> bool:

@@ -11,7 +11,6 @@ import importlib.util
 import multiprocessing
 import pickle
 import runpy
-import socket
 import sys
 import threading
 import time
@@ -20,6 +19,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from processes import free_port, is_stopped
 
 from penstock.errors import PeerFailure
 
@@ -84,7 +85,7 @@ def _run_processes(kind: str, scenario: Any, ranks: int, timeout: float, options
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        place = f"file://{folder}/rendezvous" if not kind.endswith("-tcp") else f"tcp://127.0.0.1:{_free_port()}"
+        place = f"file://{folder}/rendezvous" if not kind.endswith("-tcp") else f"tcp://127.0.0.1:{free_port()}"
         pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
@@ -132,26 +133,13 @@ def _collect(pipes: list[Connection], processes: list[Any]) -> list[Outcome]:
                     del open_pipes[rank]
             except EOFError:
                 del open_pipes[rank]
-        if open_pipes and all(_stopped(processes[rank].pid) for rank in open_pipes):
+        if open_pipes and all(is_stopped(processes[rank].pid) for rank in open_pipes):
             break
     for rank, process in enumerate(processes):
         if rank not in open_pipes:
             process.join(LIMIT)
             outcomes[rank].exit_code = process.exitcode
     return outcomes
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-    except OSError:
-        return False  # it has ended, and its pipe will say so
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _child(

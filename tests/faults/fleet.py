@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from processes import _loaded, _packed, _unpacked
+from processes import _loaded, _packed, _unpacked, free_port, is_stopped
 
 
 @dataclass
@@ -39,7 +38,7 @@ def launch(
     context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "penstock.parallel.compose"])
     endings = [Ending() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        place = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{folder}/rendezvous"
+        place = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/rendezvous"
         pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
@@ -76,24 +75,11 @@ def _listen(pipes: list[Connection], processes: list[Any], endings: list[Ending]
                 endings[open_pipes[pipe]].said.append(_unpacked(pipe.recv_bytes()))
             except (EOFError, OSError):
                 del open_pipes[pipe]
-        if open_pipes and all(_is_stopped(processes[rank].pid) for rank in open_pipes.values()):
+        if open_pipes and all(is_stopped(processes[rank].pid) for rank in open_pipes.values()):
             break
     for rank, process in enumerate(processes):
         if rank not in open_pipes.values():
             process.join(max(0.0, min(10.0, deadline - time.monotonic())))  # its pipe is closed: this is its exit
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
-    except FileNotFoundError:
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _enter(pipe: Connection, rank: int, ranks: int, place: str, log: str, file: str, name: str, content: bytes) -> None:

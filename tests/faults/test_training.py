@@ -6,13 +6,13 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from processes import free_port
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_manifest
@@ -83,7 +83,7 @@ def test_ctrl_c_finishes_the_step_saves_and_the_run_goes_on(tmp_path: Path, want
 @pytest.mark.slow
 def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
     with job(tmp_path, "training.steps=100000", plan()) as run:
-        run.until(lambda: run.steps() >= 3)
+        run.until(lambda: checkpoints_in(run.output / "checkpoints"))
         processes = run.descendants()
         run.process.send_signal(signal.SIGINT)
         run.process.send_signal(signal.SIGTERM)
@@ -123,9 +123,7 @@ def test_a_stall_an_exit_and_too_many_failures(tmp_path: Path, wanted: list[floa
 def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(tmp_path: Path, wanted: list[float]) -> None:
     """Two agents, as two hosts have, with one rank each; they find each other by torchrun's own rendezvous."""
     prepare(tmp_path)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = f"localhost:{probe.getsockname()[1]}"
+    place = f"localhost:{free_port()}"
     module = ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=two", "-m", "penstock"]
     settings = [*TINY, "output=run", "training.steps=24", plan((11, 1, "kill"))]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *module, "train"]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.transport.forks import EPOCH
+from penstock.runtime.transport.interrupts import finaliser
 from penstock.runtime.transport.layout import HEADER_BYTES, Frame, Layout
 
 __all__ = ["InBlock", "OutBlock", "Ring", "allocate", "build_plain", "map_memory"]
@@ -177,6 +178,21 @@ class Ring:
         self._sizes.clear()
 
 
+class _Lease(weakref.ref[memoryview]):
+    """Sees the last tensor in a block die."""
+
+    __slots__ = ("epoch", "words")
+
+    epoch: int
+    words: memoryview
+
+
+@finaliser
+def _give_back(lease: _Lease) -> None:
+    if EPOCH[0] == lease.epoch:  # a fork's copy of the tensor is not the tensor
+        lease.words[0] = FREE
+
+
 class InBlock:
     """A block as its receiver sees it."""
 
@@ -185,18 +201,13 @@ class InBlock:
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._words = memory[:HEADER_BYTES].cast("Q")
-        self._lease: weakref.ref[memoryview] | None = None
+        self._lease: _Lease | None = None
 
     def build(self, layout: Layout) -> Any:
         """The value that lies in the block, in place; the block is given back when the last of its tensors dies."""
-        words, epoch = self._words, EPOCH[0]
-
-        def give_back(_: object) -> None:
-            if EPOCH[0] == epoch:  # a fork's copy of the tensor is not the tensor
-                words[0] = FREE
-
         lease = self._memory[:]
-        self._lease = weakref.ref(lease, give_back)
+        self._lease = watch = _Lease(lease, _give_back)
+        watch.words, watch.epoch = self._words, EPOCH[0]
         lone = layout.lone
         if lone is None or not lone.nbytes:
             return layout.build(torch.frombuffer(lease, dtype=torch.uint8, count=layout.frame_bytes), (), None)

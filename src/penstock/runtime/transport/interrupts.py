@@ -4,23 +4,44 @@ Python raises KeyboardInterrupt between any two instructions: also after a packe
 after a message was sent and before it was counted. The links would be left in disorder, and the step that follows
 would find messages of another. So while a rank on a process of its own runs a step, Ctrl-C is held back for the time
 of a send, a post or a receive, and raised when that is done; a receive that waits is ended by it, with nothing taken.
-Computes, which take long, are interrupted as ever. What comes while the step ends (a matter of a few messages) waits
-for that, but no longer than a second; the second Ctrl-C never waits.
+Computes, which take long, are interrupted as ever, but not in a finaliser: Python drops what is raised there, so both
+the Ctrl-C and the rest of the finaliser would be lost. It is raised after the next message, or at the end of the step.
+What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second; the second
+Ctrl-C never waits.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
-__all__ = ["CTRL_C"]
+__all__ = ["CTRL_C", "finaliser"]
 
 GRACE = 1.0
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_FINALISERS: set[CodeType] = set()
+_WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
+
+
+def finaliser(function: _Function) -> _Function:
+    """Mark a function that Python calls when something dies."""
+    _FINALISERS.add(function.__code__)
+    return function
+
+
+def _finalising(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code in _FINALISERS or code.co_name == "__del__" or code.co_filename in _WEAK_FILES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _CtrlC:
@@ -36,7 +57,7 @@ class _CtrlC:
     def around_step(self) -> Iterator[None]:
         """Where this is the main thread and Ctrl-C raises: have it in hand for a step."""
         before = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(before) or self._before:
+        if threading.current_thread() is not threading.main_thread() or not callable(before) or before == self._handle:
             yield
             return
         self._before, self.held, self.ending, self.since = before, False, False, 0.0
@@ -69,7 +90,7 @@ class _CtrlC:
             self._raise()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.held and not self.since:
+        if not self.since and (self.held or _finalising(frame)):
             self.since = monotonic()
         else:
             self.since = 0.0

@@ -291,6 +291,24 @@ def test_a_rank_that_does_not_come_to_the_step_is_named_at_the_timeout() -> None
     assert "busy in its own code" in endings[0].said[1][2]
 
 
+def evaluate_alone(say: Say) -> None:
+    pipe = pipeline(timeout=2.0)
+    say(exact(pipe))
+    x, y = batch()
+    call = pipe.evaluate if dist.get_rank() == 2 else pipe.step
+    with pytest.raises(PeerFailure) as caught:
+        call(x, target=y)
+    say(str(caught.value))
+    pipe.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_makes_another_call_is_told_so() -> None:
+    for ending in launch(RANKS, evaluate_alone):
+        assert "they are probably in different calls: make each call on every rank" in ending.said[1], ending.said
+        assert "rank 2: in evaluate(), waiting for" in ending.said[1]
+
+
 # -- ranks that were given different things
 
 

@@ -268,6 +268,9 @@ def test_the_chain_of_waits_ends_at_the_culprit() -> None:
     assert "stopped or dead" in judge(0, dict(waits), 9).cause
     circle = {**waits, 3: Waiting(1, LINE[0], 4, now)}
     assert "deadlock for 9 s" in judge(0, circle, 9).cause
+    assert "different calls" in judge(0, circle, 9).cause
+    same = {rank: Waiting(1 - rank, LINE[0], 4, now) for rank in (0, 1)}
+    assert "different calls" not in judge(0, same, 9).cause
     assert judge(2, {2: waits[2]}, 9).rank == 3
 
 

@@ -241,6 +241,8 @@ class Executor(Computes):
 
     def progress(self) -> str:
         """Where this rank is in its program; asked for by other threads too."""
+        if self.transport.call:
+            return f"in {self.transport.call}"
         actions, position = self._actions, self._position
         last = actions[position - 1] if 0 < position <= len(actions) else None
         if position >= len(actions):

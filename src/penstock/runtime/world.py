@@ -199,7 +199,9 @@ class World:
         """What every rank says in this call, which all must make; on threads there is one to say it."""
         if self._transport is None:
             return [value]
+        self._transport.call = call
         answers = self._transport.exchange((call, value))
+        self._transport.call = ""
         for rank, answer in enumerate(answers):
             where = answer[0] if isinstance(answer, tuple) else "step()"
             if where != call:

@@ -67,6 +67,7 @@ class Transport(ABC):
     ranks: int
     timeout: float
     torn: bool = False  # whether Ctrl-C in the middle of a call would leave it in disorder, see `interrupts`
+    call: str = ""  # what this rank's user has called, where all ranks must have called the same before a program runs
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
 
     @property

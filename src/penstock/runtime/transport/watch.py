@@ -302,7 +302,9 @@ def judge(accuser: int, states: dict[int, Waiting | None], timeout: float) -> Pe
             break
     suffix = f" ({' waits for '.join(f'rank {rank}' for rank in path)})" if len(path) > 2 else ""
     if len(set(path)) < len(path):
-        return last.blame(path[-2], f"deadlock for {timeout:g} s{suffix}")
+        waits = {state.edge is None for rank in path[:-1] if (state := states[rank]) is not None}
+        differ = "; they are probably in different calls: make each call on every rank" if len(waits) > 1 else ""
+        return last.blame(path[-2], f"deadlock for {timeout:g} s{suffix}{differ},")
     how = "busy in its own code" if path[-1] in states else "stopped or dead"
     return last.blame(path[-2], f"silent for {timeout:g} s, {how}{suffix},")
 

@@ -21,14 +21,14 @@ compare: $(READY)
 	$(BIN)/penstock compare --draw
 
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist loadfile -m ""
+	$(BIN)/pytest -n 2 --dist worksteal -m ""
 
 # pytest exits with 5 when nothing is marked slow, which is no failure.
 test-slow: $(READY)
-	$(BIN)/pytest -n 2 --dist loadfile -m slow || [ $$? -eq 5 ]
+	$(BIN)/pytest -n 2 --dist worksteal -m slow || [ $$? -eq 5 ]
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -94,7 +94,9 @@ def test_two_processes(transport: str) -> None:
 def on_four() -> list[Case]:
     """Every other one with an optimizer: two processes have each with and without."""
     return [
-        Case(family, model, ranks=4, stages=8 if family in WIDE else 4, microbatches=6, optimizer=(row + column) % 2 == 1)
+        Case(
+            family, model, ranks=4, stages=8 if family in WIDE else 4, microbatches=6, optimizer=(row + column) % 2 == 1
+        )
         for row, family in enumerate(TRAINING)
         for column, model in enumerate(MODELS)
     ]

@@ -5,6 +5,7 @@ after it another, with what it exited with. The processes of each program are fo
 """
 
 import json
+import multiprocessing
 import runpy
 import sys
 from pathlib import Path
@@ -25,4 +26,5 @@ if __name__ == "__main__":
         except SystemExit as end:
             said = str(end.code)
         sys.path.remove(folder)
+        assert not multiprocessing.active_children(), f"{file} has left processes behind"
         print(f"{MARK} end {json.dumps(said)}", flush=True)

@@ -20,7 +20,8 @@ from penstock.cli.lanes import Lanes, read_event
 ROOT = Path(__file__).resolve().parent.parent
 PRIMER = ROOT / "examples" / "primer"
 PROGRAMS = {path.stem.partition("_")[2]: path for path in sorted(PRIMER.glob("[0-9]*.py"))}
-TRAINING = ["data_parallel", "tensor_columns", "tensor_pairs", "pipeline", "pipeline_overlap", "penstock"]
+TRAINING = [name for name, path in PROGRAMS.items() if "forward_and_backward" in path.read_text()]
+TRAINING += ["data_parallel", "penstock"]
 
 # What a learner may well get wrong, one slip a program: the text as it stands, and the wrong one.
 SLIPS = {
@@ -37,18 +38,38 @@ SLIPS = {
     "two_halves": ("all_gather_single(in_halves, piece)", "all_gather_single(in_halves, mine[rank:][:1])"),
     "ring": ("pieces[into] + exchange", "exchange"),
     "data_parallel": ("/ y.numel()", "/ targets.numel() / ranks"),  # a mean of means, on pieces of 3 3 2 2 rows
-    "tensor_columns": ("dist.all_reduce(total)", "None"),  # runs all the same
-    "tensor_pairs": ('return summed("B: its part of the gradient of a pair\'s input", gradient)', "return gradient"),
-    "pipeline": ("dst=rank - 1)", "dst=rank - 1) or part.grad.zero_() if number else dist.send(part, dst=rank - 1)"),
-    "pipeline_overlap": ('reduction="sum") / y.numel()', 'reduction="mean") / 4'),
+    "data_overlap": ("weight.register_post_accumulate_grad_hook(leave)", "None"),  # runs all the same
+    "sharded": ("dist.reduce_scatter_single(piece.grad, gradients)", "piece.grad.copy_(gradients.chunk(ranks)[rank])"),
+    "tensor_columns": ("dist.all_reduce(for_input)", "None"),
+    "tensor_rows": ("dist.all_reduce(output)", "None"),
+    "tensor_pairs": ('if context.way == "B" else', "if False else"),  # the first loss is right
+    "pipeline": ("dist.send(part.grad,", "dist.send(part.detach(),"),
+    "pipeline_overlap": ("output.detach(), rank + 1)", "part.detach(), rank + 1)"),
+    "pipeline_1f1b": ("return sorted(forward + backward)", "return forward + backward"),  # equal results, more kept
     "penstock": ("optimizer.zero_grad()", "pass"),
 }
 MORE_SLIPS = {
     "data_parallel": ("optimizer.zero_grad()", "pass"),
-    "tensor_columns": ("[dist.get_rank()]", "[0]"),
-    "pipeline": ("outputs.append(output)", "outputs.append(output * 2)"),
-    "pipeline_overlap": ("optimizer.zero_grad()", "pass"),
+    "data_overlap": ("dist.all_reduce(weight.grad,", "dist.all_reduce(weight.grad, op=dist.ReduceOp.AVG,"),
+    "sharded": ("dist.all_gather_single(whole, piece.detach())", "whole.copy_(flat)"),
+    "tensor_columns": ("own = gradient.chunk(ranks, dim=1)[rank]", "own = gradient.chunk(ranks, dim=1)[0]"),
+    "tensor_rows": ("for_part = gradient @", "for_part = gradient / ranks @"),
+    "tensor_pairs": ('F.gelu(Sum.apply(F.linear(part, rows), "F"))', 'Sum.apply(F.gelu(F.linear(part, rows)), "F")'),
+    "pipeline": ("kept.append((part, output))", "kept.append((part, output * 2))"),
+    "pipeline_overlap": ("inputs[number].grad,", "inputs[0].grad[: len(inputs[number])].clone(),"),
+    "pipeline_1f1b": ("output.backward(receive(output, rank + 1)", "output.backward(2 * receive(output, rank + 1)"),
 }
+
+
+# What happens to a rank, and what is said then of whom. Rank 2's neighbours notice too, and must not be blamed.
+FATES = {
+    "it fails": ("1 / 0", "rank 2 failed:\n"),
+    "it is killed": ("os.kill(os.getpid(), 9)", "rank 2 was killed by signal 9\n"),
+    "it leaves without a word": ("os._exit(3)", "rank 2 left with exit code 3 before its end\n"),
+    "it leaves as if all were well": ("os._exit(0)", "rank 2 left with exit code 0 before its end\n"),
+    "its error is very long": ("raise ValueError('x' * 10**6)", "rank 2 failed:\n"),
+}
+STOPS = {"SIGINT": "130", "SIGTERM": "143"}  # what a program ends with when its first process is told to stop
 
 
 class Ran(NamedTuple):
@@ -91,20 +112,46 @@ def spoiled(slips: dict[str, tuple[str, str]], folder: Path) -> dict[str, Path]:
     return paths
 
 
+def fated(folder: Path) -> dict[str, Path]:
+    """Copies of the barrier, in which something happens to rank 2; beside those that share its folder."""
+    paths = {}
+    text = PROGRAMS["barrier"].read_text().replace("0.05 * rank", "0")
+    for number, (name, (fate, _)) in enumerate(FATES.items()):
+        paths[name] = folder / f"fate_{number}.py"
+        end = f"    if rank == 2:\n        import os\n\n        {fate}\n    dist.barrier()\n"
+        paths[name].write_text(text.replace("    dist.barrier()\n", end))
+    return paths
+
+
+def stopped(folder: Path) -> dict[str, Path]:
+    """Copies of the barrier, in which the ranks wait for one that tells the process that started them to stop."""
+    paths = {name: folder / f"stop_{name}.py" for name in STOPS}
+    for name, path in paths.items():
+        stop = f"if rank == 2:\n        import os, signal\n\n        os.kill(os.getppid(), signal.{name})\n"
+        path.write_text(
+            PROGRAMS["barrier"].read_text().replace("time.sleep(0.05 * rank)", f"{stop}        time.sleep(30)")
+        )
+    return paths
+
+
 class Found(NamedTuple):
     right: dict[str, Ran]
     wrong: dict[str, Ran]
-    again: Ran  # pipeline_overlap once more
+    fates: dict[str, Ran]
+    stops: dict[str, Ran]
+    again: Ran  # pipeline_1f1b once more
+    refused: Ran  # and on too many ranks
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    wrong = spoiled(SLIPS, tmp_path_factory.mktemp("wrong") / "primer")
-    paths = [*PROGRAMS.values(), *wrong.values(), PROGRAMS["pipeline_overlap"]]
-    ran = run_all([(path, 4) for path in paths])
-    count = len(PROGRAMS)
-    right = dict(zip(PROGRAMS, ran[:count], strict=True))
-    return Found(right, dict(zip(wrong, ran[count:-1], strict=True)), ran[-1])
+    folder = tmp_path_factory.mktemp("wrong") / "primer"
+    wrong = spoiled(SLIPS, folder)
+    kinds = (PROGRAMS, wrong, fated(folder), stopped(folder))
+    jobs = [(path, 4) for paths in kinds for path in paths.values()]
+    ran = iter(run_all([*jobs, (PROGRAMS["pipeline_1f1b"], 4), (PROGRAMS["pipeline_1f1b"], 5)]))
+    by_name = [{name: next(ran) for name in names} for names in kinds]
+    return Found(*by_name, next(ran), next(ran))
 
 
 def noticed(ran: Ran) -> bool:
@@ -132,6 +179,26 @@ def test_a_wrong_result_is_noticed(name: str, found: Found) -> None:
     assert noticed(found.wrong[name]), found.wrong[name]
 
 
+@pytest.mark.parametrize("name", FATES)
+def test_the_rank_that_is_to_blame_is_named_and_where_the_others_were(name: str, found: Found) -> None:
+    ran = found.fates[name]
+    assert ran.exit.startswith(FATES[name][1])
+    assert "rank 2 was then" not in ran.exit
+    assert "rank 0 was then at line " in ran.exit
+    assert len(ran.exit) < 20_000
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_program_that_is_told_to_stop_leaves_without_a_word_and_nobody_behind(name: str, found: Found) -> None:
+    """The driver fails if a process is left."""
+    assert found.stops[name].exit == STOPS[name]
+    assert not any(line.startswith("check: ") for line in found.stops[name].lines)
+
+
+def test_a_number_of_ranks_that_cannot_work_is_refused_in_a_line(found: Found) -> None:
+    assert found.refused == Ran([], "5 ranks cannot run it; take one of 1, 2, 3, 4")
+
+
 def test_all_ways_to_train_print_the_same_losses(found: Found) -> None:
     printed = {name: [line for line in found.right[name].lines if line.startswith("step ")] for name in TRAINING}
     assert len(printed["penstock"]) == 3
@@ -139,7 +206,7 @@ def test_all_ways_to_train_print_the_same_losses(found: Found) -> None:
 
 
 def test_the_output_does_not_depend_on_who_was_first(found: Found) -> None:
-    assert found.again == found.right["pipeline_overlap"]
+    assert found.again == found.right["pipeline_1f1b"]
 
 
 def test_the_drawings_of_the_course_are_what_the_programs_print(found: Found) -> None:
@@ -151,12 +218,13 @@ def test_the_drawings_of_the_course_are_what_the_programs_print(found: Found) ->
         assert f"\n{block}" in "\n".join(["", *drawn, ""]), block
 
 
-def test_tensor_parallelism_in_pairs_sends_half_as_often_and_data_wants_no_gradient(found: Found) -> None:
+def test_tensor_parallelism_sends_one_sum_a_pair_each_way_and_none_for_the_data(found: Found) -> None:
     def count(name: str, way: str) -> int:
         return sum(f"rank 0 -> rank 1, 2, 3: {way}:" in line for line in found.right[name].lines)
 
-    assert (count("tensor_columns", "F"), count("tensor_columns", "B")) == (4, 3)
-    assert (count("tensor_pairs", "F"), count("tensor_pairs", "B")) == (2, 1)
+    assert [count("tensor_columns", way) for way in "FB"] == [1, 1]
+    assert [count("tensor_rows", way) for way in "FB"] == [1, 0]
+    assert [count("tensor_pairs", way) for way in "FB"] == [2, 1]
 
 
 @pytest.mark.slow
@@ -168,12 +236,13 @@ def test_more_slips_are_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_programs_run_on_other_numbers_of_ranks_or_say_why_not() -> None:
-    refused = ("tensor_columns", "pipeline", "pipeline_overlap", "penstock")
+    refused = ("sharded", "tensor_columns", "pipeline", "pipeline_overlap", "penstock")
     jobs = [(path, ranks) for ranks in (1, 3) for path in PROGRAMS.values()]
-    jobs += [(PROGRAMS[name], 5) for name in (*refused, "tensor_pairs", "ring")]
+    jobs += [(PROGRAMS[name], 5) for name in (*refused, "tensor_rows", "tensor_pairs", "ring")]
+    jobs += [(PROGRAMS[name], 12) for name in ("data_parallel", "data_overlap")]  # two ranks without a row
     for (path, ranks), ran in zip(jobs, run_all(jobs), strict=True):
         if ranks == 5 and path.stem.partition("_")[2] in refused:
-            assert "take " in ran.exit, (path, ran)
+            assert "take one of " in ran.exit, (path, ran)
         else:
             assert ran.exit == "", (path, ranks, ran)
 

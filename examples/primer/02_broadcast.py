@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from launch import run, say
+from launch import run, say, to_others
 
 ROOT = 0
 
@@ -13,8 +13,7 @@ def main(rank, ranks):
 
     dist.broadcast(tensor, src=ROOT)  # in place; every rank calls it, the root too
 
-    others = [str(other) for other in range(ranks) if other != ROOT]
-    say(*[f"rank {ROOT} -> rank {', '.join(others)}: {tensor.tolist()}"] if others else [])
+    say(*to_others(tensor.tolist()) if rank == ROOT else [])
     say(f"rank {rank}: after {tensor.tolist()}")
     assert tensor.tolist() == [3, 1, 4]
     say("check: every rank holds the root's tensor")

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from launch import run, say
+from launch import run, say, to_others
 
 
 def main(rank, ranks):
@@ -12,8 +12,7 @@ def main(rank, ranks):
 
     dist.all_gather_single(everything, mine)  # the output first; before torch 2.13 all_gather_into_tensor
 
-    others = ", ".join(str(other) for other in range(ranks) if other != rank)
-    say(*[f"rank {rank} -> rank {others}: {mine.tolist()}"] if others else [])
+    say(*to_others(mine.tolist()))
     say(f"rank {rank}: now has {everything.tolist()}")
     assert everything.tolist() == [number for other in range(ranks) for number in (other, other * other)]
     say("check: every rank has every rank's tensor, in the order of ranks")

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from launch import run, say
+from launch import run, say, to_others
 
 
 def main(rank, ranks):
@@ -16,8 +16,7 @@ def main(rank, ranks):
     meanwhile = sum(number * number for number in range(1000))
     handle.wait()  # now it is there
 
-    others = ", ".join(str(other) for other in range(ranks) if other != rank)
-    say(*[f"rank {rank} -> rank {others}: {mine.tolist()}"] if others else [])
+    say(*to_others(mine.tolist()))
     say(f"rank {rank}: sum {total.tolist()}, max {most.tolist()}, mean {mean.tolist()}")
     every = torch.tensor([[other + 1.0, 10.0 * other] for other in range(ranks)])  # the direct way
     assert total.tolist() == every.sum(0).tolist()

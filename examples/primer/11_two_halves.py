@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from launch import run, say
+from launch import run, say, to_others
 
 
 def main(rank, ranks):
@@ -19,8 +19,7 @@ def main(rank, ranks):
 
     in_halves = torch.empty_like(mine)
     dist.all_gather_single(in_halves, piece)  # second half: each rank collects the other pieces
-    others = ", ".join(str(other) for other in range(ranks) if other != rank)
-    say(*[f"rank {rank} -> rank {others}: {piece.tolist()}"] if others else [])
+    say(*to_others(piece.tolist()))
     say(f"rank {rank}: has the sum {in_halves.tolist()}")
 
     assert in_halves.tolist() == at_once.tolist()

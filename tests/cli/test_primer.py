@@ -71,7 +71,7 @@ def test_without_a_name_all_programs_are_listed_in_order() -> None:
     assert lines[0].split()[:2] == ["1", "send-recv"]
     assert lines[6].startswith(" 7  all-reduce        a reduce of which every rank gets the result")
     entries = json.loads(run("--json").stdout)
-    assert len(entries) == 18
+    assert len(entries) == 22
     assert all(Path(entry["path"]).is_file() for entry in entries)
 
 
@@ -93,7 +93,7 @@ def test_a_copy_in_this_folder_is_meant_before_the_original(tmp_path: Path, monk
         ("gathr", "did you mean gather or all-gather"),
         ("all-reduse", "did you mean all-reduce"),
         ("pipelines", "did you mean pipeline"),
-        ("19", "it has: send-recv, broadcast"),
+        ("23", "it has: send-recv, broadcast"),
         ("nowhere/02_broadcast.py", "there is no file nowhere/02_broadcast.py"),
         ("--ranks 3", "--ranks needs a program's name"),
         ("--source", "--source needs a program's name"),
@@ -110,7 +110,7 @@ def test_bad_usage_says_what_would_work(arguments: str, said: str) -> None:
 
 def test_a_copied_program_runs_is_drawn_and_a_broken_one_tells_which_rank_and_line(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    assert "18 programs in" in run("--copy", folder).stdout
+    assert "22 programs in" in run("--copy", folder).stdout
     assert "exists already" in run("--copy", folder).stderr
     good = subprocess.run(
         [COMMAND, "primer", str(folder / "02_broadcast.py"), "--ranks", "3"],

@@ -11,6 +11,7 @@ import ast
 import difflib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -151,23 +152,39 @@ def _copy_to(folder: Path, name: str | None) -> None:
 def _run(path: Path, ranks: int | None, as_json: bool) -> None:
     command = [sys.executable, str(path.resolve()), *([] if ranks is None else [str(ranks)])]
     with working(f"running {path.name}"):
-        done = subprocess.run(
-            command,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # one thread a rank
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
-    events = [read_event(line) for line in done.stdout.splitlines()]
+        code, said, complaints = _finish(command)
+    events = [read_event(line) for line in said.splitlines()]
     if as_json:
-        write_json(_document(path, events, done.returncode))
+        write_json(_document(path, events, code))
     else:
         write(fold(_title(path), terminal_width()) + "\n")
         for line in _drawn(events):
             write(line)
-    if done.returncode != 0:
-        complain(f"{path.name} ended with exit code {done.returncode}:\n{done.stderr.rstrip()}")
+    if code != 0:
+        complain(f"{path.name} ended with exit code {code}:\n{complaints.rstrip()}")
         raise typer.Exit(1)
+
+
+def _finish(command: list[str]) -> tuple[int, str, str]:
+    """Its exit code and what it wrote. If this command is told to end meanwhile, it is told so too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one thread a rank
+    try:
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as program:
+            try:
+                said, complaints = program.communicate()
+            finally:
+                program.terminate()  # its processes end with it; nothing where it has ended
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return program.returncode, said, complaints
 
 
 def _drawn(events: list[Event]) -> Iterator[str]:

@@ -1,21 +1,20 @@
 """the same model with Penstock, in ten lines: the same losses and weights, under any schedule."""
 
 import torch
-from alone import alone, make
+from alone import check, make
 from launch import run, say
 from torch.nn import functional as F
 
-import penstock
+from penstock import Pipeline
 
 
 def main(rank, ranks):
-    assert ranks <= 4, f"4 layers cannot fill {ranks} ranks; take 4 at most"
     losses = []
 
     # The ten lines. Without a process group the same lines run too: the ranks are threads then.
     model, x, y = make()
-    pipe = penstock.Pipeline(model, stages=ranks, microbatches=4, schedule="1f1b", loss_fn=F.mse_loss)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    pipe = Pipeline(model, stages=ranks, microbatches=4, schedule="1f1b", loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=3, momentum=0.9)
     for _ in range(3):
         result = pipe.step(x, target=y)
         optimizer.step()
@@ -33,13 +32,10 @@ def main(rank, ranks):
     say(*log)
     say(*[f"step {step}: loss {loss:.6f}" for step, loss in enumerate(losses)])
 
-    expected_losses, expected = alone()
-    expected = dict(zip(dict(model.named_parameters()), expected, strict=True))
-    own = {name: weight.detach() for name, weight in pipe.named_parameters()}
-    torch.testing.assert_close(losses, expected_losses)
-    torch.testing.assert_close(own, {name: expected[name] for name in own})
-    say("check: losses and every rank's weights are those of one process")
+    names = list(dict(model.named_parameters()))
+    own = dict(pipe.named_parameters())
+    check(losses, own.values(), lambda weights: [weights[names.index(name)] for name in own])
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, allowed=range(1, 5))

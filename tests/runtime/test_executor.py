@@ -96,6 +96,52 @@ def test_a_handler_that_does_not_do_its_work_is_a_failure_and_no_wrong_number() 
     assert same(numbers(pipe), wanted)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "op", "left_out"),
+    [
+        ("1f1b", Op.B, "0B2"),  # nobody waits for the gradient of the model's own input,
+        ("zb-v", Op.W, "2W1"),  # nor for that of a weight
+        ("dualpipe-v", Op.OVERLAP_F_B, "0B1"),
+        ("dualpipe-v", Op.B, "0B1"),  # half of a pair, by the handler of its own op
+        ("zb-h1", Op.I, "0I1"),
+    ],
+)
+def test_a_compute_that_a_handler_leaves_out_is_a_failure_even_if_nobody_waits_for_its_result(
+    schedule: str, op: Op, left_out: str
+) -> None:
+    pipe = pipeline(schedule)
+    wanted = numbers(pipe)
+    missed: list[str] = []
+
+    def handler(action: Action, context: Context) -> None:
+        context.fetch(action)
+        for part in action.parts():
+            if str(part) == left_out:
+                missed.append(left_out)
+            else:
+                context.compute(part)
+
+    pipe.register(op, handler)
+    with pytest.raises(PeerFailure, match="RunError") as caught:
+        numbers(pipe)
+    assert missed == [left_out]
+    assert caught.value.action in (left_out, left_out.replace("I", "W"))  # without its I, the W finds nothing
+    pipe.register(op, None)
+    assert same(numbers(pipe), wanted)
+
+
+def test_a_forward_that_a_handler_leaves_out_of_an_evaluation_is_a_failure() -> None:
+    pipe = pipeline("1f1b")
+    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    wanted = pipe.evaluate(x, target=y).loss
+    pipe.register(Op.F, lambda action, context: None if str(action) == "3F2" else context.run(action))
+    with pytest.raises(PeerFailure, match="a handler has left 3F2 out") as caught:
+        pipe.evaluate(x, target=y)
+    assert (caught.value.rank, caught.value.action) == (3, "3F2")
+    pipe.register(Op.F, None)
+    assert torch.equal(pipe.evaluate(x, target=y).loss, wanted)
+
+
 @pytest.mark.parametrize("drop", [0.0, 0.2])
 def test_a_pair_may_run_on_two_threads_with_equal_results(drop: float) -> None:
     def build_pipe() -> penstock.Pipeline:

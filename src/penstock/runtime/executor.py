@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler
 
-from penstock.errors import MessageError, PeerFailure
+from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.computes import Computes
 from penstock.runtime.handler import Context, Handler
 from penstock.runtime.mailbox import Mailbox
@@ -145,6 +145,7 @@ class Executor(Computes):
         self._position = 0
         self._part = None
         self._ready = False
+        self.context._begin()
         failure: PeerFailure | None = None
         own: BaseException | None = None
         try:
@@ -155,6 +156,9 @@ class Executor(Computes):
                 self._loop_watched(plan.entries, record)
             else:
                 self._loop(plan.entries)
+            if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
+                self._part = part
+                raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
             CTRL_C.held = True
             self.transport.flush()
             CTRL_C.release()

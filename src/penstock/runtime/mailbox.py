@@ -99,7 +99,8 @@ class Mailbox:
         key = channel, microbatch
         if key not in self._out:
             self._out[key] = None  # still owed
-            raise RunError(f"{self.channels[channel].send_action(microbatch)}: nothing was put up to be sent")
+            action = self.channels[channel].send_action(microbatch)
+            raise RunError(f"{action}: nothing was put up to be sent; has a handler left out its compute?")
         CTRL_C.held = True
         self._transport.send(channel, microbatch, self._out[key])
         del self._out[key]

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +42,10 @@ DEPTHS = (1, 2, 1, 1)  # layers of each stage; the halves of a pair need not hav
 # -- the handler
 
 
+class Stopped(Exception):
+    """This half cannot go on, because the other one has failed. The other one's error is the one to tell."""
+
+
 class Baton:
     """Two threads, of which the one that has it runs, until it gives way."""
 
@@ -49,6 +53,7 @@ class Baton:
         self._changed = threading.Condition()
         self._running = [0, 1]
         self._now = 0
+        self._failed = False
 
     def run(self, me: int, work: Callable[[], None]) -> None:
         """Do `work` as number `me` of the two."""
@@ -57,12 +62,20 @@ class Baton:
             with self._changed:
                 self._changed.wait_for(lambda: self._now == me)
             work()
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             _here.baton = None
             with self._changed:
                 self._running.remove(me)
                 self._now = 1 - me
                 self._changed.notify_all()
+
+    def check(self) -> None:
+        """Before a message: those of a half that failed are missing, so this one would be taken for one of them."""
+        if self._failed:
+            raise Stopped("the other half of the pair has failed")
 
     def give_way(self, me: int) -> bool:
         """Let the other one run until it gives way or ends; whether there is one."""
@@ -89,8 +102,12 @@ def overlap(action: Action, context: Any) -> None:
     other = _beside.submit(baton.run, 1, lambda: context.compute(second))
     try:
         baton.run(0, lambda: context.compute(first))
-    finally:
-        other.result()
+    except Stopped:
+        other.result()  # raises why
+    except BaseException:
+        wait([other])
+        raise
+    other.result()
 
 
 # -- messages
@@ -113,19 +130,45 @@ class Wire:
         self.latency = latency
         self.ranks = dist.get_world_size(group)
         self.log: list[Message] = []
+        members = dist.get_process_group_ranks(group)
+        self._news = dist.PrefixStore(f"experts on {members}", dist.distributed_c10d._get_default_store())
 
     def exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """The next `send[r]` rows go to rank r; `receive[r]` come from there."""
         rows, arrived = rows.contiguous(), rows.new_empty((sum(receive), *rows.shape[1:]))
+        baton = getattr(_here, "baton", None)
+        if baton is not None:
+            baton.check()
         started = time.perf_counter()
         handle = dist.all_to_all_single(arrived, rows, receive, send, group=self.group, async_op=True)
-        baton = getattr(_here, "baton", None)
         overlapped = baton is not None and baton.give_way(_here.me)
         awaited = time.perf_counter()
-        handle.wait()
+        self.wait(handle)
         time.sleep(max(0.0, started + self.latency - time.perf_counter()))
         self.log.append(Message(started, awaited, time.perf_counter(), overlapped))
         return arrived
+
+    def wait(self, handle: Any) -> None:
+        """Until the message is there, or a rank of the group says that it has failed, and will send no more."""
+        there = threading.Event()
+        handle.get_future().add_done_callback(lambda _: there.set())
+        while not there.wait(0.2):
+            self.hear()
+        try:
+            handle.wait()
+        except RuntimeError:  # the connection is lost
+            self.hear()
+            raise
+
+    def hear(self) -> None:
+        """Raise what another rank has told."""
+        if self._news.check(["failed"]):
+            raise RuntimeError(f"another rank of the experts' group: {self._news.get('failed').decode()}")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the group, whose other ranks wait for messages that will not come."""
+        if not self._news.check(["failed"]):
+            self._news.set("failed", str(error).partition("\n")[0])
 
 
 class AllToAll(torch.autograd.Function):
@@ -267,7 +310,11 @@ def train(
             x, y = (part.chunk(places)[place] for part in make_batch(step))
             wire.log.clear()
             begin = time.perf_counter()
-            loss = pipe.step(x, target=y).loss
+            try:
+                loss = pipe.step(x, target=y).loss
+            except penstock.errors.PeerFailure as failure:
+                wire.fail(failure)
+                raise
             seconds = time.perf_counter() - begin
             dist.all_reduce(loss, group=group)
             for name, weight in pipe.named_parameters():

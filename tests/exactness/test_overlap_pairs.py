@@ -15,6 +15,7 @@ import torch
 from processes import on_processes
 from test_docs import find_blocks
 
+from penstock.errors import PeerFailure
 from penstock.schedule import Action, Op, Schedule, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,26 @@ def trained_in_all_ways() -> dict[str, Any]:
         "default, dropout": result(handler=None, drop=0.3, recompute="always"),
         "overlapped, dropout": result(handler=counting, drop=0.3, recompute="always"),
         "alone": moe.train_alone(2)[:2],
+        "failure": failure_with_a_half_that_fails(moe, mesh),  # the last: the group of the experts has had its day
     }
+
+
+def failure_with_a_half_that_fails(moe: ModuleType, mesh: Any) -> tuple[str | None, str]:
+    """In the second pair of the first process; what each process is told."""
+    run_here, pairs = moe.Layer.run_here, Counter[Any]()
+
+    def breaks(layer: Any, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        baton = getattr(moe._here, "baton", None)
+        pairs[baton] += baton is not None
+        if mesh.get_rank() == 0 and len(pairs) > 2:
+            raise KeyError("mine")
+        result: torch.Tensor = run_here(layer, tokens, counts)
+        return result
+
+    moe.Layer.run_here = breaks
+    with pytest.raises(PeerFailure) as caught:
+        moe.train(mesh, 1, handler=moe.overlap)
+    return caught.value.action, str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +136,23 @@ def test_messages_are_under_way_while_the_other_half_computes(by_process: list[d
         for name in ("overlapped", "backward first"):
             assert found[name][3] == found["default"][3]  # as many messages
             assert found[name][2] >= 4 * pairs["OVERLAP_F_B"]  # of a pair's five or more, all but the last
+
+
+def test_a_half_that_fails_is_named_by_all_and_nobody_waits_for_its_messages(by_process: list[dict[str, Any]]) -> None:
+    """Processes 0 and 2 are one pipeline, 1 and 3 the other, which only hears of it through the experts' group.
+
+    That group has no timeout that a test could wait for.
+    """
+    (action, told), (_, theirs) = by_process[0]["failure"], by_process[1]["failure"]
+    assert action is not None
+    assert "F" in action
+    assert f"action {action}" in told
+    assert "KeyError: 'mine'" in told
+    assert by_process[2]["failure"][0] == action
+    for process in (1, 3):
+        assert "another rank of the experts' group: rank 0 failed" in by_process[process]["failure"][1]
+        assert "KeyError: 'mine'" in by_process[process]["failure"][1]
+    assert f"action {action}" in theirs
 
 
 def test_the_timeline_has_the_pairs(by_process: list[dict[str, Any]]) -> None:
@@ -180,7 +217,6 @@ def test_a_half_that_fails_leaves_the_other_to_end(fails: str, order: str) -> No
 def test_an_error_in_a_half_is_told_with_its_action() -> None:
     """As threads, without messages: what the handler does with an error does not depend on them."""
     import penstock
-    from penstock.errors import PeerFailure
 
     moe = load_example()
     broken = threading.Event()

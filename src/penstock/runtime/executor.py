@@ -227,7 +227,7 @@ class Executor(Computes):
         try:
             function(stage, microbatch)
         except BaseException:
-            self._part = part
+            self._part = self._part or part  # the other half may fail after it, and because of it
             raise
 
     # -- failing

@@ -66,6 +66,16 @@ def test_a_crowded_chart_shows_the_ops_and_no_names() -> None:
     assert all(set(row[7:-8]) <= set("FB·") for row in rows)
 
 
+def test_a_pair_shows_both_halves_where_they_fit_and_else_the_letter_of_the_legend() -> None:
+    pair = parse("(0F1;1B0)OVERLAP_F_B")
+    schedule = build("dualpipe-v", 1, 4)
+    for length, shown in ((8.0, "F1B0###"), (3.0, "O##")):
+        timeline = Timeline(schedule, (Span(0, pair, 0.0, length), Span(0, parse("0F3"), length, 40.0)), (2,))
+        text = gantt([Run("run", timeline)], 55).plain
+        assert f"rank 0 {shown}" in text
+        assert " O  overlapped pair" in text
+
+
 def test_charts_of_one_unit_share_their_scale() -> None:
     text = gantt([run("gpipe"), run("gpipe", forward=0.5, input=0.5, weight=0.5)], 80).plain
     rows = [line[7:-8] for line in text.splitlines() if line.startswith("rank 0")]

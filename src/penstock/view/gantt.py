@@ -40,8 +40,7 @@ def legend(runs: Sequence[Run]) -> Text:
     text = Text()
     for op, colour in COLOURS.items():
         if op in there:
-            letter = "FB" if op.is_pair else op.name
-            text.append(f" {letter} ", Style(color="black", bgcolor=colour)).append(f" {MEANINGS[op]}  ")
+            text.append(f" {op.name[0]} ", Style(color="black", bgcolor=colour)).append(f" {MEANINGS[op]}  ")
     return text
 
 
@@ -118,7 +117,8 @@ def _label(span: Span, room: int, names: bool) -> str:
     """The action's name, or its letter and microbatch; its letter alone where no more fits."""
     action = span.action
     fill = FILL.get(action.op, "#")
-    for name in (str(action), f"{action.op}{action.microbatch}") if names else (f"{action.op}{action.microbatch}",):
+    short = "".join(f"{part.op}{part.microbatch}" for part in action.parts())  # F3B1 for a pair
+    for name in (str(action), short) if names else (short,):
         if len(name) < room or (len(name) == room and not names):
             return name.ljust(room, fill)
     return action.op.name[0].ljust(room, fill)

@@ -109,6 +109,17 @@ def own_part() -> tuple[float, list[str], int]:
         return loss.item(), [name for name, _ in pipe.named_parameters()], sum(held.values())
 
 
+def test_an_optimizer_of_the_parameters_without_values_is_refused() -> None:
+    with penstock.lazy():
+        model = Tied()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with piped(model, ids(), init=by_name) as pipe:
+        pipe.step(ids())
+        with pytest.raises(UsageError, match="this SGD was made before the Pipeline"):
+            early.step()
+        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+
+
 def test_each_process_materialises_its_own_part_only() -> None:
     plain = filled(Tied(words=50))
     with torch.no_grad():

@@ -304,13 +304,14 @@ def names_and_state(mesh: Any) -> Any:
 
 def own_meshes(mesh: Any) -> Any:
     """DeviceMeshes that the user made: other orders of axes, a part of a larger one, none that is the pipeline's."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
     x, y = batch()
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     strange = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "experts"))
     nameless = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    found = [attempt(pipeline, given, schedule="1f1b", modules=stages(2)) for given in (strange, nameless)]
+    crossed = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("dp", "pp"))
+    found = [attempt(pipeline, given, schedule="1f1b", modules=stages(2)) for given in (strange, nameless, crossed)]
     found.append(attempt(pipeline, strange["pp"], schedule="1f1b", modules=stages(2), replicate="ddp"))
     with pipeline(turned) as pipe:  # with a dp axis, replicas are the default
         result = pipe.step(*own(turned, x), target=own(turned, y)[0])
@@ -391,7 +392,89 @@ def loss_scaling(mesh: Any) -> Any:
     return found
 
 
+def frozen_at_first(mesh: Any) -> Any:
+    """Parameters that were frozen when the pipeline was made, and are trained from the second step on."""
+    x, y = own(mesh, *batch())
+    found = {}
+    for kind in KINDS:
+        modules = stages()
+        for module in modules:
+            module.linear.weight.requires_grad_(False)
+        with pipeline(mesh, modules, replicate=kind) as pipe:
+            pipe.step(x, target=y)
+            kept = [name for name, value in gradients(pipe).items() if value is None]
+            pipe.zero_grad()
+            for parameter in pipe.parameters():
+                parameter.requires_grad_(True)
+            result = pipe.step(x, target=y)
+            found[kind] = (kept, result.loss, gradients(pipe), pipe.grad_norm())
+    return found
+
+
+def train_with(pipe: penstock.Pipeline, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    pipe.step(x, target=y)
+    optimizer.step()
+
+
+def unscale(pipe: penstock.Pipeline, x: Tensor, y: Tensor, scale: float) -> None:
+    scaler = penstock.GradScaler(pipe, init_scale=scale)
+    pipe.step(x, target=y)
+    scaler.unscale_(torch.optim.SGD(pipe.parameters(), lr=0.1))
+
+
+def set_apart(mesh: Any) -> Any:
+    """What a loop can do to set the copies of a stage apart, without any shape that does not fit."""
+    x, y = own(mesh, *batch())
+    second = mesh.get_local_rank("dp") == 1
+    found: dict[str, Any] = {"optimizers": []}
+    for kind in KINDS:
+        modules = stages()
+        before = torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
+        with pipeline(mesh, modules, replicate=kind) as pipe:
+            found["optimizers"].append(attempt(train_with, pipe, x, y, before))
+            pipe.zero_grad()
+            for name, parameter in pipe.named_parameters():  # as many on both replicas, and not the same
+                parameter.requires_grad_(name.endswith("bias" if second else "weight"))
+            found[f"trained {kind}"] = attempt(pipe.step, x, target=y)
+            for parameter in pipe.parameters():
+                parameter.requires_grad_(True)
+            found[f"scales {kind}"] = attempt(unscale, pipe, x, y, 8.0 if second else 4.0)
+        with pipeline(mesh, replicate=kind) as pipe:
+            for module in pipe.crew.modules().values():
+                module.linear = nn.Linear(WIDTH, WIDTH)
+            found[f"exchanged {kind}"] = attempt(pipe.step, x, target=y)
+        with pipeline(mesh, stages(2), schedule="1f1b", replicate=kind) as pipe:
+            other = y + mesh.get_local_rank("pp")  # rows by the number in the world: each rank has its own
+            found[f"targets {kind}"] = attempt(pipe.step, x, target=other)
+            found[f"then {kind}"] = all(parameter.grad is None for parameter in pipe.parameters())
+    return found
+
+
+def one_replica_in_low_precision(mesh: Any) -> Any:
+    """A mesh with a single replica: nothing to shard, but the policy counts."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
+    x, y = batch()
+    computed = []
+    with pipeline(alone, schedule="1f1b", replicate="fsdp", shard_precision=policy) as pipe:
+        for module in pipe.crew.modules().values():
+            module.linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            losses.append(pipe.step(x, target=y).loss)
+            dtypes = {parameter.grad.dtype for parameter in pipe.parameters()}
+            optimizer.step()
+            optimizer.zero_grad()
+    return set(computed), dtypes, losses
+
+
 SCENARIOS = [
+    frozen_at_first,
+    set_apart,
+    one_replica_in_low_precision,
     own_meshes,
     schedules_with_transfers,
     windows,
@@ -564,8 +647,9 @@ def test_a_failure_in_one_replica_is_named_by_all_at_once_and_the_next_step_is_e
 def test_meshes_of_the_users_own(told: Any) -> None:
     loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
     for rank in told:
-        (strange, nameless, part), found, _, kind, words = rank["own_meshes"]
-        assert (strange[0], nameless[0], part[0]) == ("UsageError",) * 3
+        (strange, nameless, crossed, part), found, _, kind, words = rank["own_meshes"]
+        assert (strange[0], nameless[0], crossed[0], part[0]) == ("UsageError",) * 4
+        assert "along the mesh's axis 'dp' the processes do not stand in the order of their numbers" in crossed[1]
         assert "axes ('pp', 'experts'), and a pipeline knows ('pp', 'dp', 'tp')" in strange[1]
         assert "axes ('a', 'b'); name the pipeline's axis 'pp'" in nameless[1]
         assert "add an axis 'dp'" in part[1]
@@ -598,6 +682,56 @@ def test_an_overflow_anywhere_is_found_by_all_and_nobody_steps(told: Any, kind: 
         norms = [norm for _, _, norm in steps]
         assert norms == [norm for _, _, norm in told[0]["loss_scaling"][kind]] or norms[1] != norms[1]
         assert 0 < norms[0] < 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_frozen_at_first_is_reduced_once_when_it_is_trained_later(told: Any, kind: str) -> None:
+    loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
+    norm = nn.utils.get_total_norm(list(wanted.values()))
+    for rank in told:
+        kept, found, _, total = rank["frozen_at_first"][kind]
+        assert len(kept) == 2
+        assert all(name.endswith("weight") for name in kept)
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(total, norm)
+    close(by_name(told, lambda rank: rank["frozen_at_first"][kind][2]), wanted)
+
+
+def test_an_optimizer_from_before_the_sharding_is_refused_and_one_that_still_holds_works(told: Any) -> None:
+    for rank in told:
+        plainly, sharded = rank["set_apart"]["optimizers"]
+        assert plainly[0] == ""
+        assert sharded[0] == "UsageError"
+        assert "this SGD was made before the Pipeline" in sharded[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -> None:
+    for rank in told:
+        said = {name: rank["set_apart"][f"{name} {kind}"] for name in ("trained", "scales", "exchanged", "targets")}
+        for name in ("trained", "exchanged"):
+            assert said[name][0] in ("UsageError", "PeerFailure")
+        assert "the replicas train different parameters of rank" in said["trained"][1]
+        assert "(replica 0: 2, replica 1: 2 of 4)" in said["trained"][1]
+        assert said["scales"][0] == "UsageError"
+        assert "(rank 0: 4 and 8, rank 1: 4 and 8)" in said["scales"][1]
+        assert "2 parameters are not those that the pipeline was made with" in said["exchanged"][1] or (
+            "4 parameters are not those" in said["exchanged"][1]
+        )
+        assert said["targets"][0] == "ModelError"
+        assert "rank 0 and rank 1 were given different targets" in said["targets"][1]
+        assert rank["set_apart"][f"then {kind}"]
+
+
+def test_a_policy_of_precision_counts_for_a_single_replica_too(told: Any) -> None:
+    modules = stages()
+    loss, _ = plain(modules, *batch(), F.mse_loss, ROW_SHARES)
+    for rank in told:
+        computed, dtypes, losses = rank["one_replica_in_low_precision"]
+        assert computed == {torch.bfloat16}
+        assert dtypes == {torch.float32}
+        torch.testing.assert_close(losses[0], loss, rtol=0.02, atol=0.02)
+        assert losses[1] < losses[0]
 
 
 def test_a_failed_step_keeps_the_gradients_of_earlier_ones(told: Any) -> None:

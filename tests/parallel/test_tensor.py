@@ -238,12 +238,26 @@ def mistakes(mesh: Any) -> list[Any]:
     pipe = made(forgot)
     found.append(attempt(pipe.step, ids, target=target))
     pipe.close()
+    with made(spread.PLAIN) as pipe:  # each process loads rows of its own: all shapes fit
+        shard = mesh.get_local_rank("tp")
+        found.append(attempt(pipe.step, ids.roll(shard, 0), target=target.roll(shard, 0)))
+    with made(spread.PLAIN) as pipe:
+        scaler = penstock.GradScaler(pipe, init_scale=4.0 + mesh.get_local_rank("tp"))
+        pipe.step(ids, target=target)
+        found.append(attempt(scaler.unscale_, torch.optim.SGD(pipe.parameters(), lr=0.1)))
+    whole = spread.model()
+    early = torch.optim.SGD(whole.parameters(), lr=0.1)
+    with penstock.Pipeline(
+        whole, stages=2, microbatches=M, loss_fn=spread.loss_fn, mesh=mesh, tensor_plan=spread.PLAIN, timeout=20
+    ) as pipe:
+        pipe.step(ids, target=target)
+        found.append(attempt(early.step))
     return found
 
 
 def test_plans_that_do_not_fit_are_refused_by_name(told: Any) -> None:
     for rank in told:
-        pattern, style, kind, none, name, apart, across, partial = rank["mistakes"]
+        pattern, style, kind, none, name, apart, across, partial, rows, scales, early = rank["mistakes"]
         assert [each[0] for each in (pattern, style, kind, none, name)] == ["UsageError"] * 5
         assert "no module matches '*.atention.query'; the model has, for one, '4.attention.query'" in pattern[1]
         assert "the style 'columns': choose one of 'colwise'" in style[1]
@@ -254,6 +268,11 @@ def test_plans_that_do_not_fit_are_refused_by_name(told: Any) -> None:
         assert "tied across ranks has (6, 8)" in apart[1] or "tied across ranks has (12, 8)" in apart[1]
         assert "tensor_plan= must spread all of its modules alike" in across[1]
         assert "the gradient of 5.norm.weight differs between the ranks of the tp axis" in partial[1]
+        assert rows[0] == "ModelError"
+        assert "the ranks of the tp axis were given different batches" in rows[1]
+        assert (scales[0], early[0]) == ("UsageError", "UsageError")
+        assert "(rank 0: 4 and 5, rank 1: 4 and 5)" in scales[1]
+        assert "this SGD was made before the Pipeline" in early[1]
 
 
 def crossing(mesh: Any) -> list[Any]:

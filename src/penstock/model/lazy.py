@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as uninitialized
 
 from penstock.errors import ModelError
+from penstock.model.replaced import mark_replaced
 
 __all__ = ["check_values", "is_lazy", "lazy", "materialise", "stands_for"]
 
@@ -97,5 +98,6 @@ def materialise(
                             known.copy_(result)
                 known.__dict__["_stands_for"] = stands_for(parameter)
                 made[id(parameter)] = known
+                mark_replaced([parameter], ())
             holder._parameters[name] = known
     return missing

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from penstock.errors import UsageError
+from penstock.model.replaced import mark_replaced
 from penstock.parallel.link import Link
 from penstock.parallel.norms import Norms
 from penstock.parallel.reduce import Reducer, make_equal
@@ -48,18 +49,20 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     for each in links.values():
         for module in modules.values():
             make_equal([*module.parameters(), *module.buffers()], each)
+    before = [parameter for module in modules.values() for parameter in module.parameters()]
     if wanted.plan is not None and "tp" in links:
         local = {index: stage.part for index, stage in executor.stages.items()}
         spread(pipe.split.parts, local, wanted.plan, axes.along("tp"))
         executor.crossing = SpreadValues(axes.along("tp"))
     sharder = None
-    if wanted.replicate == "fsdp" and link is not None:
+    if wanted.shards:
         whole = _whole(modules, places)
         check_shardable(modules, wanted.precision is not None, whole)
         sharder = Sharder(executor, axes.along("dp"), wanted.window, wanted.precision, whole)
+    mark_replaced(before, (parameter for module in modules.values() for parameter in module.parameters()))
     pipe.clock.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    reducer = Reducer(modules, names, link, () if sharder is None else sharder.parameters)
+    reducer = Reducer(modules, names, link, () if sharder is None else sharder.managed)
     last = pipe.crew.last() is not None
     replicas = Replicas(
         executor,
@@ -95,7 +98,7 @@ def _agree(pipe: Pipeline, link: Link, wanted: Composition) -> None:
     facts["window"] = (str(wanted.window), "")
     facts["shard_precision"] = (str(wanted.precision), "")
     told = link.exchange((facts, pipe.clock.seed))
-    faults = compared([theirs for theirs, _ in told], link._word)
+    faults = compared([theirs for theirs, _ in told], link.word)
     if faults:
-        raise UsageError(f"the {link._word}s were given different pipelines; pass the same on every rank\n  {faults}")
+        raise UsageError(f"the {link.word}s were given different pipelines; pass the same on every rank\n  {faults}")
     pipe.clock.seed = told[0][1]

@@ -10,6 +10,7 @@ are told in these words.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -42,7 +43,8 @@ class Link:
         self.size = dist.get_world_size(group)
         self.index = dist.get_rank(group)
         self._rank = pipeline.rank
-        self._word = word
+        self.word = word
+        self._inside = ""  # what this rank waits in, in words
         self._timeout = timeout + LATER
         self._transport = DistributedTransport(group, self._timeout)
         self._watch = self._transport._watch
@@ -52,7 +54,7 @@ class Link:
 
     def report_by(self, doing: Callable[[], str]) -> None:
         """How to say what this rank is doing."""
-        self._transport.report_by(doing)
+        self._transport.report_by(lambda: doing() + (f", in {self._inside}" if self._inside else ""))
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -70,7 +72,11 @@ class Link:
 
     def told(self, call: str, value: Any) -> list[Any]:
         """What every member says in this call, which all must make."""
-        answers = self.exchange((call, value))
+        self._inside = call
+        try:
+            answers = self.exchange((call, value))
+        finally:
+            self._inside = ""
         for number, answer in enumerate(answers):
             where, _ = answer if isinstance(answer, tuple) else ("step()", None)
             if where != call:
@@ -80,9 +86,9 @@ class Link:
     def apart(self, number: int, where: str, call: str) -> PeerFailure:
         """Members do different things: none of their collectives would meet again."""
         failure = PeerFailure(
-            self._rank, f"it was in {where} while {self._word} {self.index} was in {call}; call the same on every rank"
+            self._rank, f"it was in {where} while {self.word} {self.index} was in {call}; call the same on every rank"
         )
-        setattr(failure, self._word, number)
+        setattr(failure, self.word, number)
         self.abort(failure)
         return copy(failure)
 
@@ -90,7 +96,8 @@ class Link:
     def waiting(self, what: str) -> Iterator[None]:
         """Around anything that waits for all members: ends with a named failure where it cannot end well."""
         watch = self._watch
-        watch.waiting = Waiting((self.index + 1) % self.size, None, -1, monotonic())
+        before, watch.waiting = watch.waiting, Waiting((self.index + 1) % self.size, None, -1, monotonic())
+        inside, self._inside = self._inside, what
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
@@ -103,7 +110,7 @@ class Link:
                 raise
             raise self._lost(self._verdict(what)) from error
         finally:
-            watch.waiting = None
+            watch.waiting, self._inside = before, inside
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -137,13 +144,13 @@ class Link:
         if watch.verdict is not None:
             return watch.verdict
         if self.size == 2:
-            cause = f"died or left (its connection closed) while {self._word} {self.index} waited in {what}"
+            cause = f"died or left (its connection closed) while {self.word} {self.index} waited in {what}"
             watch.waiting = None
             return watch.settle(PeerFailure(1 - self.index, cause))
         watch.waiting = Waiting((self.index + 1) % self.size, None, -1, 0.0)  # overdue: all say for whom they wait
         watch._wake.set()
         watch._settled.wait(2 * SETTLE_SECONDS)
-        return watch.verdict or PeerFailure(self.index, f"a {self._word} was lost in {what}; nobody could say which")
+        return watch.verdict or PeerFailure(self.index, f"a {self.word} was lost in {what}; nobody could say which")
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for one collective."""
@@ -158,8 +165,8 @@ class Link:
     def named(self, failure: PeerFailure) -> PeerFailure:
         """A failure of this rank or its pipeline, as others on this axis know it."""
         named = copy(failure)
-        if getattr(named, self._word) is None:
-            setattr(named, self._word, self.index)
+        if getattr(named, self.word) is None:
+            setattr(named, self.word, self.index)
         return copy(named)  # copied again, so that its text is made anew
 
     def close(self) -> None:
@@ -169,12 +176,14 @@ class Link:
     def _told(self, failure: PeerFailure) -> PeerFailure:
         """A failure of the group, in the words of the pipeline."""
         told = copy(failure)
-        if getattr(told, self._word) is None:
+        if getattr(told, self.word) is None:
             told.rank = self._rank
-            setattr(told, self._word, failure.rank)
+            told.cause = re.sub(r"\brank (?=\d)", f"{self.word} ", told.cause)  # which counts the members
+            setattr(told, self.word, failure.rank)
         if told.report:
-            told.report = told.report.replace("what each rank was doing", f"what each {self._word} was doing")
-            told.report = told.report.replace("\n  rank ", f"\n  {self._word} ")
+            told.report = told.report.replace("what each rank was doing", f"what each {self.word} was doing")
+            told.report = told.report.replace("\n  rank ", f"\n  {self.word} ")
+            told.report = re.sub(r"(?m)(, waiting for) rank (?=\d+$)", rf"\1 {self.word} ", told.report)
         return copy(told)  # copied again, so that its text is made anew
 
 

@@ -92,6 +92,13 @@ class Axes:
                 f"the mesh has the axes {names}, and a pipeline knows {AXES}; pass the part of it that is the "
                 f"pipeline's, such as mesh['pp', 'dp']"
             )
+        for place, name in enumerate(names):
+            if not (mesh.mesh.diff(dim=place) > 0).all():
+                raise UsageError(
+                    f"along the mesh's axis {name!r} the processes do not stand in the order of their numbers "
+                    f"({mesh.mesh.tolist()}), but torch orders the members of a group by them, so axes would "
+                    f"contradict each other; list the processes in ascending order along every axis"
+                )
         if replicate is not None and found.size("dp") == 1 and "dp" not in names:
             raise UsageError(f"replicate={replicate!r}, but the mesh has only the axes {names}; add an axis 'dp'")
         return found

@@ -42,11 +42,12 @@ class Norms:
             said = {axes: _joined(parts, order) for axes, parts in apart.items()}
         return _joined([said[axes] for axes in sorted(said, key=sorted)], order)
 
-    def any(self, here: bool) -> bool:
-        """Whether it is so on any rank that holds a part of what this one holds."""
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What all ranks that hold these parameters, or parts of them, say in this call."""
+        values = [value]
         for link in self._links.values():
-            here = any(link.told("GradScaler.unscale_()", here))
-        return here
+            values = [each for several in link.told(call, values) for each in several]
+        return values
 
     def close(self) -> None:
         """End the links that only this one uses."""

@@ -11,6 +11,7 @@ What goes wrong elsewhere, and how it cannot here:
   whether they have a gradient or not; which of them had one anywhere is told at the end of the step, and a parameter
   that had none keeps none.
 - A parameter of two stages would be reduced twice. It goes with the stage whose turn comes last.
+- A parameter that was put into a stage later has values of its own on each replica. It is refused.
 - Gradients of an earlier step, reduced already, would be added once more by each replica. They are set aside.
 """
 
@@ -111,6 +112,7 @@ class Reducer:
         self._link = link
         self._managed = {id(parameter) for parameter in managed}  # which something else reduces
         self._bytes = bucket_bytes
+        self._known = {id(each): each for module in modules.values() for each in module.parameters()}
         self._order: tuple[int, ...] = ()
         self._trained: list[bool] = []
         self._buckets: dict[int, list[Bucket]] = {}
@@ -125,7 +127,7 @@ class Reducer:
         order = tuple(
             action.stage for action in program.rows[rank] if action is not None and action.op is Op.REDUCE_GRAD
         )
-        trained = [parameter.requires_grad for module in self._modules.values() for parameter in module.parameters()]
+        trained = self.trained()
         if order == self._order and trained == self._trained:
             return
         self._order, self._trained = order, trained
@@ -140,6 +142,19 @@ class Reducer:
             stage: list(self._cut([parameter for parameter, where in last.values() if where == stage]))
             for stage in order
         }
+
+    def trained(self) -> list[bool]:
+        """Which parameters of this rank's stages require grad, in their order."""
+        return [parameter.requires_grad for module in self._modules.values() for parameter in module.parameters()]
+
+    def strangers(self) -> list[str]:
+        """Parameters that were not there when the copies of these stages were made equal; by stage and name there."""
+        return [
+            f"{name} of stage {stage}"
+            for stage, module in self._modules.items()
+            for name, parameter in module.named_parameters()
+            if id(parameter) not in self._known
+        ]
 
     def _cut(self, parameters: Sequence[nn.Parameter]) -> Iterator[Bucket]:
         kinds: dict[Any, list[nn.Parameter]] = {}

@@ -9,7 +9,6 @@ ranks is lost) ends the link instead, and everybody leaves with its failure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
@@ -19,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
-from penstock.errors import ModelError, PeerFailure
+from penstock.errors import PeerFailure
+from penstock.parallel.checks import Checks
 from penstock.parallel.link import Link
 from penstock.parallel.norms import Norms
 from penstock.parallel.reduce import Reducer, local_of, part_of
 from penstock.parallel.sharded import Sharder
-from penstock.parallel.tensor import plain_parameters
 from penstock.runtime.executor import Executor
 from penstock.runtime.replication import Alone, Said, said_by
 from penstock.runtime.step import StepReport, failure_of
@@ -55,14 +54,19 @@ class Replicas(Alone):
         self._norms = norms
         self._shards = shards
         self._loss_parallel = loss_parallel
-        self._checked = False
+        self._checks = Checks(executor, reducer, link, shards)
         self._weighs = weighs and link is not None
         self._total: tuple[list[Tensor], Any] | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
+        if sharder is not None:
+            sharder.waiting = self._waiting
         if link is not None:
             self.replicas, self.index = link.size, link.index
 
     # -- during a step
+
+    def ready(self) -> None:
+        self._checks.before()
 
     def act(self, action: Action) -> None:
         if self._sharder is not None:
@@ -81,6 +85,8 @@ class Replicas(Alone):
             self.total(0.0)
 
     def drain(self, action: Action) -> None:
+        if action.op is Op.REDUCE_GRAD and self._checks.apart:
+            return
         if self._sharder is not None:
             with self._waiting(str(action)):
                 self._sharder.drain(action)
@@ -175,7 +181,7 @@ class Replicas(Alone):
         if not training:
             return
         self._reducer.finish()
-        self._check_shards()
+        self._checks.after()
         here, sharded = 0, 0
         for each in self.said:
             here |= each.more[0]
@@ -188,29 +194,6 @@ class Replicas(Alone):
             elif earlier is not None and parameter.grad is not None:
                 local_of(parameter.grad).add_(local_of(earlier))
         self._earlier = []
-
-    def _check_shards(self) -> None:
-        """Once: parameters that every rank of the tp axis holds whole must have got the same gradient on each."""
-        if self._shards is None or self._checked:
-            return
-        self._checked = True
-        norms = {
-            name: parameter.grad.norm().item()
-            for name, parameter in plain_parameters(self._executor.stages)
-            if parameter.grad is not None and type(parameter.grad) is Tensor
-        }
-        told = self._shards.told("step()", norms)
-        fault = None
-        for name, norm in norms.items():
-            others = [each.get(name, 0.0) for each in told]
-            if fault is None and not all(math.isclose(norm, other, rel_tol=1e-3, abs_tol=1e-12) for other in others):
-                fault = (
-                    f"the gradient of {name} differs between the ranks of the tp axis (norms {others}): each has seen "
-                    f"a part of its input only; give its module the style 'sequence', or gather what goes into it"
-                )
-        faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
-        if faults:
-            raise ModelError(faults[0])
 
     def _tell(self, error: BaseException) -> None:
         """The step has failed here, or another replica said that it has there."""
@@ -297,8 +280,8 @@ class Replicas(Alone):
     def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
         return self._norms.of(gradients, order, foreach)
 
-    def any(self, here: bool) -> bool:
-        return self._norms.any(here)
+    def told(self, call: str, value: Any) -> list[Any]:
+        return self._norms.told(call, value)
 
     def close(self) -> None:
         if self._link is not None:

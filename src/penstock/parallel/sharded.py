@@ -14,8 +14,9 @@ group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class Sharder:
                 group.reshard_after_backward = False  # RESHARD says when
             if precision is not None:
                 stage.wrap = _Casts(precision).wrap
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         if self._fills:
             executor.added = self._collect
         self.present = 0
@@ -101,16 +103,22 @@ class Sharder:
         self.present = 0
 
     @property
+    def managed(self) -> list[nn.Parameter]:
+        """All sharded parameters, also those that are frozen for now."""
+        return [each.sharded_param for each in self._all()]
+
+    @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters that are trained, in the order of their bits in `present`."""
         return [each.sharded_param for each in self._trained()]
 
-    def _trained(self) -> Iterator[Any]:
+    def _all(self) -> Iterator[Any]:
         for groups in self._groups.values():
             for group in groups:
-                for each in group.fsdp_params:
-                    if each.sharded_param.requires_grad:
-                        yield each
+                yield from group.fsdp_params
+
+    def _trained(self) -> Iterator[Any]:
+        return (each for each in self._all() if each.sharded_param.requires_grad)
 
     def act(self, action: Action) -> None:
         """One sharding action."""
@@ -118,7 +126,7 @@ class Sharder:
         if action.op is Op.UNSHARD:
             handle = self._modules[stage].unshard(async_op=True)
             if handle is not None:
-                self._executor.gathering[stage] = handle.wait
+                self._executor.gathering[stage] = partial(self._wait, handle, str(action))
             return
         self._executor._gather(stage)
         if action.op is Op.RESHARD:
@@ -126,6 +134,10 @@ class Sharder:
         else:
             self._note(stage)
             self._reduce(stage)
+
+    def _wait(self, handle: Any, what: str) -> None:
+        with self.waiting(what):  # a compute is where this ends, and it must not look busy meanwhile
+            handle.wait()
 
     def drain(self, action: Action) -> None:
         """The step has failed here: the collective of this action is due all the same."""

@@ -45,6 +45,11 @@ class Composition:
                 f"such as 'llama', or a mesh with tp=1"
             )
 
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP has the parameters: over several replicas, or for its precision where there is one."""
+        return self.replicate == "fsdp" and (self.axes.size("dp") > 1 or self.precision is not None)
+
     def __str__(self) -> str:
         """What there is beside one pipeline, in words; empty where there is nothing."""
         said = []
@@ -78,7 +83,7 @@ class Composition:
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:
         """What runs beside the steps of this rank."""
-        if self.axes.size("dp") == 1 and self.axes.size("tp") == 1:
+        if self.axes.size("dp") == 1 and self.axes.size("tp") == 1 and not self.shards:
             return Alone()
         from penstock.parallel.compose import compose
 

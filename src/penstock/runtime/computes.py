@@ -75,6 +75,7 @@ class Computes:
     def _prepare(self, given: StepInput) -> None:
         self.given = given
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
+        self.report.seen = given.seen
         self._shares = self._seeds = None
 
     def _seeded(self) -> Seeds:

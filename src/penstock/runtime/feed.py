@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.crew import Clock
 from penstock.runtime.executor import StepInput, StepReport
+from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.losses import loss_weights, shares_of, trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
@@ -54,6 +55,7 @@ class Feed(OwnedState):
     _least: int = 1  # microbatches, where their number follows from the batch
     _checked_keywords: set[frozenset[str]]
     _passed: set[str | int]  # labels of batch_dims that some call has had
+    _compared = False  # whether the ranks have compared a batch
 
     def _inputs(
         self,
@@ -65,6 +67,8 @@ class Feed(OwnedState):
         outputs: bool,
         training: bool,
     ) -> dict[int, StepInput]:
+        if training:
+            self.replicas.ready()  # before anything else can raise: the other copies may wait for its answer
         self._check_values()
         if training:
             self._check_trains()
@@ -83,6 +87,7 @@ class Feed(OwnedState):
         given = (args, kwargs, target, loss_kwargs)
         batch = self.world.carry(self, *given, cut) if self.inputs == "first" else cut(*given)
         shares = self._shares(batch, count, training)
+        seen = self._seen((args, kwargs), target) if training else None
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
         return {
             rank: StepInput(
@@ -96,9 +101,17 @@ class Feed(OwnedState):
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=self.schedule.recompute if training else frozenset(),
                 replicas=self.replicas.replicas,
+                seen=seen,
             )
             for rank in self.crew.executors
         }
+
+    def _seen(self, inputs: Any, target: Any) -> tuple[int | None, int | None] | None:
+        """In the first step on processes: checksums of what this rank was given."""
+        if self._compared or self.world.size is None:
+            return None
+        self._compared = True
+        return fingerprint(inputs), fingerprint(target)
 
     def _cut(
         self,

@@ -52,6 +52,9 @@ class Alone:
     index = 0  # of this replica
     said: Sequence[Said] = ()  # at the end of the last step, by every replica
 
+    def ready(self) -> None:
+        """Before a training step, while ranks prepare: raises what would set the copies of a stage apart."""
+
     def act(self, action: Action) -> None:
         """UNSHARD, RESHARD or REDUCE_GRAD, in its turn."""
 
@@ -93,9 +96,9 @@ class Alone:
         """The norm of these gradients of this rank, each counted once over all ranks that hold a part of it."""
         return norm_of(gradients, order, foreach)
 
-    def any(self, here: bool) -> bool:
-        """Whether something is so on this rank, or on one that holds another part of what it holds."""
-        return here
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What every copy of this rank, and every rank with another part of what it holds, says in this call."""
+        return [value]
 
     def close(self) -> None:
         """Give back what is held."""

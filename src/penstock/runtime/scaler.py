@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradScaler"]
 
+CALL = "GradScaler.unscale_()"
+
 
 class GradScaler(torch.amp.GradScaler):
     """Scales the loss of a pipeline's steps; `unscale_`, `step`, `update` and `state_dict` as in torch.
@@ -86,15 +88,18 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
         some = bool(found)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
-        mine = self._pipe.replicas.any(any(bool(each.item()) for each in found.values()))
-        told = self._pipe.world.told("GradScaler.unscale_()", (mine, some, self.get_scale()))
+        mine = (any(bool(each.item()) for each in found.values()), some, self.get_scale())
+        ranks = self._pipe.world.told(CALL, self._pipe.replicas.told(CALL, mine))
+        told = [each for copies in ranks for each in copies]
         if not any(some for _, some, _ in told):
             raise UsageError(
                 "no rank has a gradient to unscale; call pipe.step() before, with this optimizer's parameters"
             )
-        scales = [scale for *_, scale in told]
-        if len(set(scales)) > 1:
-            listed = ", ".join(f"rank {rank}: {scale:g}" for rank, scale in enumerate(scales))
+        if len({scale for *_, scale in told}) > 1:
+            listed = ", ".join(
+                f"rank {rank}: {' and '.join(f'{scale:g}' for scale in dict.fromkeys(scale for *_, scale in copies))}"
+                for rank, copies in enumerate(ranks)
+            )
             raise UsageError(
                 f"the ranks' losses were scaled differently ({listed}), so this step's gradients are of no use; make "
                 f"and load the GradScaler alike on every rank"

@@ -35,6 +35,7 @@ class StepInput:
     returns: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
     replicas: int = 1  # that work on a batch each
+    seen: tuple[int | None, int | None] | None = None  # checksums of the inputs and the target, in a first step
 
 
 @dataclass
@@ -48,6 +49,7 @@ class StepReport:
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
+    seen: tuple[int | None, int | None] | None = None  # checksums of its inputs and its target, in a first step
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
@@ -68,7 +70,7 @@ def failure_of(rank: int, error: BaseException, action: Action | None) -> PeerFa
 def what_went_wrong(reports: Sequence[StepReport]) -> Exception | None:
     """The one error that every rank raises after a step, or None: the same everywhere, since all have all reports."""
     failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
-    sizes = _different_sizes(reports)
+    sizes = _different_sizes(reports) or _different_targets(reports)
     if not failures:
         return ModelError(sizes) if sizes else None
     origins = [failed for rank, failed in failures.items() if failed.rank == rank]
@@ -88,6 +90,20 @@ def _different_sizes(reports: Sequence[StepReport]) -> str:
         return ""
     listed = ", ".join(f"rank {rank}: {rows} rows" for rank, rows in sizes.items())
     return f"the ranks were given batches of different size ({listed}); pass the same batch on every rank"
+
+
+def _different_targets(reports: Sequence[StepReport]) -> str:
+    """Only the last stage's target counts; but where it is not the others', their inputs belong to other rows."""
+    targets = {rank: report.seen[1] for rank, report in enumerate(reports) if report.seen is not None}
+    told = {rank: target for rank, target in targets.items() if target is not None}
+    odd = [rank for rank, target in told.items() if target != next(iter(told.values()))]
+    if not odd:
+        return ""
+    return (
+        f"rank {next(iter(told))} and rank {odd[0]} were given different targets, so inputs would be trained against "
+        f"the targets of other rows; pass the same batch on every rank of a pipeline (as from penstock.ReplicaSampler; "
+        f"torch's DistributedSampler goes by the world), or the target on the last stage's rank alone"
+    )
 
 
 def _in_words(error: BaseException) -> str:

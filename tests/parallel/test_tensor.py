@@ -120,7 +120,7 @@ def test_loss_scaling_and_clipping_of_spread_and_whole_parameters_together(told:
 
 def everything() -> dict[str, Any]:
     mesh = penstock.mesh(pp=2, tp=2)
-    found: dict[str, Any] = {each.__name__: each(mesh) for each in (mistakes, crossing, ready_plans, scaled)}
+    found: dict[str, Any] = {each.__name__: each(mesh) for each in (mistakes, crossing, ready_plans, replayed, scaled)}
     return {**found, "cases": [pipelined(case, mesh) for case in CASES]}
 
 
@@ -166,6 +166,63 @@ def ready_plans(mesh: Any, hugging: bool = False) -> dict[str, Any]:
                 parted,
             )
     return found
+
+
+class Followed(torch.nn.Module):
+    """Its forward looks at a number on the way, so every stage follows it from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = spread.model()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if int(ids.max()) >= spread.WORDS:
+            raise ValueError("no such word")
+        x: torch.Tensor = ids
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def replayed(_: Any) -> Any:
+    """A model that is cut by its forward, spread and then sharded: later stages must know what earlier ones return.
+
+    Two stages on each rank, the first one sharded again when the second runs, for microbatches unlike the example.
+    """
+    mesh = penstock.mesh(pp=1, dp=2, tp=2)
+    plan = {
+        {"0": "layers.0", "5.scores": "layers.5.scores"}.get(name, name): each for name, each in spread.PLAIN.items()
+    }
+    ids, target = (each.chunk(2)[mesh.get_local_rank("dp")] for each in batch())
+    with penstock.Pipeline(
+        Followed(),
+        stages=2,
+        microbatches=M,
+        schedule="interleaved-1f1b",
+        example=(torch.zeros(LENGTH, LENGTH, dtype=torch.int64),),
+        loss_fn=spread.loss_fn,
+        mesh=mesh,
+        replicate="fsdp",
+        window=1,
+        tensor_plan=plan,
+        timeout=30,
+    ) as pipe:
+        loss = pipe.step(ids, target=target).loss
+        evaluated = pipe.evaluate(ids, target=target).loss
+        return loss, evaluated, {name: whole_of(each.grad) for name, each in pipe.named_parameters()}
+
+
+def test_a_model_that_is_cut_by_its_forward_can_be_spread_and_sharded(told: Any) -> None:
+    whole = Followed()
+    ids, target = batch()
+    wanted = spread.loss_fn(whole(ids), target)
+    wanted.backward()
+    for rank in told:
+        loss, evaluated, gradients = rank["replayed"]
+        torch.testing.assert_close((loss, evaluated), (wanted.detach(),) * 2, rtol=1e-10, atol=1e-10)
+        assert len(gradients) == len(list(whole.parameters()))
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def loss_of(output: Any, target: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.model.replaced import mark_replaced
+from penstock.model.replay.part import ReplayPart
 from penstock.parallel.link import Link
 from penstock.parallel.norms import Norms
 from penstock.parallel.reduce import Reducer, make_equal
@@ -56,6 +57,10 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         executor.crossing = SpreadValues(axes.along("tp"))
     sharder = None
     if wanted.shards:
+        for stage in executor.stages.values():
+            if isinstance(stage.part, ReplayPart):
+                stage.part.keep_shapes()
+                break  # they share them
         whole = _whole(modules, places)
         check_shardable(modules, wanted.precision is not None, whole)
         sharder = Sharder(executor, axes.along("dp"), wanted.window, wanted.precision, whole)

@@ -40,10 +40,14 @@ class Call:
     keeps: str = ""  # what it changes on itself at every call, such as running statistics
 
 
+def _kind(leaf: Any) -> type:
+    return torch.Tensor if isinstance(leaf, torch.Tensor) else type(leaf)  # one that a collective fills is one, too
+
+
 def shapes_of(value: Any, mode: Any = True) -> tuple[Any, ...]:
     """What decides the shapes of a call's results: those of its arguments, plain values, where they stand, the mode."""
     leaves, structure = flatten(value)
-    plain = tuple(leaf if isinstance(leaf, (int, float, str)) or leaf is None else type(leaf) for leaf in leaves)
+    plain = tuple(leaf if leaf is None or isinstance(leaf, (int, float, str)) else _kind(leaf) for leaf in leaves)
     tensors = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))
     return (tensors, plain, structure, mode)
 

@@ -128,6 +128,10 @@ class ReplayPart:
                     name: stand_in_parameter(parameter, home) for name, parameter in table.items()
                 }
 
+    def keep_shapes(self) -> None:
+        """Before this process's parameters are taken apart: what units return is to be known all the same."""
+        self._shapes.keep()
+
     def follow(self) -> None:
         """Take over the modes of the model's own modules, where the user has set them there."""
         for twin, own in self._twins:

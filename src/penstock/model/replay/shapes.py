@@ -29,6 +29,11 @@ class Shapes:
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
         self._known: dict[tuple[int, Any], tuple[list[Any], Any]] = {}
+        self._copies: dict[str, nn.Module] = {}
+
+    def keep(self) -> None:
+        """Before parameters are taken apart, as by FSDP: later runs are on copies, which have no memory for them."""
+        self._copies = {name: hollow_copy(module, _without_memory) for name, module in self._modules.items()}
 
     def of(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
         """(leaves, structure) of the output of call `number` for these arguments."""
@@ -43,6 +48,11 @@ class Shapes:
 
     def _run(self, module: nn.Module, call: Call, given: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
+        copied = self._copies.get(call.unit)
+        if copied is not None:
+            for own, twin in zip(module.modules(), copied.modules(), strict=True):
+                twin.training = own.training
+            module = copied
         try:
             found = run_on_meta(module, args, kwargs)
         except _FAILURES:
@@ -60,6 +70,12 @@ class Shapes:
         leaves, spec = flatten(found if call.adds else found[0])
         known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return known, spec
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+    return tensor
 
 
 def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Any]]:

@@ -416,6 +416,10 @@ def train_with(pipe: penstock.Pipeline, x: Tensor, y: Tensor, optimizer: torch.o
     optimizer.step()
 
 
+def made_and_closed(*args: Any, **options: Any) -> None:
+    pipeline(*args, **options).close()
+
+
 def unscale(pipe: penstock.Pipeline, x: Tensor, y: Tensor, scale: float) -> None:
     scaler = penstock.GradScaler(pipe, init_scale=scale)
     pipe.step(x, target=y)
@@ -443,6 +447,23 @@ def set_apart(mesh: Any) -> Any:
             for module in pipe.crew.modules().values():
                 module.linear = nn.Linear(WIDTH, WIDTH)
             found[f"exchanged {kind}"] = attempt(pipe.step, x, target=y)
+        modules = stages()
+        with pipeline(mesh, modules, replicate=kind) as pipe:
+            pipe.step(x, target=y)
+            pipe.zero_grad()
+            if not second:  # as in `if rank == 0: load`
+                pipe.load_state_dict({name: value + 1 for name, value in nn.ModuleList(stages()).state_dict().items()})
+            found[f"loaded {kind}"] = attempt(pipe.step, x, target=y)
+        found[f"again {kind}"] = attempt(made_and_closed, mesh, [each.linear for each in modules], replicate=kind)
+        with pipeline(mesh, replicate=kind) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+            pipe.step(x, target=y)
+            if second or kind == "fsdp":  # a shard is nobody else's: there is nothing to differ from
+                optimizer.step()
+            found[f"stepped {kind}"] = attempt(pipe.step, x, target=y)
+            for parameter in pipe.parameters():
+                parameter.register_hook(lambda gradient: 2 * gradient)
+            found[f"hooked {kind}"] = attempt(pipe.step, x, target=y)
         with pipeline(mesh, stages(2), schedule="1f1b", replicate=kind) as pipe:
             other = y + mesh.get_local_rank("pp")  # rows by the number in the world: each rank has its own
             found[f"targets {kind}"] = attempt(pipe.step, x, target=other)
@@ -721,6 +742,23 @@ def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -
         assert said["targets"][0] == "ModelError"
         assert "rank 0 and rank 1 were given different targets" in said["targets"][1]
         assert rank["set_apart"][f"then {kind}"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_drift_apart_are_noticed_in_the_next_step(told: Any, kind: str) -> None:
+    for rank in told:
+        names = ("loaded", "stepped", "hooked", "again")
+        loaded, stepped, hooked, again = (rank["set_apart"][f"{name} {kind}"] for name in names)
+        assert loaded[0] == "UsageError"
+        assert "the replicas have loaded different states, or not all of them have loaded one" in loaded[1]
+        if kind == "ddp":
+            assert (stepped[0], again[0]) == ("UsageError", "")
+            assert "has other values in other replicas (replica 0: [" in stepped[1]
+            assert "so they train apart" in hooked[1]  # still
+        else:
+            assert (stepped[0], hooked[0], again[0]) == ("", "UsageError", "UsageError")
+            assert "which replicate='fsdp' cannot call" in hooked[1]
+            assert "are spread or sharded already" in again[1]
 
 
 def test_a_policy_of_precision_counts_for_a_single_replica_too(told: Any) -> None:

@@ -1,47 +1,65 @@
 """What would train wrongly without a word, looked for where it costs next to nothing.
 
 Copies of a stage start equal and get the same pipeline. What can still set them apart comes later, from the user's own
-loop: a layer that is exchanged, parameters that only one copy freezes, ranks that load different rows. None of that
-fails by itself: buckets of the same size still add up, and spread tensors still multiply.
+loop: a layer that is exchanged, parameters that only one copy freezes, a state that only one loads, an optimizer step
+that only one takes, ranks that load different rows. None of that fails by itself: buckets of the same size still add
+up, and spread tensors still multiply.
 
     before a step      no parameter is new; where requires_grad has changed, it has done so on all copies
+    at its end         all copies have loaded the same, and one parameter, another in each step, has the same values
     after the first    ranks of the tp axis were given the same batch, and whole parameters got the same gradient there
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.parallel.link import Link
-from penstock.parallel.reduce import Reducer
+from penstock.parallel.reduce import Reducer, local_of
 from penstock.parallel.tensor import plain_parameters
 from penstock.runtime.executor import Executor
 
 __all__ = ["Checks"]
 
 CHANGED = "step() after a change of requires_grad"
+SAMPLE = 8  # numbers of a parameter
 
 
 class Checks:
     """Of one rank, with the links to the copies of its stages (dp) and to the other parts of its tensors (tp)."""
 
-    def __init__(self, executor: Executor, reducer: Reducer, link: Link | None, shards: Link | None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        reducer: Reducer,
+        sharded: Iterable[nn.Parameter],
+        link: Link | None,
+        shards: Link | None,
+    ) -> None:
         self._executor = executor
         self._reducer = reducer
         self._links = [each for each in (link, shards) if each is not None]
         self._shards = shards
         self._trained = reducer.trained()
+        self._sharded = list(sharded)
+        self._copied = reducer.copied()
+        self._turn = 0
+        self._sample: tuple[str, list[float], float] | None = None
+        self._loads = 0  # a checksum of what was loaded so far
         self._first = True
         self.apart = False  # what is trained differs, as all that it concerns know: no reduction of theirs would meet
 
     def before(self) -> None:
         """Before a training step."""
         self.apart = False
+        self._look()
         strangers = self._reducer.strangers()
         if strangers:
             raise UsageError(
@@ -61,6 +79,44 @@ class Checks:
                     )
             self._trained = trained
 
+    def _look(self) -> None:
+        if any(parameter._backward_hooks for parameter in self._sharded):
+            raise UsageError(
+                "a parameter has a hook (register_hook), which replicate='fsdp' cannot call: autograd sees the whole "
+                "parameter and never its shard; change gradients between step() and optimizer.step(), or use 'ddp'"
+            )
+        if self._copied:
+            name, parameter = self._copied[self._turn % len(self._copied)]
+            self._turn += 1
+            values = local_of(parameter.detach())
+            rounding = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+            self._sample = (name, sample(values), max(1e-5, 2 * rounding))
+
+    def loaded(self, values: Iterable[Tensor]) -> None:
+        """A state was loaded here: all copies must say the same of it."""
+        told = [sample(value.detach()) for value in values if type(value) in (Tensor, nn.Parameter)]
+        self._loads = zlib.crc32(repr(told).encode(), self._loads + 1)
+
+    def says(self) -> Any:
+        """What the other copies compare with theirs at the end of a step."""
+        return self._loads, self._sample
+
+    def same(self, told: Sequence[Any]) -> None:
+        """At the end of a training step, what every copy said."""
+        loads = [loads for loads, _ in told]
+        if len(set(loads)) > 1:
+            raise UsageError(
+                "the replicas have loaded different states, or not all of them have loaded one; call load_state_dict() "
+                "with the same state on every rank"
+            )
+        samples = [sample for _, sample in told if sample is not None]
+        if any(not _alike(samples[0], other) for other in samples[1:]):
+            listed = "; ".join(f"replica {number}: {each[1][:3]}" for number, each in enumerate(samples))
+            raise UsageError(
+                f"{samples[0][0]} has other values in other replicas ({listed}, ...), so they train apart; load "
+                f"states, change parameters and step the optimizer alike on every rank"
+            )
+
     def after(self) -> None:
         """After a training step, the first one only."""
         if self._shards is None or not self._first:
@@ -71,19 +127,33 @@ class Checks:
             for name, parameter in plain_parameters(self._executor.stages)
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
-        told = self._shards.told("step()", (self._executor.report.seen, norms))
+        told = self._shards.told("step()", ((self._executor.report.seen, self._loads), norms))
         fault = _other_batches([seen for seen, _ in told]) or _other_gradients([norms for _, norms in told])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
         if faults:
             raise ModelError(faults[0])
 
 
+def sample(values: Tensor) -> list[float]:
+    """Some numbers of a tensor."""
+    flat = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True)).reshape(-1)  # without a copy
+    return [float(value) for value in flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].tolist()]
+
+
+def _alike(one: tuple[str, list[float], float], other: tuple[str, list[float], float]) -> bool:
+    if one[0] != other[0]:
+        return True  # of a step that one of them has tried once more
+    pairs = zip(one[1], other[1], strict=True)
+    return all(a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=one[2], abs_tol=1e-12) for a, b in pairs)
+
+
 def _other_batches(seen: Sequence[Any]) -> str | None:
     if all(each == seen[0] for each in seen):
         return None
     return (
-        "the ranks of the tp axis were given different batches; they hold parts of the same tensors and must all get "
-        "the rows of their replica, as from penstock.ReplicaSampler (torch's DistributedSampler goes by the world)"
+        "the ranks of the tp axis were given different batches, or loaded different states; they hold parts of the "
+        "same tensors and must all get the rows of their replica, as from penstock.ReplicaSampler (torch's "
+        "DistributedSampler goes by the world)"
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import UsageError
 from penstock.model.replaced import mark_replaced
@@ -47,6 +48,12 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     for each in links.values():
         each.report_by(executor.progress)
         _agree(pipe, each, wanted)
+    for index, module in modules.items():
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            raise UsageError(
+                f"the parameters of stage {index} are spread or sharded already, by fully_shard(), DTensor or an "
+                f"earlier Pipeline; pass the model as it was built, and leave that to replicate= and tensor_plan="
+            )
     for each in links.values():
         for module in modules.values():
             make_equal([*module.parameters(), *module.buffers()], each)

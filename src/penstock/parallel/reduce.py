@@ -147,6 +147,12 @@ class Reducer:
         """Which parameters of this rank's stages require grad, in their order."""
         return [parameter.requires_grad for module in self._modules.values() for parameter in module.parameters()]
 
+    def copied(self) -> list[tuple[str, nn.Parameter]]:
+        """What every replica holds whole, by name."""
+        return [
+            (self._names.get(key, "a parameter"), each) for key, each in self._known.items() if key not in self._managed
+        ]
+
     def strangers(self) -> list[str]:
         """Parameters that were not there when the copies of these stages were made equal; by stage and name there."""
         return [

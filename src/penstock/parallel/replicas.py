@@ -54,7 +54,7 @@ class Replicas(Alone):
         self._norms = norms
         self._shards = shards
         self._loss_parallel = loss_parallel
-        self._checks = Checks(executor, reducer, link, shards)
+        self._checks = Checks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
         self._weighs = weighs and link is not None
         self._total: tuple[list[Tensor], Any] | None = None
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
@@ -121,7 +121,7 @@ class Replicas(Alone):
             with self._around():
                 reports = run()
             mine = said_by(reports, program.microbatches)
-            mine.more = self._present()
+            mine.more = (*self._present(), self._checks.says())
             self.said = self._meet(mine)
             self._finish(training)
         except BaseException as error:
@@ -180,6 +180,7 @@ class Replicas(Alone):
             self._summed()
         if not training:
             return
+        self._checks.same([each.more[2] for each in self.said])
         self._reducer.finish()
         self._checks.after()
         here, sharded = 0, 0
@@ -276,6 +277,9 @@ class Replicas(Alone):
 
     def part_of(self, value: Any, current: Any) -> Any:
         return part_of(value, current)
+
+    def loaded(self, values: Sequence[Any]) -> None:
+        self._checks.loaded(values)
 
     def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
         return self._norms.of(gradients, order, foreach)

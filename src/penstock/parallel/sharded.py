@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ModelError, RunError, UsageError
+from penstock.errors import ModelError, RunError
 from penstock.runtime.executor import Executor
 from penstock.runtime.stage import Run
 from penstock.schedule import Action, Op
@@ -35,10 +35,6 @@ __all__ = ["Sharder", "check_shardable"]
 def check_shardable(modules: Mapping[int, nn.Module], precise: bool, shared: set[nn.Parameter]) -> None:
     """Refuse, before anything is changed, what FSDP2 would refuse in words of its own or get wrong."""
     for stage, module in modules.items():
-        if any(isinstance(inner, FSDPModule) for inner in module.modules()):
-            raise UsageError(
-                f"stage {stage} has modules that fully_shard() was applied to already; leave that to replicate='fsdp'"
-            )
         own = [parameter for parameter in module.parameters() if parameter not in shared]
         dtypes = {str(parameter.dtype) for parameter in own if parameter.requires_grad}
         if len(dtypes) > 1:

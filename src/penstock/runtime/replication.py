@@ -90,6 +90,9 @@ class Alone:
         """What this rank takes of a whole tensor, to put into one that it may hold only a part of."""
         return value
 
+    def loaded(self, values: Sequence[Any]) -> None:
+        """These values of parameters were given to load_state_dict()."""
+
     def norm(
         self, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None
     ) -> tuple[float, torch.dtype] | None:

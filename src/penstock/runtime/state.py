@@ -118,6 +118,7 @@ class OwnedState:
             module.load_state_dict(
                 {name: part_of(state[names.get(name, name)], own) for name, own in module.state_dict().items()}
             )
+        self.replicas.loaded([state[name] for name, _ in self.named_parameters() if name in state])
         self._without_values = set()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -47,7 +47,7 @@ class Checks:
         self._reducer = reducer
         self._links = [each for each in (link, shards) if each is not None]
         self._shards = shards
-        self._trained = reducer.trained()
+        self._trained = [parameter.requires_grad for parameter in reducer.held()]
         self._sharded = list(sharded)
         self._copied = reducer.copied()
         self._turn = 0
@@ -60,13 +60,14 @@ class Checks:
         """Before a training step."""
         self.apart = False
         self._look()
-        strangers = self._reducer.strangers()
+        held = self._reducer.held()
+        strangers = self._reducer.strangers(held)
         if strangers:
             raise UsageError(
                 f"{len(strangers)} parameters are not those that the pipeline was made with ({strangers[0]}, for one), "
                 f"so replicas would train them apart; change the model first, then make the Pipeline and the optimizer"
             )
-        trained = self._reducer.trained()
+        trained = [parameter.requires_grad for parameter in held]
         if trained != self._trained:
             told = [(link.word, link.told(CHANGED, trained)) for link in self._links]
             for word, answers in told:

@@ -127,7 +127,7 @@ class Reducer:
         order = tuple(
             action.stage for action in program.rows[rank] if action is not None and action.op is Op.REDUCE_GRAD
         )
-        trained = self.trained()
+        trained = [parameter.requires_grad for parameter in self.held()]
         if order == self._order and trained == self._trained:
             return
         self._order, self._trained = order, trained
@@ -143,9 +143,9 @@ class Reducer:
             for stage in order
         }
 
-    def trained(self) -> list[bool]:
-        """Which parameters of this rank's stages require grad, in their order."""
-        return [parameter.requires_grad for module in self._modules.values() for parameter in module.parameters()]
+    def held(self) -> list[nn.Parameter]:
+        """The parameters that this rank's stages have now, in their order."""
+        return [parameter for module in self._modules.values() for parameter in module.parameters()]
 
     def copied(self) -> list[tuple[str, nn.Parameter]]:
         """What every replica holds whole, by name."""
@@ -153,8 +153,10 @@ class Reducer:
             (self._names.get(key, "a parameter"), each) for key, each in self._known.items() if key not in self._managed
         ]
 
-    def strangers(self) -> list[str]:
+    def strangers(self, held: Iterable[nn.Parameter]) -> list[str]:
         """Parameters that were not there when the copies of these stages were made equal; by stage and name there."""
+        if all(id(parameter) in self._known for parameter in held):
+            return []
         return [
             f"{name} of stage {stage}"
             for stage, module in self._modules.items()

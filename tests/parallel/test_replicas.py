@@ -461,6 +461,10 @@ def set_apart(mesh: Any) -> Any:
             if second or kind == "fsdp":  # a shard is nobody else's: there is nothing to differ from
                 optimizer.step()
             found[f"stepped {kind}"] = attempt(pipe.step, x, target=y)
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter.mul_(1.5 if second else 1)
+            found[f"scaled {kind}"] = attempt(pipe.step, x, target=y)
             for parameter in pipe.parameters():
                 parameter.register_hook(lambda gradient: 2 * gradient)
             found[f"hooked {kind}"] = attempt(pipe.step, x, target=y)
@@ -747,13 +751,14 @@ def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_drift_apart_are_noticed_in_the_next_step(told: Any, kind: str) -> None:
     for rank in told:
-        names = ("loaded", "stepped", "hooked", "again")
-        loaded, stepped, hooked, again = (rank["set_apart"][f"{name} {kind}"] for name in names)
+        names = ("loaded", "stepped", "scaled", "hooked", "again")
+        loaded, stepped, scaled, hooked, again = (rank["set_apart"][f"{name} {kind}"] for name in names)
         assert loaded[0] == "UsageError"
         assert "the replicas have loaded different states, or not all of them have loaded one" in loaded[1]
         if kind == "ddp":
             assert (stepped[0], again[0]) == ("UsageError", "")
-            assert "has other values in other replicas (replica 0: [" in stepped[1]
+            assert "parameters were changed in some replicas only (replica 0: no, replica 1: yes)" in stepped[1]
+            assert "has other values in other replicas (replica 0: [" in scaled[1]
             assert "so they train apart" in hooked[1]  # still
         else:
             assert (stepped[0], hooked[0], again[0]) == ("", "UsageError", "UsageError")

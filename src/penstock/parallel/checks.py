@@ -6,7 +6,8 @@ that only one takes, ranks that load different rows. None of that fails by itsel
 up, and spread tensors still multiply.
 
     before a step      no parameter is new; where requires_grad has changed, it has done so on all copies
-    at its end         all copies have loaded the same, and one parameter, another in each step, has the same values
+    at its end         all copies have loaded the same, all or none were changed since the last step, and one parameter,
+                       another in each step, has the same values
     after the first    ranks of the tp axis were given the same batch, and whole parameters got the same gradient there
 """
 
@@ -25,11 +26,13 @@ from penstock.parallel.link import Link
 from penstock.parallel.reduce import Reducer, local_of
 from penstock.parallel.tensor import plain_parameters
 from penstock.runtime.executor import Executor
+from penstock.runtime.fingerprint import Seen, alike, sample
 
 __all__ = ["Checks"]
 
 CHANGED = "step() after a change of requires_grad"
 SAMPLE = 8  # numbers of a parameter
+DRIFT = 1e-3  # of the largest: devices of different kinds round differently, and that adds up over a long run
 
 
 class Checks:
@@ -52,6 +55,8 @@ class Checks:
         self._copied = reducer.copied()
         self._turn = 0
         self._sample: tuple[str, list[float], float] | None = None
+        self._versions: list[int] | None = None  # which count the changes in place
+        self._changed: bool | None = None
         self._loads = 0  # a checksum of what was loaded so far
         self._first = True
         self.apart = False  # what is trained differs, as all that it concerns know: no reduction of theirs would meet
@@ -86,31 +91,40 @@ class Checks:
                 "a parameter has a hook (register_hook), which replicate='fsdp' cannot call: autograd sees the whole "
                 "parameter and never its shard; change gradients between step() and optimizer.step(), or use 'ddp'"
             )
+        versions = [parameter._version for _, parameter in self._copied]
+        self._changed = None if self._versions is None else versions != self._versions
+        self._versions = versions
         if self._copied:
             name, parameter = self._copied[self._turn % len(self._copied)]
             self._turn += 1
             values = local_of(parameter.detach())
             rounding = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
-            self._sample = (name, sample(values), max(1e-5, 2 * rounding))
+            self._sample = (name, sample(values, SAMPLE), max(DRIFT, 16 * rounding))
 
     def loaded(self, values: Iterable[Tensor]) -> None:
         """A state was loaded here: all copies must say the same of it."""
-        told = [sample(value.detach()) for value in values if type(value) in (Tensor, nn.Parameter)]
+        told = [sample(value.detach(), SAMPLE) for value in values if type(value) in (Tensor, nn.Parameter)]
         self._loads = zlib.crc32(repr(told).encode(), self._loads + 1)
 
     def says(self) -> Any:
         """What the other copies compare with theirs at the end of a step."""
-        return self._loads, self._sample
+        return self._loads, self._changed, self._sample
 
     def same(self, told: Sequence[Any]) -> None:
         """At the end of a training step, what every copy said."""
-        loads = [loads for loads, _ in told]
+        loads, changes, found = zip(*told, strict=True)
         if len(set(loads)) > 1:
             raise UsageError(
                 "the replicas have loaded different states, or not all of them have loaded one; call load_state_dict() "
                 "with the same state on every rank"
             )
-        samples = [sample for _, sample in told if sample is not None]
+        if {True, False} <= set(changes):
+            listed = ", ".join(f"replica {number}: {'yes' if each else 'no'}" for number, each in enumerate(changes))
+            raise UsageError(
+                f"since the last step, parameters were changed in some replicas only ({listed}), so they train apart; "
+                f"load states, change parameters and step the optimizer alike on every rank"
+            )
+        samples = [each for each in found if each is not None]
         if any(not _alike(samples[0], other) for other in samples[1:]):
             listed = "; ".join(f"replica {number}: {each[1][:3]}" for number, each in enumerate(samples))
             raise UsageError(
@@ -135,27 +149,27 @@ class Checks:
             raise ModelError(faults[0])
 
 
-def sample(values: Tensor) -> list[float]:
-    """Some numbers of a tensor."""
-    flat = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True)).reshape(-1)  # without a copy
-    return [float(value) for value in flat[:: max(1, flat.numel() // SAMPLE)][:SAMPLE].tolist()]
-
-
 def _alike(one: tuple[str, list[float], float], other: tuple[str, list[float], float]) -> bool:
     if one[0] != other[0]:
         return True  # of a step that one of them has tried once more
-    pairs = zip(one[1], other[1], strict=True)
-    return all(a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=one[2], abs_tol=1e-12) for a, b in pairs)
+    return alike(one[1], other[1], one[2])
 
 
 def _other_batches(seen: Sequence[Any]) -> str | None:
-    if all(each == seen[0] for each in seen):
+    (first, loads), *others = seen
+    if all(other == loads and _fits(first, given) for given, other in others):
         return None
     return (
         "the ranks of the tp axis were given different batches, or loaded different states; they hold parts of the "
         "same tensors and must all get the rows of their replica, as from penstock.ReplicaSampler (torch's "
         "DistributedSampler goes by the world)"
     )
+
+
+def _fits(seen: Seen | None, other: Seen | None) -> bool:
+    if seen is None or other is None:
+        return seen is other
+    return all(one.fits(two) if one is not None else two is None for one, two in zip(seen, other, strict=True))
 
 
 def _other_gradients(told: Sequence[dict[str, float]]) -> str | None:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.crew import Clock
 from penstock.runtime.executor import StepInput, StepReport
-from penstock.runtime.fingerprint import fingerprint
+from penstock.runtime.fingerprint import Seen, fingerprint
 from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.losses import loss_weights, shares_of, trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
@@ -106,7 +106,7 @@ class Feed(OwnedState):
             for rank in self.crew.executors
         }
 
-    def _seen(self, inputs: Any, target: Any) -> tuple[int | None, int | None] | None:
+    def _seen(self, inputs: Any, target: Any) -> Seen | None:
         """In the first step on processes: checksums of what this rank was given."""
         if self._compared or self.world.size is None:
             return None

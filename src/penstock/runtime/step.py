@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure
+from penstock.runtime.fingerprint import Seen
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import Begun
 from penstock.runtime.transport.base import with_report
@@ -35,7 +36,7 @@ class StepInput:
     returns: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
     replicas: int = 1  # that work on a batch each
-    seen: tuple[int | None, int | None] | None = None  # checksums of the inputs and the target, in a first step
+    seen: Seen | None = None  # in a first step
 
 
 @dataclass
@@ -49,7 +50,7 @@ class StepReport:
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
-    seen: tuple[int | None, int | None] | None = None  # checksums of its inputs and its target, in a first step
+    seen: Seen | None = None  # in a first step
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
@@ -96,7 +97,7 @@ def _different_targets(reports: Sequence[StepReport]) -> str:
     """Only the last stage's target counts; but where it is not the others', their inputs belong to other rows."""
     targets = {rank: report.seen[1] for rank, report in enumerate(reports) if report.seen is not None}
     told = {rank: target for rank, target in targets.items() if target is not None}
-    odd = [rank for rank, target in told.items() if target != next(iter(told.values()))]
+    odd = [rank for rank, target in told.items() if not target.fits(next(iter(told.values())))]
     if not odd:
         return ""
     return (

@@ -153,7 +153,9 @@ def test_memory_does_not_grow_with_the_number_of_microbatches() -> None:
         live = Live(pipe, (x, y)).watch()
         pipe.step(x, target=y)
         peaks.append([ledger.peak for ledger in live.ledgers.values()])
-    assert all(many <= few + 24 * 8 for few, many in zip(*peaks, strict=True))  # 8 bytes a microbatch: its loss
+    message = 4 * 16 * 4  # bytes: on threads it is alive until the other rank, too, is done with it
+    kept = 24 * 8  # a microbatch's loss
+    assert all(many <= few + kept + message for few, many in zip(*peaks, strict=True))
 
 
 def test_the_losses_of_a_step_are_small() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,23 @@ def test_wrapped_and_wrong_stages_are_refused() -> None:
         ours.ScheduleGPipe(nn.Linear(2, 2), 2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="give each rank the same number"):
         ours.ScheduleInterleaved1F1B(stages(3)[:2], 2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks
+def test_a_compiled_stage_trains_in_a_zero_bubble_schedule() -> None:
+    """torch refuses it, because it cannot split the backward of a compiled module."""
+    made = stages(2)
+    whole = copy.deepcopy(nn.Sequential(*(stage.submod for stage in made)))
+    for stage in made:
+        stage.submod = torch.compile(stage.submod, backend="aot_eager")
+    schedule = ours.ScheduleInterleavedZeroBubble(made, 4, loss_fn=nn.functional.mse_loss)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    for _ in range(2):
+        schedule.step(x, target=y)
+        nn.functional.mse_loss(whole(x), y).backward()
+    trained = [parameter.grad for stage in made for parameter in stage.submod.parameters()]
+    for found, wanted in zip(trained, whole.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted.grad)
 
 
 # -- chunk specs

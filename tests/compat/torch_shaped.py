@@ -234,6 +234,7 @@ class ShapedLikeV(PipelineScheduleMulti):
             0: [_Action(0, F, 0), None, None, _Action(3, F, 0), _Action(3, B, 0), None, None, _Action(0, B, 0)],
             1: [None, _Action(1, F, 0), _Action(2, F, 0), None, None, _Action(2, B, 0), _Action(1, B, 0), None],
         }
+        self._validate_and_set_stage_mapping(self.pipeline_order)  # as torch's classes end
 
 
 class Unbalanced(PipelineScheduleMulti):
@@ -276,7 +277,11 @@ def own_orders(rank: int) -> None:
     ]
     for schedule_class, placed, microbatches in cases:
         count = sum(map(len, placed.values()))
-        check(*manual(schedule_class, placed[rank], count, microbatches), ends_of(placed[rank], count))
+        schedule, parts, whole = manual(schedule_class, placed[rank], count, microbatches)
+        assert schedule.stage_index_to_group_rank == {stage: rank for rank in placed for stage in placed[rank]}
+        check(schedule, parts, whole, ends_of(placed[rank], count))
+    schedule, _, _ = manual(ShapedLikeV, vee(rank), 4, 1)
+    assert [stage.stage_index_to_group_rank for stage in schedule._stages] == [{0: 0, 1: 1, 2: 1, 3: 0}] * 2
 
 
 def through_files(rank: int) -> None:

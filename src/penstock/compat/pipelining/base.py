@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.compat.pipelining.actions import Orders, orders_of, schedule_of
+from penstock.compat.pipelining.chunks import CustomFunctions
 from penstock.compat.pipelining.microbatch import batch_dims, one_each
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
@@ -24,7 +25,7 @@ Format = Literal["compute_only", "compute_comms"]
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
 
 
-class _PipelineSchedule:
+class _PipelineSchedule(CustomFunctions):
     """Stages and an order; the first step makes the pipeline. `options` are further arguments of `Pipeline`."""
 
     family: str | None = None  # in penstock.schedule; None where the order comes from elsewhere
@@ -41,6 +42,7 @@ class _PipelineSchedule:
     ) -> None:
         if not stages or not all(isinstance(stage, _PipelineStageBase) for stage in stages):
             raise UsageError(f"{type(self).__name__} takes the PipelineStages of this rank; got {stages!r}")
+        super().__init__()
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
@@ -79,6 +81,11 @@ class _PipelineSchedule:
     @pipeline_order_with_comms.setter
     def pipeline_order_with_comms(self, orders: dict[int, list[Any]]) -> None:
         self._with_comms = orders
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """Which rank has which stage."""
+        return dict(enumerate(self._schedule().placement))
 
     def _schedule(self) -> Schedule:
         """What runs: the order as it stands now, or with the transfers that it was given."""
@@ -125,6 +132,9 @@ class _PipelineSchedule:
             raise UsageError(
                 f"computation_type={computation_type!r}: pass F, B, I, W, OVERLAP_F_B, UNSHARD, RESHARD or REDUCE_GRAD"
             )
+        built = [stage.stage_index for stage in self._all_stages if stage.dw_builder is not None]
+        if built and op is not Op.F and not op.is_sharding:
+            raise UsageError(f"stages {built} have a dw_builder, which a custom function for {op} would leave out")
         if op.is_sharding and op not in self._functions:
             self._forget_pipe()  # its order gets such actions
         self._functions[op] = custom_function
@@ -174,7 +184,6 @@ class _PipelineSchedule:
         handlers |= {op: custom_handler(self, function) for op, function in self._functions.items()}
         for op, handler in handlers.items():
             pipe.register(op, handler)
-        self.stage_index_to_group_rank = {stage: schedule.placement.rank_of(stage) for stage in range(schedule.stages)}
         return pipe
 
     def _check(self) -> None:
@@ -262,6 +271,7 @@ class _PipelineSchedule:
         has_first = any(stage.is_first for stage in self._all_stages)
         if not has_first and pipe.inputs == "first":
             args, kwargs = (), {}
+        self.backward_counter.clear()
         for stage in self._all_stages:
             stage.has_backward = training
             stage.clear_runtime_states()

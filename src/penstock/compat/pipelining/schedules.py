@@ -13,6 +13,7 @@ from penstock.compat.pipelining.actions import (
     _validate_schedule,
 )
 from penstock.compat.pipelining.base import _PipelineSchedule
+from penstock.compat.pipelining.chunks import _wait_batch_p2p
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import UsageError
 
@@ -34,6 +35,7 @@ __all__ = [
     "_ScheduleForwardOnly",
     "_format_pipeline_order",
     "_validate_schedule",
+    "_wait_batch_p2p",
     "get_schedule_class",
 ]
 
@@ -85,6 +87,12 @@ class PipelineScheduleMulti(_PipelineSchedule):
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads=scale_grads)
         self._stages = self._all_stages
         self.n_local_stages = len(self._stages)
+
+    def _validate_and_set_stage_mapping(self, actions: dict[int, list[Any]]) -> None:
+        """With this, torch's schedule classes end their constructors: prove the order, and tell the stages."""
+        placed = _validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = placed
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from penstock.compat.pipelining.chunks import ByChunk
 from penstock.errors import ModelError, PenstockError, UsageError
 
 __all__ = ["Elsewhere", "PipelineStage", "all_stages", "as_tree"]
 
 
-class _PipelineStageBase:
+class _PipelineStageBase(ByChunk):
     """What schedules know of a stage, made by hand or cut from a model."""
 
     pipe: Any = None  # the Pipe that it was cut from

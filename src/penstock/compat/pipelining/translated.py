@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
+from penstock.compat.pipelining.chunks import Running
 from penstock.compat.pipelining.microbatch import merge_chunks
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.pipeline import Pipeline
@@ -47,7 +48,14 @@ def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handl
         seen = _PipelineContext(
             schedule, batch.args, batch.kwargs, batch.targets, [losses[number] for number in sorted(losses)], context
         )
-        function(_of(action), seen)
+        running = Running(action, context)
+        for stage in schedule._all_stages:
+            stage.running = running
+        try:
+            function(_of(action), seen)
+        finally:
+            for stage in schedule._all_stages:
+                stage.running = None
 
     return handler
 

@@ -1,0 +1,193 @@
+"""What torch's custom functions call: a stage's computes by microbatch, and a schedule's receives.
+
+With torch, a function for an action does by hand all that the action needs: it waits for the receive, runs the stage,
+computes the loss, hands values to a stage on the same rank. Here a compute does all of these. So the calls that begin
+something become that compute, and the others have nothing left to do. They check that they are given what the compute
+made or used: a function that puts something else in its place would be overruled in silence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.runtime.handler import Context
+from penstock.schedule import Action, Op
+
+__all__ = ["ByChunk", "CustomFunctions", "Running", "_wait_batch_p2p"]
+
+BACKWARDS = (Op.B, Op.I)
+
+
+class Running:
+    """The action that a custom function is doing."""
+
+    def __init__(self, action: Action, context: Context) -> None:
+        self.action = action
+        self.context = context
+        self.outputs: dict[tuple[int, int], Any] = {}  # by stage and microbatch
+        self._here, self._lock = False, Lock()
+
+    def fetch(self) -> None:
+        """Wait for all that the action needs. Halves on two threads must not wait at once, nor beside a compute."""
+        with self._lock:
+            if not self._here:
+                self.context.fetch(self.action)
+                self._here = True
+
+    def part(self, ops: Sequence[Op], stage: int, microbatch: int) -> Action:
+        """The half of the action, or all of it, that does this."""
+        for part in self.action.parts():
+            if part.op in ops and (part.stage, part.microbatch) == (stage, microbatch):
+                return part
+        raise UsageError(f"a custom function for {self.action} ran {stage}{ops[0]}{microbatch}, which is no part of it")
+
+    def compute(self, part: Action) -> None:
+        """Run it; what it needs is waited for."""
+        self.fetch()
+        self.context.compute(part)
+
+    def made(self, value: Any, stage: int, microbatch: int) -> None:
+        """Check that this is the output of a forward that ran here."""
+        if self.outputs.get((stage, microbatch)) is not value:
+            raise UsageError(
+                f"a custom function passed on something else than what {stage}F{microbatch} returned; the value is "
+                f"sent, and goes into the loss, as the stage's forward returned it: change it there"
+            )
+
+
+class ByChunk:
+    """Of a stage: torch's computes by microbatch, inside of a custom function."""
+
+    stage_index: int
+    submod: nn.Module
+    running: Running | None = None
+
+    @property
+    def _now(self) -> Running:
+        if self.running is None:
+            raise UsageError(f"stage {self.stage_index} runs by itself only inside of a custom function; call step()")
+        return self.running
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """The forward of a microbatch, and its loss on the last stage."""
+        batch = self._now.context.batch
+        given, named = batch.args[fwd_chunk_id], batch.kwargs[fwd_chunk_id]
+        same = self.stage_index > 0 or (len(args) == len(given) and all(map(_is, args, given)))
+        if not same or (kwargs or {}).keys() != named.keys() or not all(kwargs[key] is named[key] for key in named):  # type: ignore[index]
+            raise UsageError(
+                f"forward_one_chunk({fwd_chunk_id}) was given other arguments than the step has for that microbatch; "
+                f"pass ctx.arg_mbs[{fwd_chunk_id}] and ctx.kwarg_mbs[{fwd_chunk_id}]"
+            )
+        seen: list[Any] = []
+        handle = self.submod.register_forward_hook(lambda _module, _args, output: seen.append(output))
+        try:
+            self._now.compute(self._now.part((Op.F,), self.stage_index, fwd_chunk_id))
+        finally:
+            handle.remove()
+        self._now.outputs[self.stage_index, fwd_chunk_id] = seen[0] if seen else None
+        return seen[0] if seen else None
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The backward of a microbatch: all of it, or that for the inputs."""
+        part = self._now.part(BACKWARDS, self.stage_index, bwd_chunk_id)
+        if full_backward != (part.op is Op.B):
+            raise UsageError(f"backward_one_chunk(full_backward={full_backward}), but the order has {part}")
+        if loss is not None and loss is not self._now.context.losses.get(bwd_chunk_id):
+            raise UsageError(
+                f"the backward of microbatch {bwd_chunk_id} begins with the loss that its forward computed, not with "
+                f"the one that was passed; change loss_fn"
+            )
+        self._now.compute(part)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The rest of a backward that was for the inputs."""
+        self._now.compute(self._now.part((Op.W,), self.stage_index, bwd_chunk_id))
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Nothing to do: a stage on the same rank finds it."""
+        self._now.made(prev_stage_outputs, self.stage_index - 1, mb_index)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
+        """Nothing to see: a stage on the same rank finds the gradients."""
+        return ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int) -> None:
+        """Nothing to do, as long as it is what `get_local_bwd_output` gave."""
+        if next_stage_bwd_outputs != ():
+            raise UsageError("a stage on the same rank finds the gradients by itself; others cannot be set")
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing to do: losses are scaled, once, and not gradients."""
+
+
+class CustomFunctions:
+    """Of a schedule: what torch's custom functions ask it for."""
+
+    _all_stages: list[Any]
+
+    def __init__(self) -> None:
+        self.fwd_recv_ops, self.bwd_recv_ops = Receives(self, (Op.F,)), Receives(self, BACKWARDS)
+        self.backward_counter: Counter[int] = Counter()  # for functions to count in; reset by every step
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Nothing to do: the last stage's forward has."""
+        stage._now.made(output, stage.stage_index, mb_index)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
+        return stage._now.context.losses.get(mb_index) if stage.is_last else None
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """Nothing to do: a compute waits until its stage is whole."""
+
+
+class Receives:
+    """torch's table of receives under way, by (stage, microbatch): what is taken out can be waited for."""
+
+    def __init__(self, schedule: CustomFunctions, ops: Sequence[Op]) -> None:
+        self._schedule, self._ops = schedule, ops
+
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        return True
+
+    def pop(self, key: tuple[int, int]) -> list[Work]:
+        """What `_wait_batch_p2p` takes."""
+        running: Running = self._schedule._all_stages[0]._now
+        running.part(self._ops, *key)
+        return [Work(running)]
+
+
+class Work:
+    """A receive under way."""
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+
+    def wait(self) -> None:
+        """Until it is here."""
+        self._running.fetch()
+
+
+def _wait_batch_p2p(work: Sequence[Any]) -> None:
+    """Wait for receives."""
+    for each in work:
+        each.wait()
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other

@@ -385,7 +385,7 @@ def test_a_pipe_without_splits_is_one_stage() -> None:
     [
         ({"layer.1": ours.SplitPoint.END}, "Chain has no module 'layer.1'"),
         ({"layers.1": "END"}, "pass SplitPoint.BEGINNING or SplitPoint.END"),
-        ({"norm": ours.SplitPoint.END}, "nothing with parameters that were not used before is called after split 1"),
+        ({"norm": ours.SplitPoint.END}, "nothing with parameters is used between split 1 and the next"),
     ],
 )
 def test_splits_that_cannot_be_are_errors(spec: Any, message: str) -> None:

@@ -223,11 +223,11 @@ def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> lis
     found: list[str] = []
     for place, (kind, _) in enumerate(log.events):
         if kind == "split":
-            begins = _next_new(log.events, place, owners)
+            begins = _begins(log.events, place, owners)
             if begins is None:
                 raise ModelError(
-                    f"nothing with parameters that were not used before is called after split {len(found) + 1}; split "
-                    f"elsewhere, or make stages by hand"
+                    f"nothing with parameters is used between split {len(found) + 1} and the next, and nothing new "
+                    f"after that; split elsewhere, or make stages by hand"
                 )
             found.append(begins)
     if len(found) < len(spec):
@@ -235,13 +235,22 @@ def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> lis
     return list(dict.fromkeys(found))
 
 
-def _next_new(events: list[tuple[str, str]], place: int, owners: set[str]) -> str | None:
-    """What the stage after a split begins with: the first module or parameter that is used there and not before."""
+def _begins(events: list[tuple[str, str]], place: int, owners: set[str]) -> str | None:
+    """What the stage after a split begins with: the first module or parameter that is used there and not before.
+
+    Where a stage has only what was used before, it is the first of that, and which time it is.
+    """
     before = {name for _, name in events[:place]}
-    for kind, name in events[place + 1 :]:
-        if name and name not in before and (kind == "use" or name in owners):
+    after = events[place + 1 :]
+    end = next((number for number, (kind, _) in enumerate(after) if kind == "split"), len(after))
+    used = [[each for each in part if each[0] == "use" or each[1] in owners] for part in (after[:end], after[end:])]
+    for _, name in used[0]:
+        if name not in before:
             return name
-    return None
+    if used[0]:
+        kind, name = used[0][0]
+        return f"{name}#{1 + events[:place].count((kind, name))}"
+    return next((name for _, name in used[1] if name not in before), None)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from penstock.errors import ModelError
 from penstock.model.graph.capture import PREFIX
 from penstock.model.graph.values import Values, size_in_bytes
 from penstock.model.replay.plan import min_max_cuts
+from penstock.model.uses import name_and_use
 
 __all__ = ["Cut", "choose_cuts", "find_cuts", "modules_of"]
 
@@ -28,10 +29,11 @@ NEARLY = 1.1  # a cut where less crosses is taken if the heaviest stage grows by
 
 
 class Cut(NamedTuple):
-    """A stage begins with the first use of a parameter, or with a module's first operation."""
+    """A stage begins with the first use of a parameter, or with a module's first operation; or with a later one."""
 
     kind: str  # "parameter" or "module"
     name: str
+    use: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def choose_cuts(
     if split_at:
         if len(split_at) != stages - 1:
             raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
-        return [Cut("parameter" if name in tensors else "module", name) for name in split_at]
+        named = map(name_and_use, split_at)
+        return [Cut("parameter" if name in tensors else "module", name, use) for name, use in named]
     pieces = _pieces(values, tensors)
     if balance is not None and not isinstance(balance, str):
         return _by_count(pieces, stages, balance)
@@ -97,8 +100,10 @@ def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[Cut]) -
     taken = _inseparable(values)
     places = []
     for cut in cuts:
-        place = _module_start(values, cut.name) if cut.kind == "module" else None
-        if cut.kind == "parameter" and cut.name in pieces:
+        place = _module_start(values, cut.name, cut.use) if cut.kind == "module" else None
+        if cut.kind == "parameter" and cut.use > 1:
+            place = _later_use(values, tensors, cut)
+        elif cut.kind == "parameter" and cut.name in pieces:
             place = pieces[cut.name].cut
         if place is None or place in taken:
             raise ModelError(
@@ -114,23 +119,45 @@ def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[Cut]) -
     return places
 
 
-def _module_start(values: Values, name: str) -> int:
+def _later_use(values: Values, tensors: dict[str, Tensor], cut: Cut) -> int | None:
+    """The operation that reads a parameter for that time, under whichever of its names."""
+    parameters, wanted = values.capture.parameters, tensors[cut.name]
+    uses = [
+        place
+        for place, node in enumerate(values.nodes)
+        if any(read in parameters and tensors[parameters[read]] is wanted for read in node.all_input_nodes)
+    ]
+    return uses[cut.use - 1] if len(uses) >= cut.use else None
+
+
+def _module_start(values: Values, name: str, use: int) -> int:
     known: dict[str, None] = {}
+    calls: dict[str, None] = {}  # of the module that is asked for, as the capture numbers them
     for place, node in enumerate(values.nodes):
-        for module in modules_of(node):
+        for module, call in _calls_of(node):
             known[module] = None
             if module == name and node not in values.free:
-                return place
+                calls[call] = None
+                if len(calls) == use:
+                    return place
     names = [module for module in known if module]
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else f" (modules: {', '.join(names[:12])})"
+    if calls:
+        raise ModelError(f"split_at: {name}#{use} is no place to cut: the model calls {name!r} {len(calls)} times")
     raise ModelError(f"split_at: no module {name!r} computes anything in the model's forward{hint}")
 
 
 def modules_of(node: Node) -> list[str]:
     """The names of the modules in whose forward the operation stands, outermost first."""
-    paths = [path.partition("@")[0] for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    return [path.removeprefix(PREFIX) for path in paths if path.startswith(PREFIX)]
+    return [module for module, _ in _calls_of(node)]
+
+
+def _calls_of(node: Node) -> list[tuple[str, str]]:
+    """The modules in whose forward the operation stands, and a key for the call of each, which the capture numbers."""
+    stack = node.meta.get("nn_module_stack") or {}
+    named = [(path.partition("@")[0], call) for call, (path, _) in stack.items()]
+    return [(path.removeprefix(PREFIX), call) for path, call in named if path.startswith(PREFIX)]
 
 
 def _pieces(values: Values, tensors: dict[str, Tensor]) -> list[_Piece]:

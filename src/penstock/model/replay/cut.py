@@ -20,6 +20,7 @@ from penstock.model.replay.record import record
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.replay.units import find_units
 from penstock.model.split import Split
+from penstock.model.uses import name_and_use
 
 __all__ = ["split_by_replay"]
 
@@ -170,13 +171,14 @@ def _cuts_at(recording: Recording, stages: int, split_at: Sequence[str], starts:
         raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
     cuts = []
     names = [call.unit for call in calls]
-    for name in split_at:
+    for place in split_at:
+        name, use = name_and_use(place)
         found = [number for number, unit in enumerate(names) if unit == name or unit.startswith(f"{name}.")]
         if not found:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
             hint = f"; near: {', '.join(near)}" if near else f" (units: {', '.join(dict.fromkeys(names))})"
             raise ModelError(f"split_at: no unit {name!r} is called in the model's forward{hint}")
-        cuts.append(found[0])
+        cuts.append(found[0] if use == 1 else _later_use(name, use, names, starts))
     if cuts != sorted(set(cuts)):
         raise ModelError(f"split_at={list(split_at)} is not in the order in which the model calls its units")
     for first, end, name in zip([0, *cuts], [*cuts, len(calls)], ["", *split_at], strict=True):
@@ -184,6 +186,17 @@ def _cuts_at(recording: Recording, stages: int, split_at: Sequence[str], starts:
             where = f"from {name!r} on" if name else f"before {split_at[0]!r}"
             raise ModelError(f"split_at={list(split_at)}: the stage {where} would have no unit with parameters")
     return cuts
+
+
+def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
+    """The call with which a stage begins that has a unit of a stage before it again."""
+    again = [number for number, unit in enumerate(names) if unit == name]
+    if len(again) < use or again[use - 1] not in starts:
+        raise ModelError(
+            f"split_at: {name}#{use} is no place to cut: the model calls the unit {name!r} {len(again)} times"
+            + (", and it updates itself, so that all its calls belong on one stage" if len(again) >= use else "")
+        )
+    return again[use - 1]
 
 
 def _crossing(recording: Recording) -> list[float]:

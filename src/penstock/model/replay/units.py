@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.uses import name_and_use
 
 __all__ = ["find_units", "own_parameters"]
 
@@ -27,8 +28,8 @@ def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) ->
     names = dict(model.named_modules())
     found: list[str] = []
     _collect("", model, found, in_list=False)
-    for name in split_at:
-        _open_for(found, names, name)
+    for place in split_at:
+        _open_for(found, names, name_and_use(place)[0])
     while len(found) < stages:
         openable = [name for name in found if _openable(names[name])]
         if not found:

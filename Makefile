@@ -21,14 +21,14 @@ compare: $(READY)
 	$(BIN)/penstock compare --draw
 
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-all: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m ""
+	$(BIN)/pytest -n 3 --dist worksteal -m ""
 
 # pytest exits with 5 when nothing is marked slow, which is no failure.
 test-slow: $(READY)
-	$(BIN)/pytest -n 2 --dist worksteal -m slow || [ $$? -eq 5 ]
+	$(BIN)/pytest -n 3 --dist worksteal -m slow || [ $$? -eq 5 ]
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -54,7 +54,7 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	echo "Setting up $(VENV) with $$("$$found" --version); the first time takes a minute or more."; \
 	"$$found" -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:

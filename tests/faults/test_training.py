@@ -19,7 +19,7 @@ from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_man
 from penstock.train.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "40"))
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "36"))
 
 
 @pytest.fixture(scope="module")

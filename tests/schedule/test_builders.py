@@ -29,8 +29,8 @@ def build_and_prove(name: str, ranks: int, microbatches: int, stages_per_rank: i
     assert schedule.stages == ranks * stages_per_rank
     assert schedule.forward_only == (name == "forward-only")
     verify(schedule)
-    verify(lower(schedule))
-    verify(lower(schedule, reduce=True, window=1 + (ranks + microbatches + stages_per_rank) % 3))
+    window = (ranks + microbatches + stages_per_rank) % 4  # by turns with messages alone, or with shards as well
+    verify(lower(schedule) if window == 0 else lower(schedule, reduce=True, window=window))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

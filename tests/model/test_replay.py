@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from model import nets
-from model.nets import Chain, W, rows, trains
+from model.nets import Chain, W, rows, square, trains
 from torch import Tensor, nn
 
+import penstock
 from penstock.errors import ModelError
 
 IMAGE = (4, 2, 8, 8)
@@ -178,3 +179,11 @@ def test_a_parameter_free_norm_on_the_input_counts_once() -> None:
 
     assert trains(Normed(), rows(), stages=4) == 0.0
     assert trains(Normed(), rows(), stages=2, recompute="always") == 0.0
+    options: dict[str, Any] = {"split": "replay", "microbatches": 2, "loss_fn": square, "example": (rows(),)}
+    with penstock.Pipeline(model := Normed(), stages=2, **options) as pipe:  # on threads the stages share its buffers
+        owners = [
+            stage
+            for stage, module in pipe.crew.modules().items()
+            if any(inner._buffers is model.norm._buffers for inner in module.own_modules())
+        ]
+        assert owners == [0]

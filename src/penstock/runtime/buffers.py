@@ -50,7 +50,8 @@ class Buffers:
         self._kept: dict[Key, Then] = {}
 
     def _all(self) -> Iterator[tuple[Key, nn.Module, Tensor]]:
-        tables = {id(holder._buffers): holder for holder in self._module.modules()}  # copies of modules share one
+        own = getattr(self._module, "own_modules", self._module.modules)
+        tables = {id(holder._buffers): holder for holder in own()}  # copies of modules share one
         for number, holder in tables.items():
             for name, buffer in holder._buffers.items():
                 if buffer is not None:

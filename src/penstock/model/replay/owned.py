@@ -28,6 +28,20 @@ class StageUnits(nn.Module):
         yield from super().modules(remove_duplicate)
         yield from self.__dict__["_others"]
 
+    def own_modules(self) -> Iterator[nn.Module]:
+        """Those whose state is this stage's: its units, and the glue, but not what stands for units of other stages.
+
+        These share their tables with the units themselves, which another rank, on a thread, may be running.
+        """
+        yield from super().modules()
+        foreign = {
+            id(inner)
+            for module in self.__dict__["_others"]
+            if getattr(module, "is_asked", False)
+            for inner in nn.Module.modules(module)
+        }
+        yield from (module for module in self.__dict__["_others"] if id(module) not in foreign)
+
     def train(self, mode: bool = True) -> StageUnits:
         super().train(mode)
         for module in self.__dict__["_others"]:

@@ -21,7 +21,11 @@ class StageUnits(nn.Module):
                 self.register_parameter(f"loose_{number}", tensor)
             else:
                 self.register_buffer(f"loose_{number}", tensor)
-        self.__dict__["_others"] = others  # containers and glue modules of the stage's tree
+        foreign = {
+            id(inner) for module in others if getattr(module, "is_asked", False) for inner in nn.Module.modules(module)
+        }
+        self.__dict__["_others"] = others  # containers and glue modules of the stage's tree, and stand-ins for units
+        self.__dict__["_glue"] = [module for module in others if id(module) not in foreign]
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Also those of the tree that hold no parameter: they too know whether they are training."""
@@ -34,13 +38,7 @@ class StageUnits(nn.Module):
         These share their tables with the units themselves, which another rank, on a thread, may be running.
         """
         yield from super().modules()
-        foreign = {
-            id(inner)
-            for module in self.__dict__["_others"]
-            if getattr(module, "is_asked", False)
-            for inner in nn.Module.modules(module)
-        }
-        yield from (module for module in self.__dict__["_others"] if id(module) not in foreign)
+        yield from self.__dict__["_glue"]
 
     def train(self, mode: bool = True) -> StageUnits:
         super().train(mode)

@@ -1,6 +1,7 @@
 """What every test needs before torch is imported, and hypothesis's settings."""
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -10,6 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Some virtual machines announce AMX and then stop the process that uses it, as oneDNN does for bfloat16.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+# A shell without job control starts what it runs in the background with Ctrl-C ignored, and so would be every process
+# of the tests that press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A deadline per example measures the machine's load; pytest-timeout already stops what hangs.
 settings.register_profile("penstock", deadline=None)

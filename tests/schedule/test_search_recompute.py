@@ -17,9 +17,7 @@ def peak_by_hand(schedule: Schedule, costs: Costs, rank: int) -> float:
     activation, held, kept = (costs.per_stage(name, schedule.stages) for name in ("activation", "held", "kept"))
     now: dict[tuple[int, int], float] = {}
     most = 0.0
-    for action in schedule.rank(rank):
-        if action is None:
-            continue
+    for action in (part for action in schedule.rank(rank) if action is not None for part in action.parts()):
         stage, key = action.stage, (action.stage, action.microbatch)
         if action.op is Op.F:
             now[key] = kept[stage] if stage in schedule.recompute else activation[stage]
@@ -35,7 +33,7 @@ def peak_by_hand(schedule: Schedule, costs: Costs, rank: int) -> float:
     return most
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "interleaved-1f1b"])
 @pytest.mark.parametrize("held", [None, 0.0, 0.4])
 def test_the_simulator_counts_time_and_memory_of_recomputing(name: str, held: float | None) -> None:
     costs = Costs(forward=2.0, input=3.0, weight=1.0, held=held, kept=0.25)

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PeerFailure
+from penstock.parallel.link import LATER
 
 WIDTH, M = 4, 4
-SOON = 5.0
+SOON = 5.0  # after a death
+SETTLED = 10.0  # after the timeout: the others are asked what they do, on a machine that is busy with other tests
 TIMEOUT = 3.0  # of a pipeline in these tests
 Say = Callable[[Any], None]
 
@@ -56,7 +58,12 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
             sys.exit(3)
         if how == "stick":
             time.sleep(16)
-        os.kill(os.getpid(), int(how))
+        elif how in ("stick elsewhere", "stop elsewhere"):  # in a wait for other groups, as its pipeline sees it
+            with pipe.world.transport.outside(lambda failure: None):
+                time.sleep(16 if how == "stick elsewhere" else 1)
+                os.kill(os.getpid(), STOP)
+        else:
+            os.kill(os.getpid(), int(how))
 
     if (mesh.get_local_rank("pp"), mesh.get_local_rank("dp")) == (rank, replica):
         next(iter(pipe.crew.modules().values())).spring = spring  # type: ignore[assignment]
@@ -151,10 +158,27 @@ def test_a_killed_process(replicate: str, how: int, rank: int, replica: int, sch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicate", "how", "rank", "replica", "schedule"),
-    [("ddp", STOP, 1, 1, "1f1b"), ("fsdp", STOP, 0, 1, "1f1b"), ("fsdp", "stick", 1, 0, "zb-v")],
+    [
+        ("ddp", STOP, 1, 1, "1f1b"),
+        ("fsdp", STOP, 0, 1, "1f1b"),
+        ("fsdp", "stick", 1, 0, "zb-v"),
+    ],
 )
 def test_a_process_that_stops(replicate: str, how: Any, rank: int, replica: int, schedule: str) -> None:
-    check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, SOON + TIMEOUT)
+    check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, TIMEOUT + SETTLED)
+
+
+@pytest.mark.slow
+def test_a_process_that_stops_while_it_waits_for_other_replicas_is_found_by_its_pipeline() -> None:
+    endings = launch(4, lose, "ddp", "stop elsewhere", 0, 1, "1f1b")
+    check(endings, 0, 1, TIMEOUT + SETTLED)
+    assert f"silent for {TIMEOUT:g} s, stopped or dead" in endings[3].said[0][3]  # not by the replicas' later watch
+
+
+@pytest.mark.slow
+def test_who_waits_in_its_pipeline_is_not_blamed_by_the_other_replicas() -> None:
+    """Rank 0 of replica 1 is stuck; its pipeline takes it for waiting, and its neighbour there is not at fault."""
+    check(launch(4, lose, "ddp", "stick elsewhere", 0, 1, "1f1b"), 0, 1, TIMEOUT + LATER + SETTLED)
 
 
 @pytest.mark.slow

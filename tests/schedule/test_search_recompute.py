@@ -17,7 +17,7 @@ def peak_by_hand(schedule: Schedule, costs: Costs, rank: int) -> float:
     activation, held, kept = (costs.per_stage(name, schedule.stages) for name in ("activation", "held", "kept"))
     now: dict[tuple[int, int], float] = {}
     most = 0.0
-    for action in (part for action in schedule.rank(rank) if action is not None for part in action.parts()):
+    for action in (part for whole in schedule.rank(rank) if whole is not None for part in whole.parts()):
         stage, key = action.stage, (action.stage, action.microbatch)
         if action.op is Op.F:
             now[key] = kept[stage] if stage in schedule.recompute else activation[stage]

@@ -17,6 +17,7 @@ from copy import copy
 from datetime import timedelta
 from time import monotonic
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -48,9 +49,25 @@ class Link:
         self._timeout = timeout + LATER
         self._transport = DistributedTransport(group, self._timeout)
         self._watch = self._transport._watch
+        self._watch_pipeline()
         # of waits that nobody else looks at, the backend's own timeout is the only one
         limit = timeout + SOON if unseen else self._timeout + SLACK
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+
+    def _watch_pipeline(self) -> None:
+        """A member that waits in its pipeline is not to blame, and that pipeline says who is; it ends with this link.
+
+        The watch's thread must keep neither this link nor the pipeline alive.
+        """
+        watch, link = self._pipeline._watch, ref(self)
+
+        def ended(verdict: PeerFailure) -> None:
+            here = link()
+            if here is not None:
+                here._lost(verdict)
+
+        self._watch.elsewhere = lambda: watch.waiting is not None
+        self._watch.ended = ended
 
     def report_by(self, doing: Callable[[], str]) -> None:
         """How to say what this rank is doing."""
@@ -119,9 +136,7 @@ class Link:
             yield
 
     def _collapse(self, verdict: PeerFailure) -> None:
-        self._watch._cut((self.index + 1) % self.size)
-        if self._pipeline.broken is None:
-            self._pipeline.abort(self._told(verdict))
+        self._watch._cut((self.index + 1) % self.size)  # the pipeline ends with the link
 
     def explain(self, error: BaseException) -> PeerFailure | None:
         """The loss of a member that an error comes from, if it does."""

@@ -81,7 +81,10 @@ class Watch:
     ) -> None:
         self.waiting: Waiting | None = None
         self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
-        self._marked = False  # the others know that it does
+        self.elsewhere: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
+        self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
+        self._mark = 0  # counts the beats that it does, for the others to see
+        self._marks: dict[int, tuple[bytes, float]] = {}  # of the others, and since when each is the same
         self.verdict: PeerFailure | None = None
         self.doing: Callable[[], str] = lambda: "nothing known"
         self.news: list[PeerFailure] = []
@@ -185,6 +188,7 @@ class Watch:
             self._cut(waiting.peer)
         if outside is not None:
             outside(verdict)
+        self.ended(verdict)
 
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
@@ -192,24 +196,40 @@ class Watch:
             return self._standing()
         if not self.news:
             self._read_news()
-        if self._marked != (self.outside is not None):
-            self._marked = not self._marked
-            self._ask("set", self._key(f"outside/{self._rank}"), str(int(self._marked)))
+        away = self.outside is not None or self.elsewhere()
+        if away or self._mark:
+            self._mark = self._mark + 1 if away else 0
+            self._ask("set", self._key(f"outside/{self._rank}"), str(self._mark))
         waiting, proposal = self.waiting, self._proposal
-        overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
-        if overdue and proposal is None and waiting is not None and self._anybody_outside():
-            overdue = time.monotonic() - waiting.since > self._timeout + OUTSIDE_SECONDS
-        if overdue or proposal is not None:
+        if proposal is not None or self._is_overdue(waiting):
             self._ask("compare_set", self._key("alarm"), "", _dump((self._rank, waiting, proposal)))
             self._call()
         if self._ask("check", [self._key("alarm")]):
             return self._arbitrate(*_load(self._ask("get", self._key("alarm"))))
         return None
 
+    def _is_overdue(self, waiting: Waiting | None) -> bool:
+        waited = 0.0 if waiting is None else time.monotonic() - waiting.since
+        if waited < self._timeout / 2:
+            self._marks.clear()
+            return False
+        patience = OUTSIDE_SECONDS if self._anybody_outside() else 0.0
+        return waited > self._timeout + patience
+
     def _anybody_outside(self) -> bool:
-        """Whether some rank here waits for another group's: then that group is the one to find out who is silent."""
-        keys = [self._key(f"outside/{rank}") for rank in range(self._ranks)]
-        return any(self._ask("check", [key]) and self._ask("get", key) == b"1" for key in keys)
+        """Whether some rank here waits for another group's: then that group is the one to find out who is silent.
+
+        A mark that stands still is of a rank that stopped, and it is for this group to say so.
+        """
+        now, fresh = time.monotonic(), min(STATE_SECONDS, self._timeout / 2)
+        found = False
+        for rank in range(self._ranks):
+            key = self._key(f"outside/{rank}")
+            mark = self._ask("get", key) if self._ask("check", [key]) else b"0"
+            if self._marks.get(rank, (b"", 0.0))[0] != mark:
+                self._marks[rank] = (mark, now)
+            found = found or (mark != b"0" and now - self._marks[rank][1] < fresh)
+        return found
 
     def _read_news(self) -> None:
         step, announced = self._step, self._announced

@@ -1,12 +1,12 @@
 """The documents are tests: what README.md and docs/ tell a reader to run is run here.
 
-- ```` ```python ```` blocks run in order; the blocks of one file share a namespace and a temporary working directory.
+- A file is one test. Its ```` ```python ```` blocks run in order, with one namespace and one temporary directory.
 - In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go to the installed command, through bash, in
   that same directory. Every command must exit with 0.
 - ``<!-- exit 2 -->`` on the line before a console block of one command says that it must exit with 2.
 - ``<!-- not run: reason -->`` on the line before a block leaves it out. The reason is required.
 
-A test's name ends in the file and line of its block, and so does a traceback out of it.
+A failure names the file and the line of its block.
 """
 
 import os
@@ -59,19 +59,16 @@ def find_blocks(markdown: str) -> Iterator[Block]:
 
 @dataclass
 class Page:
-    """One document being run: what its blocks have in common, and how far it has come."""
+    """One document being run, and what its blocks have in common."""
 
     path: Path
     folder: Path
     blocks: list[Block]
     namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
-    done: int = 0
 
-    def run_through(self, number: int) -> None:
-        """Run block ``number``, and before it whatever has not run yet, so that one test can be run alone."""
-        while self.done <= number:
-            self.done += 1
-            self.run(self.blocks[self.done - 1])
+    def run_all(self) -> None:
+        for block in self.blocks:
+            self.run(block)
 
     def run(self, block: Block) -> None:
         where = f"{self.path}:{block.line}"
@@ -117,23 +114,15 @@ DOCUMENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
-    return {name: Page(ROOT / name, tmp_path_factory.mktemp("docs"), blocks) for name, blocks in DOCUMENTS.items()}
+LONG = ["docs/checkpoints.md", "docs/parallel.md", "docs/train.md"]
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param(name, number, id=f"{name}:{block.line}")
-        for name, blocks in DOCUMENTS.items()
-        for number, block in enumerate(blocks)
-    ],
-)
-def test_documented_block_runs(name: str, number: int, pages: dict[str, Page], monkeypatch: pytest.MonkeyPatch) -> None:
-    page = pages[name]
-    monkeypatch.chdir(page.folder)
-    page.run_through(number)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in DOCUMENTS])
+def test_a_document_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Page(ROOT / name, tmp_path, DOCUMENTS[name])
+    page.run_all()
 
 
 # The rules above, tried on documents made up here.
@@ -143,17 +132,16 @@ def page_of(markdown: str, folder: Path) -> Page:
     return Page(folder / "page.md", folder, [block for block in find_blocks(markdown) if block.is_run])
 
 
-def test_blocks_share_a_namespace_and_any_one_can_run_alone(tmp_path: Path) -> None:
+def test_blocks_share_a_namespace(tmp_path: Path) -> None:
     page = page_of("```python\nx = 1\n```\ntext\n```python\nx += 1\n```\n", tmp_path)
-    page.run_through(1)
-    page.run_through(1)
+    page.run_all()
     assert page.namespace["x"] == 2
 
 
 def test_an_error_points_at_the_line_of_the_document(tmp_path: Path) -> None:
     page = page_of("# Title\n\n```python\nx = 1\nx / 0\n```\n", tmp_path)
     with pytest.raises(ZeroDivisionError) as caught:
-        page.run_through(0)
+        page.run_all()
     entry = caught.traceback[-1]
     assert (str(entry.path), entry.lineno + 1) == (str(page.path), 5)
 
@@ -163,7 +151,7 @@ def test_only_a_block_with_a_reason_is_left_out(tmp_path: Path) -> None:
     assert not page_of(f"<!-- not run: needs two hosts -->\n{block}", tmp_path).blocks
     for silent in ("<!-- not run -->", "<!-- not run: -->"):
         with pytest.raises(pytest.fail.Exception, match="say why"):
-            page_of(f"{silent}\n{block}", tmp_path).run_through(0)
+            page_of(f"{silent}\n{block}", tmp_path).run_all()
 
 
 def test_only_lines_that_call_penstock_are_commands() -> None:
@@ -181,7 +169,7 @@ def test_a_command_must_exit_as_stated(
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     page = page_of(f"{comment}\n```console\n$ penstock show\n```\n", tmp_path)
     if passes:
-        page.run_through(0)
+        page.run_all()
     else:
         with pytest.raises(pytest.fail.Exception, match="exited with 7"):
-            page.run_through(0)
+            page.run_all()

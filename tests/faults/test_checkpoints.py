@@ -154,9 +154,10 @@ def train_until_killed(say: Say, folder: str, victim: int, delay: float | None) 
     run.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kills", [6])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.exhaustive)]
+)
 def test_a_rank_killed_at_random_moments_changes_no_loss(kills: int, tmp_path: Path) -> None:
     chance = random.Random(kills)
     losses: dict[int, set[float]] = {}

@@ -19,7 +19,6 @@ from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_man
 from penstock.train.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "36"))
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +152,16 @@ def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path) -> None:
         assert "restart 1" not in run.log
 
 
-@pytest.mark.slow
-def test_kills_at_random_moments_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills", [pytest.param(10, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+)
+def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
     """One job, killed again and again: while it starts, loads, trains and, every third time, while it saves."""
     chance = random.Random(8)
     killed = []
-    settings = ["training.steps=1000000", f"launch.max_restarts={KILLS + 5}", "checkpoint.every=1", plan()]
+    settings = ["training.steps=1000000", f"launch.max_restarts={kills + 5}", "checkpoint.every=1", plan()]
     with job(tmp_path, *settings) as run:
-        for number in range(KILLS):
+        for number in range(kills):
             ranks = run.until(lambda: found if len(found := run.ranks()) == 2 else None)
             if number % 3 == 0:
                 run.until(lambda: saving(run))

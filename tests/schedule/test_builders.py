@@ -47,11 +47,13 @@ def test_the_smallest_sizes_are_built_and_proved(name: str) -> None:
                 build_and_prove(name, ranks, microbatches, stages_per_rank)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stride", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_size_is_built_and_proved(name: str) -> None:
-    for ranks, microbatches, stages_per_rank in cases(name, stride=1):
+def test_every_size_is_built_and_proved(name: str, stride: int) -> None:
+    for ranks, microbatches, stages_per_rank in cases(name, stride):
         build_and_prove(name, ranks, microbatches, stages_per_rank)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice, product
 
 import pytest
 from schedule.mutants import KINDS, mutants
@@ -94,15 +95,16 @@ def test_mutants_that_went_through_a_csv_file_are_judged_the_same(name: str) -> 
         assert (not faults(loaded)) == still_right(mutant.schedule), mutant
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stride", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_schedule_up_to_4_ranks_6_microbatches_3_stages(name: str) -> None:
-    for ranks in range(1, 5):
-        for microbatches in range(1, 7):
-            for stages_per_rank in stage_counts(name, 3):
-                for program in programs(name, ranks, microbatches, stages_per_rank):
-                    check(program, f"slow {name} {ranks} {microbatches} {stages_per_rank}", per_kind=5)
+def test_every_schedule_up_to_4_ranks_6_microbatches_3_stages(name: str, stride: int) -> None:
+    sizes = product(range(1, 5), range(1, 7), stage_counts(name, 3))
+    for ranks, microbatches, stages_per_rank in islice(sizes, 0, None, stride):
+        for program in programs(name, ranks, microbatches, stages_per_rank):
+            check(program, f"slow {name} {ranks} {microbatches} {stages_per_rank}", per_kind=5)
 
 
 @pytest.mark.slow

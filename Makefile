@@ -15,6 +15,9 @@ READY := $(VENV)/.ready
 # For two cores: many tests wait for processes and timeouts. Who is idle takes over tests of others.
 WORKERS := -n 4 --dist worksteal
 
+# Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train compare test test-all test-slow lint format setup clean
 
 train: $(READY)

@@ -27,8 +27,13 @@ def test_the_bench_of_checkpoints_prints_its_table(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TITLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "overhead.py" else pytest.mark.exhaustive)
+        for name in TITLES
+    ],
+)
 def test_a_bench_prints_its_tables_in_quick_mode(name: str) -> None:
     command = [sys.executable, str(BENCH / name), "--quick", "--schedules", "1f1b,zb-v"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

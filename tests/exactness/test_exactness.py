@@ -7,6 +7,8 @@ because the second catches what the first left behind: once with gradients that 
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from exactness.cases import TRAINING, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
@@ -19,6 +21,13 @@ EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model i
 SEARCHED = [Case("auto", "transformer", optimizer=True), Case("auto", "skip"), Case("auto", "mlp", stages=2, rows=7)]
 PROCESSES = ["shared", "distributed"]  # transports
 WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
+
+
+def by_turns(slow: str) -> list[Any]:
+    """This transport in the slow tests and the other in the exhaustive ones; the fast tests have both."""
+    return [
+        pytest.param(kind, marks=pytest.mark.slow if kind == slow else pytest.mark.exhaustive) for kind in PROCESSES
+    ]
 
 
 def odd_sizes() -> list[Case]:
@@ -102,18 +111,16 @@ def on_four() -> list[Case]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize("transport", by_turns("shared"))
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*EVERY, *odd_sizes()] if case.model == model and case.ranks == 2]
     check_on_processes(cases, transport)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize("transport", by_turns("distributed"))
 @pytest.mark.parametrize("model", MODELS)
 def test_four_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*on_four(), *odd_sizes()] if case.model == model and case.ranks == 4]

@@ -48,7 +48,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, 8)
-        self.blocks = nn.ModuleList([Slow(0.0), Slow(0.004), Slow(0.001)])
+        self.blocks = nn.ModuleList([Slow(0.0), Slow(0.02), Slow(0.001)])
         self.drop = nn.Dropout(0.1)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 50, bias=False)
@@ -74,20 +74,20 @@ def test_time_is_forward_and_backward_of_each_layer():
 
         @staticmethod
         def backward(ctx, grad):
-            time.sleep(0.004)
+            time.sleep(0.03)
             return grad
 
     class Back(nn.Module):
         def forward(self, x):
             return SlowBack.apply(x)
 
-    model = nn.Sequential(nn.Linear(8, 8), Slow(0.002), Back(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(8, 8), Slow(0.02), Back(), nn.Linear(8, 2))
     weights = profile_layers(layers_of(model), (torch.randn(4, 8),), rounds=2, repeats=3)
     times = [weight.milliseconds for weight in weights]
-    assert times[1] >= 2
-    assert times[2] >= 4
-    assert times[0] < 2
-    assert times[3] < 2
+    assert times[1] >= 20
+    assert times[2] >= 30
+    assert times[0] < 20
+    assert times[3] < 20
 
 
 def test_a_unit_call_is_measured_with_its_own_arguments():
@@ -96,7 +96,7 @@ def test_a_unit_call_is_measured_with_its_own_arguments():
     weights = profile_calls(model, recording, (ids,), {"scale": 2.0}, rounds=1)
     by_name = {weight.name: weight for weight in weights}
     assert [weight.name for weight in weights] == [call.unit for call in recording.calls]
-    assert by_name["blocks.1"].milliseconds >= 4 > by_name["blocks.2"].milliseconds >= 1
+    assert by_name["blocks.1"].milliseconds >= 20 > by_name["blocks.2"].milliseconds >= 1
     assert by_name["head"].output_bytes == 4 * 50 * 4
     assert by_name["embed"].parameters == 400
     assert by_name["head"].parameters == 0  # tied: counted once, where it is used first

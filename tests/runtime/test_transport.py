@@ -382,7 +382,7 @@ def hears_of_it(transport: Any) -> Any:
 def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
     for heard, seconds in values(run(kind, hears_of_it)):
         assert heard == ["ValueError: boom"]
-        assert seconds < 3
+        assert seconds < 5
 
 
 def two_programs_in_one_step(transport: Any) -> Any:
@@ -427,7 +427,7 @@ def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) 
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
         assert rank == 2
         assert f"silent for {timeout:g} s" in cause
-        assert timeout * 0.9 < seconds < 4
+        assert timeout * 0.9 < seconds < 10
 
 
 Point = namedtuple("Point", "x y")

@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(victim: int
         assert "died or left" in text
         told = [f"rank {other}: {'no answer' if other == victim else f'at {other}F0'}" for other in range(3)]
         assert all(line in text for line in told), text
-        assert seconds < 4
+        assert seconds < 10  # and not the timeout, 20
 
 
 @pytest.mark.parametrize(("victim", "kind"), [(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")])
@@ -124,7 +124,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
     for rank, text, seconds in living(outcomes, victim):
         assert rank == victim, text
         assert "silent for 1 s, stopped or dead" in text
-        assert 0.9 < seconds < 6
+        assert 0.9 < seconds < 15
 
 
 @pytest.mark.parametrize("kind", ["gloo-tcp", "shared-tcp"])
@@ -132,7 +132,7 @@ def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str)
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):
         assert rank == 0, text
-        assert seconds < 8
+        assert seconds < 15
 
 
 def uses_out_of_order(transport: Any) -> Any:

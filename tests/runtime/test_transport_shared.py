@@ -364,7 +364,7 @@ def leaves_in_the_middle(transport: Any, how: str, folder: str) -> Any:
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             transport.receive(FORTH, 0)
-        assert time.monotonic() - start < 1.5  # at once, and not at the timeout
+        assert time.monotonic() - start < 5  # at once, and not at the timeout, which is 10
         return True
     if how == "interrupt":
         time.sleep(1)

@@ -3,6 +3,7 @@
 - A file is one test. Its ```` ```python ```` blocks run in order, with one namespace and one temporary directory.
 - In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go to the installed command, through bash, in
   that same directory. Every command must exit with 0.
+- Where README.md or docs/command.md shows what a command prints, it prints that.
 - ``<!-- exit 2 -->`` on the line before a console block of one command says that it must exit with 2.
 - ``<!-- not run: reason -->`` on the line before a block leaves it out. The reason is required.
 
@@ -37,9 +38,11 @@ class Block:
     comment: str = ""  # the HTML comment right before it
 
     @property
-    def commands(self) -> list[str]:
+    def commands(self) -> list[tuple[str, str]]:
+        """Those that call penstock, each with what is shown of its output."""
         joined = self.text.replace("\\\n", " ")
-        return [line.removeprefix("$ ") for line in joined.splitlines() if re.match(r"\$ penstock\b", line)]
+        parts = [part.partition("\n") for part in re.split(r"(?m)^\$ ", joined)[1:]]
+        return [(command, shown) for command, _, shown in parts if re.match(r"penstock\b", command)]
 
     @property
     def is_run(self) -> bool:
@@ -64,7 +67,9 @@ class Page:
     path: Path
     folder: Path
     blocks: list[Block]
+    is_literal: bool = False  # commands print what the document shows, letter by letter
     namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    compared: int = 0
 
     def run_all(self) -> None:
         for block in self.blocks:
@@ -88,22 +93,23 @@ class Page:
             )
         expected = int(stated["code"]) if stated else 0
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
-        for command in block.commands:
+        for command, shown in block.commands:
             result = subprocess.run(
                 ["bash", "-o", "pipefail", "-c", command],
                 cwd=self.folder,
                 env={**os.environ, "PATH": path},
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
                 text=True,
                 timeout=COMMAND_SECONDS,
             )
             if result.returncode != expected:
-                pytest.fail(
-                    f"{where}: `{command}` exited with {result.returncode}, not {expected}\n"
-                    f"{result.stdout}{result.stderr}",
-                    pytrace=False,
-                )
+                said = f"exited with {result.returncode}, not {expected}\n{result.stdout}"
+                pytest.fail(f"{where}: `{command}` {said}", pytrace=False)
+            if shown and self.is_literal:
+                self.compared += 1
+                assert result.stdout == shown, f"{where}: `{command}`"
 
 
 DOCUMENTS = {
@@ -114,15 +120,17 @@ DOCUMENTS = {
 }
 
 
-LONG = ["docs/checkpoints.md", "docs/parallel.md", "docs/train.md"]
+LONG = {f"docs/{name}.md" for name in ("checkpoints", "command", "parallel", "search", "seeing", "train")}
+LITERAL = {"README.md", "docs/command.md"}
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in DOCUMENTS])
 def test_a_document_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    page = Page(ROOT / name, tmp_path, DOCUMENTS[name])
+    page = Page(ROOT / name, tmp_path, DOCUMENTS[name], name in LITERAL)
     page.run_all()
+    assert page.compared >= (2 if page.is_literal else 0)
 
 
 # The rules above, tried on documents made up here.
@@ -156,7 +164,17 @@ def test_only_a_block_with_a_reason_is_left_out(tmp_path: Path) -> None:
 
 def test_only_lines_that_call_penstock_are_commands() -> None:
     (block,) = find_blocks("```console\n$ make train\n$ penstock show \\\n  1f1b\nits output\n$ penstocks\n```\n")
-    assert [command.split() for command in block.commands] == [["penstock", "show", "1f1b"]]
+    assert [(command.split(), shown) for command, shown in block.commands] == [
+        (["penstock", "show", "1f1b"], "its output\n")
+    ]
+
+
+def test_other_output_than_shown_is_noticed(tmp_path: Path) -> None:
+    page = page_of("```console\n$ penstock show 1f1b -r 1 -m 1 | head -n 1\nshown\n```\n", tmp_path)
+    page.run_all()
+    page.is_literal = True
+    with pytest.raises(AssertionError, match="penstock show"):
+        page.run_all()
 
 
 @pytest.mark.parametrize(("comment", "passes"), [("", False), ("<!-- exit 1 -->", False), ("<!-- exit 7 -->", True)])

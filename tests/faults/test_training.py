@@ -38,6 +38,7 @@ def plan(*traps: tuple[int, int, str]) -> str:
     return f"data.options.plan={[list(trap) for trap in traps]}"
 
 
+@pytest.mark.slow
 def test_a_run_outlives_a_raise_a_kill_and_a_full_disk(tmp_path: Path, wanted: list[float]) -> None:
     traps = plan((5, 1, "raise"), (11, 0, "kill"), (14, 1, "full"))
     with job(tmp_path, "training.steps=24", "pipeline.timeout=20", traps) as run:

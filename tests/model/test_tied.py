@@ -59,7 +59,8 @@ def plainly(steps: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_copies_are_bitwise_equal_after_a_hundred_steps(ranks: int) -> None:
     states = on_processes(ranks, train, ranks, 100, "1f1b")
     expected = plainly(100)

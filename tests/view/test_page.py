@@ -7,6 +7,8 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
+
 from penstock.schedule import FAMILIES, Costs, build, simulate
 from penstock.view.page import SCRIPTS, page, page_data
 from penstock.view.run import Run
@@ -91,6 +93,7 @@ def test_the_data_are_the_timeline() -> None:
             assert max(row["memory"][1]) == run.timeline.peak_activations[rank]
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_spans_are_a_few_megabytes() -> None:
     run = Run("large", simulate(build("zb-v", 16, 1042)))
     assert len(run.timeline.spans) > 100_000

@@ -140,7 +140,7 @@ def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(tmp_path: 
     said = "\n".join((tmp_path / f"host{host}.txt").read_text() for host in range(2))
     assert codes == [0, 0], said
     assert "going on from step" in said
-    assert "rank 1 failed" in said  # as rank 0 was told by the pipeline
+    assert "exitcode: -9" in said  # rank 0 says that rank 1 failed, unless torchrun's agent ends it first
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["loss"] for line in lines] == wanted
 

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel, lost_source, lost_target, with_report
 from penstock.runtime.transport.bell import Bell
+from penstock.runtime.transport.marks import Marks
 from penstock.runtime.transport.store import Asker, NoAnswer
 
 __all__ = ["Waiting", "Watch"]
@@ -83,8 +84,6 @@ class Watch:
         self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
         self.elsewhere: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
-        self._mark = 0  # counts the beats that it does, for the others to see
-        self._marks: dict[int, tuple[bytes, float]] = {}  # of the others, and since when each is the same
         self.verdict: PeerFailure | None = None
         self.doing: Callable[[], str] = lambda: "nothing known"
         self.news: list[PeerFailure] = []
@@ -99,6 +98,7 @@ class Watch:
         self._timeout = timeout
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
+        self._marks = Marks(self._ask, self._key, rank, ranks, min(STATE_SECONDS, timeout / 2))
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: threading.Event | Bell = bell or threading.Event()
@@ -196,10 +196,7 @@ class Watch:
             return self._standing()
         if not self.news:
             self._read_news()
-        away = self.outside is not None or self.elsewhere()
-        if away or self._mark:
-            self._mark = self._mark + 1 if away else 0
-            self._ask("set", self._key(f"outside/{self._rank}"), str(self._mark))
+        self._marks.tell(self.outside is not None or self.elsewhere())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None or self._is_overdue(waiting):
             self._ask("compare_set", self._key("alarm"), "", _dump((self._rank, waiting, proposal)))
@@ -211,25 +208,10 @@ class Watch:
     def _is_overdue(self, waiting: Waiting | None) -> bool:
         waited = 0.0 if waiting is None else time.monotonic() - waiting.since
         if waited < self._timeout / 2:
-            self._marks.clear()
+            self._marks.forget()
             return False
-        patience = OUTSIDE_SECONDS if self._anybody_outside() else 0.0
+        patience = OUTSIDE_SECONDS if self._marks.anybody() else 0.0
         return waited > self._timeout + patience
-
-    def _anybody_outside(self) -> bool:
-        """Whether some rank here waits for another group's: then that group is the one to find out who is silent.
-
-        A mark that stands still is of a rank that stopped, and it is for this group to say so.
-        """
-        now, fresh = time.monotonic(), min(STATE_SECONDS, self._timeout / 2)
-        found = False
-        for rank in range(self._ranks):
-            key = self._key(f"outside/{rank}")
-            mark = self._ask("get", key) if self._ask("check", [key]) else b"0"
-            if self._marks.get(rank, (b"", 0.0))[0] != mark:
-                self._marks[rank] = (mark, now)
-            found = found or (mark != b"0" and now - self._marks[rank][1] < fresh)
-        return found
 
     def _read_news(self) -> None:
         step, announced = self._step, self._announced

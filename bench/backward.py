@@ -1,6 +1,6 @@
 """What splitting the backward costs: I + W against B, here and in torch.distributed.pipelining, side by side.
 
-    python bench/backward.py [--rounds 200] [--json]
+    penstock bench backward [--quick] [--json] [--rounds 200]
 
 Every round runs each variant once on the same model and input, in a new order, so that a noisy machine is noisy for
 all and none always finds the memory as the same other one left it. A ratio is the median of the rounds' ratios, each
@@ -14,37 +14,18 @@ taken within one round. Gradients are accumulated, as between the first and the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from common import Block
+from report import Column, bench
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from penstock.runtime.backward import DeferredWeights, StageParameters, backward_full, backward_input
-
-
-class Block(nn.Module):
-    """A transformer block: causal attention and an MLP, each with its norm and its residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(mixed)
-        return x + self.mlp(self.second(x))
 
 
 def convolutions() -> nn.Sequential:
@@ -128,22 +109,17 @@ def summary(kept: list[list[list[float]]]) -> dict[str, float]:
     }
 
 
+FIGURES = ("F us", "B us", "I us", "W us", "I+W/B", "F'/F", "all", "torch I+W/B", "torch all")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="rounds of the largest case; small ones run more")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {name: measure(make, shape, int(options.rounds * more)) for name, (make, shape, more) in CASES.items()}
-    if options.json:
-        print(json.dumps(results, indent=2))
-        return
-    columns = list(next(iter(results.values())))
-    print(f"{'':34}" + "".join(f"{column:>13}" for column in columns))
-    for name, result in results.items():
-        print(
-            f"{name:34}" + "".join(f"{result[c]:13.0f}" if c.endswith("us") else f"{result[c]:13.3f}" for c in columns)
-        )
+    with bench(__doc__, 200) as settings:
+        torch.set_num_threads(1)
+        columns = [Column(name, 11, "{:.0f}" if name.endswith("us") else "{:.3f}") for name in FIGURES]
+        table = settings.report.table(0, "one thread, one microbatch of many", [Column("stage", 32), *columns])
+        for name, (make, shape, more) in CASES.items():
+            figures = measure(make, shape, int(settings.rounds * more))
+            table.row(name, *(figures[column] for column in FIGURES))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a measured cut is worth: step time with stages balanced by time, against equal counts and parameter counts.
 
-    python bench/balance.py [--quick] [--rounds 9] [--schedules 1f1b,zb-v]
+    penstock bench balance [--quick] [--json] [--rounds 9] [--schedules 1f1b,zb-v]
 
 Two gloo processes train each of two nn.Sequential models, cut in three ways, in turn and in one run:
 
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, Step, Table, interleave, options, run_ranks
+from common import SEVERAL, THEIRS, Step, interleave, run_ranks
+from report import Column, bench
 from torch import Tensor, nn
 
 import penstock
@@ -154,11 +155,11 @@ def load(counts: list[int], weights: list[Weight], loss: float, placement: Place
 
 
 def measure(rank: int, settings: Namespace) -> None:
-    columns = [("model", 5), ("schedule", 16), ("balance", 10), ("layers a stage", 14), ("load", 5)]
-    columns += [("ms", 7), ("time/this", 9), ("busy", 5)]
-    table = Table(
-        rank, "2 gloo ranks, 8 microbatches: ms a step; `time/this` below 1: balance by time is faster", columns
-    )
+    columns = [Column("model", 5), Column("schedule", 16), Column("balance", 10), Column("layers a stage", 14)]
+    columns += [Column("load", 5, "{:.2f}"), Column("ms", 7)]
+    columns += [Column("time/this", 9, "{:.2f}"), Column("time/this, busy", 5, "{:.2f}", "busy")]
+    title = "2 gloo ranks, 8 microbatches: ms a step; `time/this` below 1: balance by time is faster"
+    table = settings.report.table(rank, title, columns)
     for name, make in (("gpt", gpt), ("unet", unet)):
         torch.manual_seed(0)
         model, x, y = make(settings.quick)
@@ -176,21 +177,17 @@ def measure(rank: int, settings: Namespace) -> None:
             steps: dict[str, Step] = {way: partial(pipe.step, x, target=y) for way, pipe in pipes.items()}
             times = interleave(steps, settings.rounds)
             for way, counts in ways.items():
-                ratios = [f"{times.ratio('time', way):.2f}", f"{times.busy_ratio('time', way):.2f}"]
                 shown = " ".join(map(str, counts))
-                cells = [
-                    name,
-                    family,
-                    way,
-                    shown,
-                    f"{load(counts, weights, loss, placement):.2f}",
-                    times.median(way) * 1e3,
-                ]
-                table.row([*cells, *ratios])
+                cells = [name, family, way, shown, load(counts, weights, loss, placement), times.median(way) * 1e3]
+                table.row(*cells, times.ratio("time", way), times.busy_ratio("time", way))
             for pipe in pipes.values():
                 pipe.close()
 
 
+def main() -> None:
+    with bench(__doc__, 9, tuple(THEIRS), default=("1f1b", "zb-v")) as settings:
+        run_ranks(measure, 2, settings)
+
+
 if __name__ == "__main__":
-    asked = options(__doc__, rounds=9, more=lambda parser: parser.set_defaults(schedules="1f1b,zb-v"))
-    run_ranks(measure, 2, asked)
+    main()

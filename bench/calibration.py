@@ -1,6 +1,6 @@
 """How well a recorded run predicts others: step times predicted from one recording against measured ones.
 
-    python bench/calibration.py [--quick] [--rounds 15] [--schedules gpipe,1f1b,...] [--width 512]
+    penstock bench calibration [--quick] [--json] [--rounds 15] [--schedules gpipe,1f1b,...] [--width 512]
 
 Two gloo processes with balanced stages, one thread each. In every round each schedule is recorded once with 8
 microbatches, as for `penstock whatif`, and measured without recording with 4, 8 and 16. From the round's recording the
@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import Step, Table, interleave, options, run_ranks
+from common import Step, interleave, run_ranks
+from report import Column, Goal, add_names, at_least_one, bench
 from torch import Tensor, nn
 
 import penstock
@@ -30,7 +31,8 @@ from penstock.schedule.calibrate import outside
 
 ROWS, RECORDED = 64, 8
 SIZES = (4, 8, 16)
-GOAL = 0.05
+GOAL = 5.0  # %
+KINDS = ("nap", "compute")
 WARM_UP = 2
 NAP = 0.002  # seconds of one layer's forward; its backward takes twice that
 ONE, TWO = ("gpipe", "1f1b", "zb-h1"), ("interleaved-1f1b", "zb-v")  # stages a rank
@@ -130,8 +132,10 @@ def predicted(run: Timeline, family: str, microbatches: int) -> float:
 def measure(rank: int, kind: str, settings: Namespace) -> None:
     what = f"sleeps of {NAP * 1e3:g} ms" if kind == "nap" else f"Linear({settings.width}, {settings.width}) and Tanh"
     title = f"{kind}: 8 layers of {what}, {ROWS} rows a microbatch, 2 gloo ranks, recorded with {RECORDED} microbatches"
-    columns = [("from", 17), ("for", 17), ("microbatches", 12), ("predicted ms", 12), ("measured ms", 12), ("error", 8)]
-    table = Table(rank, title, columns)
+    columns = [Column("from", 17), Column("for", 17), Column("microbatches", 12)]
+    columns += [Column(f"{what} ms", 12, "{:.2f}") for what in ("predicted", "measured")]
+    columns += [Column("error %", 8, "{:+.1f}"), Column("size of error", 21)]
+    table = settings.report.table(rank, title, columns)
     errors: list[float] = []
     for group in (ONE, TWO):
         names = [name for name in group if name in settings.schedules]
@@ -140,25 +144,22 @@ def measure(rank: int, kind: str, settings: Namespace) -> None:
         torch.manual_seed(0)
         contest = Contest(kind, names, settings.width)
         for source, name, count, told, real, error in contest.rows(settings.rounds):
-            errors.append(abs(error))
-            table.row([source, name, count, f"{told * 1e3:.2f}", f"{real * 1e3:.2f}", f"{100 * error:+.1f} %"])
+            errors.append(abs(100 * error))
+            table.row(source, name, count, told * 1e3, real * 1e3, 100 * error, Goal(errors[-1], GOAL))
         contest.close()
-    if rank == 0:
-        met = sum(error <= GOAL for error in errors)
-        middle, largest = 100 * statistics.median(errors), 100 * max(errors)
-        goal = f"{met} of {len(errors)} within {100 * GOAL:.0f} %"
-        print(f"error: median {middle:.1f} %, largest {largest:.1f} %; {goal}", flush=True)
+    columns = [Column("kind", 17), Column("predictions"), Column(f"within {GOAL:g} %"), Column("median %")]
+    table = settings.report.table(rank, f"{kind}: how large the errors are", [*columns, Column("largest %")])
+    table.row(kind, len(errors), sum(error <= GOAL for error in errors), statistics.median(errors), max(errors))
 
 
 def main() -> None:
     def more(parser: Any) -> None:
-        parser.add_argument("--width", type=int, default=512, help="of the layers that compute (default 512)")
-        parser.add_argument("--kinds", default="nap,compute", help="which kinds of stage, separated by commas")
-        parser.set_defaults(schedules=",".join((*ONE, *TWO)))
+        parser.add_argument("--width", type=at_least_one, default=512, help="of the layers that compute (default 512)")
+        add_names(parser, "--kinds", KINDS)
 
-    settings = options(__doc__, 15, more)
-    for kind in settings.kinds.split(","):
-        run_ranks(measure, 2, kind, settings)
+    with bench(__doc__, 15, (*ONE, *TWO), more=more) as settings:
+        for kind in settings.kinds:
+            run_ranks(measure, 2, kind, settings)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """What a checkpoint costs: the pause of training, and seconds for a gigabyte, beside torch.save and plain DCP.
 
+    penstock bench checkpoint [--quick] [--json] [--rounds 7]
+
 Two gloo processes train a pipeline of two stages with AdamW. In every round each contestant saves the state of model
 and optimizer to the same disk, once beside a few steps of training and once alone. All end with their files synced:
 
@@ -22,6 +24,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import Goal, Table, options, run_ranks
+from common import run_ranks
+from report import Column, Goal, Report, bench
 from torch import nn
 
 import penstock
@@ -39,13 +43,12 @@ Begin = Callable[[Path], Callable[[], object]]  # saves; what it returns waits u
 
 
 def main() -> None:
-    found = options(__doc__, rounds=7)
-    width, layers = (64, 4) if found.quick else (1024, 12)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # not /tmp, which may be memory
-        run_ranks(compare, 2, width, layers, found.rounds, folder)
+    with bench(__doc__, 7) as settings, tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # /tmp may be memory
+        run_ranks(compare, 2, settings, folder)
 
 
-def compare(rank: int, width: int, layers: int, rounds: int, folder: str) -> None:
+def compare(rank: int, settings: Namespace, folder: str) -> None:
+    width, layers = (64, 4) if settings.quick else (1024, 12)
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)])
@@ -70,8 +73,10 @@ def compare(rank: int, width: int, layers: int, rounds: int, folder: str) -> Non
         "DCP, async": dcp_async(state),
         "DCP, sync": lambda path: dcp_sync(state, path),
     }
-    times = measure(contestants, train, rounds, Path(folder), rank)
-    report(rank, times, size.item() / 1e9, f"{layers} x Linear({width}, {width}) with AdamW, 2 gloo ranks")
+    times = measure(contestants, train, settings.rounds, Path(folder), rank)
+    tell(
+        settings.report, rank, times, size.item() / 1e9, f"{layers} x Linear({width}, {width}) with AdamW, 2 gloo ranks"
+    )
     pipe.close()
 
 
@@ -159,16 +164,18 @@ def measure(
     }
 
 
-def report(rank: int, times: dict[str, dict[str, list[float]]], gigabytes: float, title: str) -> None:
-    columns = [("", 12), ("pause ms", 9), ("lost ms", 9), ("whole ms", 9), ("s/GB", 6), ("pause / DCP, async", 26)]
-    table = Table(rank, f"{title}: {gigabytes:.3f} GB in {len(times['torch.save']['pause'])} rounds", columns)
+def tell(report: Report, rank: int, times: dict[str, dict[str, list[float]]], gigabytes: float, title: str) -> None:
+    columns = [Column("who", 12), *(Column(f"{what} ms", 9) for what in ("pause", "lost", "whole"))]
+    columns += [Column("s/GB", 6, "{:.2f}"), Column("pause / DCP, async", 26, "{:.2f}")]
+    full = f"{title}: {gigabytes:.3f} GB in {len(times['torch.save']['pause'])} rounds"
+    table = report.table(rank, full, columns)
     for name, each in times.items():
         pause, lost, whole = (1000 * statistics.median(each[column]) for column in ("pause", "lost", "whole"))
         ratio = statistics.median(
             one / other for one, other in zip(each["pause"], times["DCP, async"]["pause"], strict=True)
         )
-        goal = str(Goal(ratio, 1.0)) if name == "ours, async" else f"{ratio:.2f}"
-        table.row([name, pause, lost, whole, f"{whole / 1000 / gigabytes:.2f}", goal])
+        goal = Goal(ratio, 1.0) if name == "ours, async" else ratio
+        table.row(name, pause, lost, whole, whole / 1000 / gigabytes, goal)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benches share: gloo processes on this host, contestants in turn, ratios, a table.
+"""What the benches of steps share: gloo processes on this host, contestants in turn, ratios. Tables: see `report`.
 
 The machine is shared and noisy, so no time is worth anything alone. Every round runs each contestant once, in an order
 that turns with the round, from a barrier to the last rank's end. A ratio is the median of the rounds' ratios, each
@@ -7,13 +7,10 @@ taken within one round: what slows a round down slows both of its sides.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,26 +40,18 @@ SEVERAL = ("looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe
 V = ("zb-v", "dualpipe-v")
 
 
-def options(
-    text: str | None, rounds: int, more: Callable[[argparse.ArgumentParser], object] = lambda parser: None
-) -> argparse.Namespace:
-    """The command line of a bench; `more` adds to it."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds of little work: that it runs, not how fast")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds of each comparison (default {rounds})")
-    parser.add_argument("--schedules", default=",".join(THEIRS), help="which ones, separated by commas")
-    more(parser)
-    found = parser.parse_args()
-    if found.quick:
-        found.rounds = 2
-    found.schedules = [name for name in found.schedules.split(",") if name]
-    return found
-
-
 def run_ranks(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
-    """`worker(rank, *arguments)` on as many processes, joined by gloo, one thread each."""
+    """`worker(rank, *arguments)` on as many processes, joined by gloo, one thread each; none outlives this call."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start, (ranks, str(Path(folder) / "rendezvous"), worker, arguments), nprocs=ranks)
+        places = (ranks, str(Path(folder) / "rendezvous"), worker, arguments)
+        running = mp.spawn(_start, places, nprocs=ranks, join=False, daemon=True)  # also if interrupted right here
+        try:
+            while not running.join():
+                pass
+        finally:
+            for process in running.processes:
+                process.terminate()  # nothing where it has ended
+                process.join()
 
 
 def _start(rank: int, ranks: int, path: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -163,40 +152,3 @@ def torch_pipeline(
         schedule.step(*args, **target, losses=losses if target else None, return_outputs=False)
 
     return step
-
-
-@dataclass
-class Goal:
-    """A ratio, what it should be, and whether it is."""
-
-    ratio: float
-    limit: float
-    at_least: bool = False
-
-    def __str__(self) -> str:
-        met = self.ratio >= self.limit if self.at_least else self.ratio <= self.limit
-        sign = ">=" if self.at_least else "<="
-        return f"{self.ratio:5.2f} {sign} {self.limit:.2f} {'' if met else 'MISSED'}"
-
-
-class Table:
-    """Rows printed as they come, on the rank that reports."""
-
-    def __init__(self, rank: int, title: str, columns: Sequence[tuple[str, int]]) -> None:
-        self._quiet = rank != 0
-        self._widths = [max(width, len(name)) for name, width in columns]
-        load = os.getloadavg()[0]
-        self._print(f"\n{title}\n(load average of this machine at the start: {load:.1f}, on {os.cpu_count()} cores)")
-        self.row([name for name, _ in columns])
-
-    def row(self, cells: Sequence[object]) -> None:
-        texts = [f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells]
-        aligned = [
-            text.ljust(width) if not index or "=" in text else text.rjust(width)
-            for index, (text, width) in enumerate(zip(texts, self._widths, strict=True))
-        ]
-        self._print("  ".join(aligned).rstrip())
-
-    def _print(self, text: str) -> None:
-        if not self._quiet:
-            print(text, flush=True)

@@ -1,12 +1,12 @@
-"""A pipeline with replicas: step time of pp=2 x dp=2 on four gloo processes, one thread each.
+"""A pipeline with replicas: the step of pp=2 x dp=2, against torch.distributed.pipelining with DDP or FSDP2.
 
-    python bench/composition.py [--quick] [--rounds 7] [--schedules 1f1b,interleaved-1f1b,zb-v] [--kinds ddp,fsdp]
+    penstock bench composition [--quick] [--json] [--rounds 7] [--schedules 1f1b,zb-v] [--kinds ddp,fsdp]
 
-8 transformer blocks (width 256, 64 tokens, 8 microbatches of 2 rows a replica), against torch.distributed.pipelining
-with the same replication: DistributedDataParallel around each stage, or `fully_shard` on it. Ours as it comes (stages
-pass activations through shared memory on one host; replicas reduce over gloo), and held to gloo. torch's
-DistributedDataParallel ends in an internal assertion of its own in the second step of every schedule here but 1f1b:
-there it does not take part.
+Four gloo processes, one thread each. 8 transformer blocks (width 256, 64 tokens, 8 microbatches of 2 rows a replica),
+against torch.distributed.pipelining with the same replication: DistributedDataParallel around each stage, or
+`fully_shard` on it. Ours as it comes (stages pass activations through shared memory on one host; replicas reduce over
+gloo), and held to gloo. torch's DistributedDataParallel ends in an internal assertion of its own in the second step of
+every schedule here but 1f1b: there it does not take part.
 
 `agree` says whether all replicas had the same gradients after a step, which is what replication is for: "no" is a
 contestant that skipped the reduction, and its time is not one of the same work. `busy` is the ratio of processor time
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, THEIRS, WAYS, Block, Goal, Step, Table, V, interleave, options, run_ranks
+from common import SEVERAL, THEIRS, WAYS, Block, Step, V, interleave, run_ranks
+from report import Column, Goal, Table, add_names, bench
 from torch import Tensor, nn
 from torch.distributed import pipelining as theirs
 from torch.distributed.fsdp import fully_shard
@@ -32,6 +33,7 @@ import penstock
 from penstock.schedule import Placement
 
 FAMILIES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-v")
+KINDS = ("ddp", "fsdp")
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -95,11 +97,12 @@ def measure(rank: int, settings: Namespace) -> None:
     quick = settings.quick
     width, tokens, count = (32, 8, 4) if quick else (256, 64, 8)
     mesh = penstock.mesh(pp=2, dp=2)
-    columns = [("schedule", 17), ("replicas", 8), ("who", 10), ("ms", 8), ("it/torch", 21), ("busy", 4), ("agree", 5)]
+    columns = [Column("schedule", 17), Column("replicas", 8), Column("who", 10), Column("ms", 8)]
+    columns += [Column("it/torch", 21), Column("it/torch, busy", 4, "{:.2f}", "busy"), Column("agree", 5)]
     title = f"pp=2 x dp=2: transformer blocks, width {width}, {tokens} tokens, {count} microbatches"
-    table = Table(rank, title, columns)
+    table = settings.report.table(rank, title, columns)
     for family in settings.schedules:
-        for kind in settings.kinds.split(","):
+        for kind in settings.kinds:
             one_case(table, mesh, family, kind, (width, tokens, count), settings)
 
 
@@ -134,20 +137,17 @@ def one_case(table: Table, mesh: Any, family: str, kind: str, sizes: tuple[int, 
     for who in steps:
         same = "yes" if agree(owned[who], mesh) else "no"
         if who == "torch" or "torch" not in steps:
-            table.row([family, kind, who, times.median(who) * 1e3, "", "", same])
+            table.row(family, kind, who, times.median(who) * 1e3, None, None, same)
         else:
             against = Goal(times.ratio(who, "torch"), 1.0)
-            busy = f"{times.busy_ratio(who, 'torch'):.2f}"
-            table.row([family, kind, who, times.median(who) * 1e3, against, busy, same])
+            table.row(family, kind, who, times.median(who) * 1e3, against, times.busy_ratio(who, "torch"), same)
     for pipe in pipes.values():
         pipe.close()
 
 
 def main() -> None:
-    settings = options(__doc__, 7, lambda parser: parser.add_argument("--kinds", default="ddp,fsdp"))
-    if settings.schedules == list(THEIRS):
-        settings.schedules = list(FAMILIES)
-    run_ranks(measure, 4, settings)
+    with bench(__doc__, 7, tuple(THEIRS), FAMILIES, lambda parser: add_names(parser, "--kinds", KINDS)) as settings:
+        run_ranks(measure, 4, settings)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What an action costs beside its own compute: tiny stages, where all that is left is the runtime.
+"""What an action costs beside its own compute: tiny stages, against a bare gloo loop and torch.distributed.pipelining.
 
-    python bench/overhead.py [--quick] [--rounds 15] [--schedules gpipe,1f1b] [--profile]
+    penstock bench overhead [--quick] [--json] [--rounds 15] [--schedules gpipe,1f1b] [--profile]
 
 Stages of one Linear(8, 8), 64 microbatches of 4 rows. Two gloo processes run, in turn and in one run:
 
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, WAYS, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
+from common import SEVERAL, THEIRS, WAYS, Step, Times, interleave, only, run_ranks, torch_pipeline
+from report import Column, Goal, bench
 from torch import Tensor, nn
 
 import penstock
@@ -129,16 +130,18 @@ def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], li
 def measure_ranks(rank: int, settings: Namespace) -> None:
     count = 8 if settings.quick else 64
     title = f"Linear(8, 8), 2 gloo ranks, {count} microbatches: us a compute, and ratios"
-    columns = [("schedule", 17), ("who", 10), ("bare", 7), ("torch", 7), ("it", 7)]
-    columns += [("it/bare", 21), ("busy", 4), ("it/torch", 21), ("busy", 4)]
-    table = Table(rank, title, columns)
+    columns = [Column("schedule", 17), Column("who", 10)]
+    columns += [Column(f"{who} us", 7, head=who) for who in ("bare", "torch", "it")]
+    for other in ("bare", "torch"):
+        columns += [Column(f"it/{other}", 21), Column(f"it/{other}, busy", 4, "{:.2f}", "busy")]
+    table = settings.report.table(rank, title, columns)
     for family in settings.schedules:
         steps, pipes = contestants(family, rank, count)
         times = interleave(steps, settings.rounds)
         for pipe in pipes:
             pipe.close()
         for who in WAYS:
-            table.row(row(family, who, times, computes(pipes[0])))
+            table.row(*row(family, who, times, computes(pipes[0])))
 
 
 def row(family: str, who: str, times: Times, actions: int) -> list[object]:
@@ -146,13 +149,13 @@ def row(family: str, who: str, times: Times, actions: int) -> list[object]:
     return [
         family,
         who,
-        times.median("bare") / actions * 1e6 if bare else "-",
+        times.median("bare") / actions * 1e6 if bare else None,
         times.median("torch") / actions * 1e6,
         times.median(who) / actions * 1e6,
-        Goal(times.ratio(who, "bare"), 1.15) if bare else "-",
-        f"{times.busy_ratio(who, 'bare'):.2f}" if bare else "-",
+        Goal(times.ratio(who, "bare"), 1.15) if bare else None,
+        times.busy_ratio(who, "bare") if bare else None,
         Goal(times.ratio(who, "torch"), 0.3 if WAYS[who] is None else 1.0 if bare else 0.5),
-        f"{times.busy_ratio(who, 'torch'):.2f}",
+        times.busy_ratio(who, "torch"),
     ]
 
 
@@ -163,8 +166,9 @@ def measure_alone(rank: int, settings: Namespace) -> None:
     x, y = torch.randn(2, count * ROWS, WIDTH).unbind()
     xs, ys, seed = x.split(ROWS), y.split(ROWS), torch.tensor(1 / count)
     plain = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-    columns = [("what", 17), ("plain", 7), ("ours", 7), ("ours/plain", 10), ("busy", 4)]
-    table = Table(rank, "one process, nothing sent: us a compute", columns)
+    columns = [Column("what", 17), Column("plain us", 7, head="plain"), Column("ours us", 7, head="ours")]
+    columns += [Column("ours/plain", 10, "{:.2f}"), Column("ours/plain, busy", 4, "{:.2f}", "busy")]
+    table = settings.report.table(rank, "one process, nothing sent: us a compute", columns)
     for name, stages, threads in (("one rank", 1, 1), ("one rank, split", 2, 1), ("two threads", 2, 2)):
         family = "zb-v" if "split" in name else "1f1b"
         modules = [nn.Linear(WIDTH, WIDTH) for _ in range(stages)]
@@ -183,8 +187,8 @@ def measure_alone(rank: int, settings: Namespace) -> None:
         times = interleave({who: only(rank, 0, step) for who, step in steps.items()}, settings.rounds)
         actions = computes(pipe)
         medians = [times.median(who) / actions * 1e6 for who in ("plain", "ours")]
-        busy = f"{times.busy_ratio('ours', 'plain'):.2f}" if threads == 1 else "-"
-        table.row([name, *medians, f"{times.ratio('ours', 'plain'):.2f}", busy])
+        busy = times.busy_ratio("ours", "plain") if threads == 1 else None
+        table.row(name, *medians, times.ratio("ours", "plain"), busy)
         if settings.profile and threads == 1 and rank == 0:
             profile(pipe, x, y)
         pipe.close()
@@ -208,8 +212,8 @@ def main() -> None:
     def more(parser: Any) -> None:
         parser.add_argument("--profile", action="store_true", help="where a step of one rank spends its time")
 
-    settings = options(__doc__, 15, more)
-    run_ranks(measure, 2, settings)
+    with bench(__doc__, 15, tuple(THEIRS), more=more) as settings:
+        run_ranks(measure, 2, settings)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """How long it takes to build, lower, verify and simulate a schedule, beside the installed torch.
 
-    python bench/schedules.py            a few minutes: the goal's size, its halves, torch at smaller sizes
-    python bench/schedules.py --quick    seconds: small sizes, one repeat; only shows that it runs
-    python bench/schedules.py --json
+    penstock bench schedules            a few minutes: the goal's size, its halves, torch at smaller sizes
+    penstock bench schedules --quick    seconds: small sizes, one round; only shows that it runs
 
 Every measurement is a process of its own, so that none inherits another's heap; the contestants
-take turns, so that a busy machine slows both; the median of `--repeats` is reported. Times are
+take turns, so that a busy machine slows both; the median of `--rounds` is reported. Times are
 CPU seconds (`time.process_time`) of the call alone, without imports; memory is the peak resident
 size of the process, for torch without what `import torch` itself takes.
 
@@ -28,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from report import Column, Goal, Report, bench
 
 PHASES = ("build", "lower", "verify", "simulate")
 GOAL_SECONDS, GOAL_GIGABYTES, GOAL_GROWTH = 30.0, 3.0, 2.3
@@ -155,58 +156,48 @@ def measure_all(
     return {contest: medians(measured) for contest, measured in runs.items()}
 
 
-def line(title: str, figures: dict[str, float]) -> str:
-    """A row of the table."""
-    cells = [f"{figures[name]:9.3f}" for name in (*PHASES, "total")]
-    return f"{title:<24}{''.join(cells)}{figures['megabytes']:9.0f}{figures['lowered']:12,.0f}"
-
-
-def table(figures: dict[tuple[str, Size], dict[str, float]], full: Size, halves: tuple[Size, ...]) -> str:
+def tell(
+    report: Report, figures: dict[tuple[str, Size], dict[str, float]], full: Size, halves: tuple[Size, ...]
+) -> None:
     """Everything measured, the ratios to torch and the goals."""
-    heads = "".join(f"{name:>9}" for name in (*PHASES, "total", "MB"))
-    lines = [f"{'CPU seconds':<24}{heads}{'lowered':>12}"]
-    for (contestant, size), measured in figures.items():
-        lines.append(line(f"{contestant:<6}{size}", measured))
-        ours = figures.get(("ours", size))
-        if contestant == "torch" and ours:
-            ratios = "".join(f"{measured[name] / max(ours[name], 1e-9):8.1f}x" for name in (*PHASES, "total"))
-            lines.append(f"{'  torch / ours':<24}{ratios}")
+    names = (*PHASES, "total")
+    columns = [Column("size", 16), Column("who", 5), *(Column(name, 8, "{:.3f}") for name in names)]
+    columns += [Column("MB", 8, "{:.0f}"), Column("lowered", 10)]
+    table = report.table(0, "CPU seconds, peak memory, and how many actions the lowered schedule has", columns)
+    for (who, size), measured in figures.items():
+        cells = [measured[name] for name in (*names, "megabytes")]
+        table.row(str(size), who, *cells, int(measured["lowered"]))
+    columns = [Column("size", 16), *(Column(name, 8, "{:.1f}x") for name in names)]
+    table = report.table(0, "torch / ours", columns)
+    for (who, size), measured in figures.items():
+        ours = figures["ours", size]
+        if who == "torch":
+            table.row(str(size), *(measured[name] / max(ours[name], 1e-9) for name in names))
     whole = figures["ours", full]
-    lines += ["", f"{full.computes:,} computes, {whole['lowered']:,.0f} lowered:"]
-    gigabytes = whole["megabytes"] / 1024
-    lines.append(goal(f"  all four phases {whole['total']:.1f} s", whole["total"], GOAL_SECONDS, "s"))
-    lines.append(goal(f"  peak memory {gigabytes:.2f} GB", gigabytes, GOAL_GIGABYTES, "GB"))
+    title = f"goals for {full}: {full.computes:,} computes, {whole['lowered']:,.0f} lowered"
+    table = report.table(0, title, [Column("what", 44), Column("measured", 22)])
+    table.row("all four phases, s", Goal(whole["total"], GOAL_SECONDS))
+    table.row("peak memory, GB", Goal(whole["megabytes"] / 1024, GOAL_GIGABYTES))
     for half in halves:
-        growth = whole["total"] / figures["ours", half]["total"]
-        lines.append(goal(f"  twice the actions of {half} take {growth:.2f} times as long", growth, GOAL_GROWTH, "x"))
-    return "\n".join(lines)
-
-
-def goal(text: str, value: float, most: float, unit: str) -> str:
-    """A figure and whether it meets its goal."""
-    return f"{text} (goal: at most {most:g} {unit}): {'met' if value <= most else 'MISSED'}"
+        table.row(f"time against half, {half}", Goal(whole["total"] / figures["ours", half]["total"], GOAL_GROWTH))
 
 
 def main() -> None:
     """Measure, then print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="medians of so many (3)")
-    parser.add_argument("--quick", action="store_true", help="small sizes, once: a smoke run")
-    parser.add_argument("--json", action="store_true", help="the medians as JSON")
-    parser.add_argument("--worker", nargs=4, metavar=("WHO", "R", "M", "V"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options.worker[0], Size(*map(int, options.worker[1:])))
-        return
-    full, halves, beside = QUICK if options.quick else (FULL, HALVES, BESIDE_TORCH)
-    contests = [(who, size) for size in beside for who in ("ours", "torch")]
-    contests = list(dict.fromkeys([*contests, *(("ours", size) for size in (*halves, full))]))
-    repeats = 1 if options.quick else max(1, options.repeats)
-    figures = measure_all(contests, repeats, lambda text: print(text, file=sys.stderr, flush=True))
-    if options.json:
-        print(json.dumps([{"who": who, "size": list(size), **found} for (who, size), found in figures.items()]))
-    else:
-        print(table(figures, full, halves))
+
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--worker", nargs=4, metavar=("WHO", "R", "M", "V"), help=argparse.SUPPRESS)
+
+    with bench(__doc__, 3, more=more) as settings:
+        if settings.worker:
+            work(settings.worker[0], Size(*map(int, settings.worker[1:])))
+            return
+        full, halves, beside = QUICK if settings.quick else (FULL, HALVES, BESIDE_TORCH)
+        contests = [(who, size) for size in beside for who in ("ours", "torch")]
+        contests = list(dict.fromkeys([*contests, *(("ours", size) for size in (*halves, full))]))
+        repeats = 1 if settings.quick else settings.rounds
+        figures = measure_all(contests, repeats, lambda text: print(text, file=sys.stderr, flush=True))
+        tell(settings.report, figures, full, halves)
 
 
 if __name__ == "__main__":

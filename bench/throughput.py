@@ -1,6 +1,8 @@
-"""How fast steps are where compute, or messages, are what costs. Two gloo processes with one thread each.
+"""How fast steps are where compute, or messages, are what costs: against torch.distributed.pipelining and one process.
 
-    python bench/throughput.py [--quick] [--rounds 7] [--schedules gpipe,1f1b] [--parts model,messages,threads]
+    penstock bench throughput [--quick] [--json] [--rounds 7] [--schedules gpipe,1f1b] [--parts model,messages,threads]
+
+Two gloo processes with one thread each.
 
 model     8 transformer blocks (width 384, 128 tokens, batch 16, in 8 and in 16 microbatches) against
           torch.distributed.pipelining, and against one process with one thread and the same microbatches:
@@ -30,14 +32,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, WAYS, Block, Goal, Step, Table, Times, interleave, only, options, run_ranks, torch_pipeline
+from common import SEVERAL, THEIRS, WAYS, Block, Step, Times, interleave, only, run_ranks, torch_pipeline
+from report import Column, Goal, add_names, bench
 from torch import Tensor, nn
 
 import penstock
 from penstock.schedule import Costs, Op, simulate
 
 AHEAD = 4  # messages that the raw loop keeps under way
-PARTS = ("model", "messages", "threads")
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -74,9 +76,11 @@ def blocks(family: str, quick: bool, width: int) -> list[nn.Module]:
 def measure_model(rank: int, settings: Namespace) -> None:
     quick = settings.quick
     width, tokens, batch = (48, 16, 16) if quick else (384, 128, 16)
-    columns = [("schedule", 17), ("microbatches", 12), ("ours/torch", 21), ("busy", 4)]
-    columns += [("of ideal", 21), ("of halves", 9)]
-    table = Table(rank, f"transformer blocks, width {width}, {tokens} tokens, batch {batch}", columns)
+    columns = [Column("schedule", 17), Column("microbatches", 12)]
+    columns += [Column("ours/torch", 21), Column("ours/torch, busy", 4, "{:.2f}", "busy")]
+    columns += [Column("of ideal", 21), Column("of halves", 9, "{:.2f}")]
+    title = f"transformer blocks, width {width}, {tokens} tokens, batch {batch}"
+    table = settings.report.table(rank, title, columns)
     for count in (8,) if quick else (8, 16):
         for family in settings.schedules:
             torch.manual_seed(0)
@@ -95,14 +99,12 @@ def measure_model(rank: int, settings: Namespace) -> None:
             share = 1 - idle_share(pipe)
             pipe.close()
             table.row(
-                [
-                    family,
-                    count,
-                    Goal(times.ratio("ours", "torch"), 1.0),
-                    f"{times.busy_ratio('ours', 'torch'):.2f}",
-                    Goal(times.ratio("one", "ours") / 2 / share, 0.97, at_least=True),
-                    f"{times.ratio('halves', 'ours') / share:.2f}",
-                ]
+                family,
+                count,
+                Goal(times.ratio("ours", "torch"), 1.0),
+                times.busy_ratio("ours", "torch"),
+                Goal(times.ratio("one", "ours") / 2 / share, 0.97, at_least=True),
+                times.ratio("halves", "ours") / share,
             )
 
 
@@ -155,9 +157,11 @@ def scales(stages: int, width: int) -> list[nn.Module]:
 
 def measure_messages(rank: int, settings: Namespace) -> None:
     count, width = (4, 256) if settings.quick else (16, 4096)
-    columns = [("schedule", 17), ("MiB", 5), ("who", 10), ("it/torch", 21), ("busy", 4)]
-    columns += [("of compute", 21), ("busy", 4), ("of compute + messages", 21)]
-    table = Table(rank, f"large messages, little compute, {count} microbatches", columns)
+    columns = [Column("schedule", 17), Column("MiB", 5, "{:.2g}"), Column("who", 10)]
+    columns += [Column("it/torch", 21), Column("it/torch, busy", 4, "{:.2f}", "busy")]
+    columns += [Column("of compute", 21, "{:.2f}"), Column("of compute, busy", 4, "{:.2f}", "busy")]
+    columns += [Column("of compute + messages", 21)]
+    table = settings.report.table(rank, f"large messages, little compute, {count} microbatches", columns)
     for rows in (64,) if settings.quick else (64, 128):
         for family in settings.schedules:
             torch.manual_seed(0)
@@ -181,11 +185,10 @@ def measure_messages(rank: int, settings: Namespace) -> None:
                 pipe.close()
                 allowed = ratio(times, who, lambda row, share=share: row["compute"] / share + row["messages"])
                 alone = ratio(times, who, lambda row, share=share: row["compute"] / share)
-                goal: object = Goal(alone, 1.1) if WAYS[who] is None else f"{alone:.2f}"
-                busy, work = (f"{times.busy_ratio(who, other):.2f}" for other in ("torch", "compute"))
-                size = f"{rows * width * 4 / 2**20:.2g}"
+                goal = Goal(alone, 1.1) if WAYS[who] is None else alone
+                busy, work = (times.busy_ratio(who, other) for other in ("torch", "compute"))
                 against = Goal(times.ratio(who, "torch"), 1.0)
-                table.row([family, size, who, against, busy, goal, work, Goal(allowed, 1.15)])
+                table.row(family, rows * width * 4 / 2**20, who, against, busy, goal, work, Goal(allowed, 1.15))
 
 
 # -- threads
@@ -194,8 +197,8 @@ def measure_messages(rank: int, settings: Namespace) -> None:
 def measure_threads(rank: int, settings: Namespace) -> None:
     quick = settings.quick
     width, tokens, batch, count = (48, 16, 16, 8) if quick else (384, 128, 16, 8)
-    columns = [("schedule", 17), ("threads/processes", 17)]
-    table = Table(rank, "ranks as threads of one process, beside ranks as processes (no goal)", columns)
+    columns = [Column("schedule", 17), Column("threads/processes", 17, "{:.2f}")]
+    table = settings.report.table(rank, "ranks as threads of one process, beside ranks as processes (no goal)", columns)
     for family in settings.schedules[:2] if quick else settings.schedules:
         torch.manual_seed(0)
         x, y = torch.randn(2, batch, tokens, width).unbind()
@@ -209,18 +212,20 @@ def measure_threads(rank: int, settings: Namespace) -> None:
         times = interleave(steps, settings.rounds, warm_up=1)
         processes.close()
         threads.close()
-        table.row([family, f"{times.ratio('threads', 'processes'):.2f}"])
+        table.row(family, times.ratio("threads", "processes"))
+
+
+PARTS = {"model": measure_model, "messages": measure_messages, "threads": measure_threads}
 
 
 def measure(rank: int, settings: Namespace) -> None:
-    parts = {"model": measure_model, "messages": measure_messages, "threads": measure_threads}
-    for name in settings.parts.split(","):
-        parts[name](rank, settings)
+    for name in settings.parts:
+        PARTS[name](rank, settings)
 
 
 def main() -> None:
-    settings = options(__doc__, 7, lambda parser: parser.add_argument("--parts", default=",".join(PARTS)))
-    run_ranks(measure, 2, settings)
+    with bench(__doc__, 7, tuple(THEIRS), more=lambda parser: add_names(parser, "--parts", tuple(PARTS))) as settings:
+        run_ranks(measure, 2, settings)
 
 
 if __name__ == "__main__":

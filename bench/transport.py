@@ -1,6 +1,6 @@
 """What a message costs on our transports, beside bare gloo, in one run.
 
-    python bench/transport.py [--quick] [--sizes 32,1024] [--json]
+    penstock bench transport [--quick] [--json] [--rounds 15] [--sizes 32,1024]
 
 Two processes on this host, all in turn, round after round, because other work disturbs a shared machine:
 
@@ -15,20 +15,17 @@ The receiver looks at every byte in none of them: a message counts when its valu
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import tempfile
 import time
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from common import run_ranks
+from report import Column, at_least_one, bench
 
 from penstock.runtime.transport import Channel, Transport
 from penstock.runtime.transport.distributed import DistributedTransport
@@ -36,6 +33,8 @@ from penstock.runtime.transport.shared import SharedMemoryTransport
 
 CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 AHEAD = 4
+SIZES = [32 << shift for shift in (*range(0, 20, 2), 20, 21)]
+QUICK_SIZES = [32 << shift for shift in (0, 8, 16)]
 WAYS = ("raw", "gloo", "shared")
 Times = dict[str, list[float]]
 
@@ -123,52 +122,34 @@ def ratio(times: Times, one: str, other: str) -> float:
     return statistics.median(left / right for left, right in zip(times[one], times[other], strict=True))
 
 
-def worker(rank: int, folder: str, sizes: list[int], rounds: int, as_json: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=120)
-    )
+def worker(rank: int, settings: Namespace) -> None:
     transports: dict[str, Transport] = {"gloo": DistributedTransport(timeout=60), "shared": SharedMemoryTransport()}
     for transport in transports.values():
         transport.open(CHANNELS)
-    quiet = rank != 0 or as_json
-    rows = []
-    if not quiet:
-        print(f"{'':>10} |        ping-pong, us one way        |       streamed, us a message        | MB/s streamed")
-        print(f"{'bytes':>10} |" + f"{'raw':>8} {'gloo':>8} {'shared':>8} {'sh./gloo':>8} |" * 2 + "    gloo  shared")
-    for size in sizes:
-        times = measure(transports, size, rounds)
-        found = {kind: statistics.median(each) for kind, each in times.items()}
-        ratios = {
-            f"{kind} shared/{other}": ratio(times, f"{kind} shared", f"{kind} {other}")
-            for kind in ("ping-pong", "streamed")
-            for other in ("gloo", "raw")
-        }
-        rows.append({"bytes": size, **found, **ratios})
-        if not quiet:
-            cells = [
-                "".join(f"{found[f'{kind} {way}']:>8.1f} " for way in WAYS) + f"{ratios[f'{kind} shared/gloo']:>8.3f} |"
-                for kind in ("ping-pong", "streamed")
-            ]
-            speeds = "".join(f"{size / found[f'streamed {way}']:>8.0f}" for way in WAYS[1:])
-            print(f"{size:>10} |{''.join(cells)}{speeds}", flush=True)
-    if rank == 0 and as_json:
-        print(json.dumps(rows, indent=1))
+    columns = [Column("bytes", 10), Column("how", 9), *(Column(f"{way} us", 10) for way in WAYS)]
+    columns += [Column(f"shared/{other}", 11, "{:.3f}") for other in ("gloo", "raw")]
+    columns += [Column(f"{way} MB/s", 11, "{:.0f}") for way in WAYS[1:]]
+    table = settings.report.table(rank, "2 processes, one message: us one way, and ratios", columns)
+    for size in settings.sizes or (QUICK_SIZES if settings.quick else SIZES):
+        times = measure(transports, size, settings.rounds)
+        for how in ("ping-pong", "streamed"):
+            found = [statistics.median(times[f"{how} {way}"]) for way in WAYS]
+            ratios = [ratio(times, f"{how} shared", f"{how} {other}") for other in ("gloo", "raw")]
+            table.row(size, how, *found, *ratios, *(size / microseconds for microseconds in found[1:]))
     for transport in transports.values():
         transport.close()
-    dist.destroy_process_group()
+
+
+def whole_numbers(text: str) -> list[int]:
+    return [at_least_one(size) for size in text.split(",") if size]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes")
-    parser.add_argument("--sizes", type=str, default="", help="bytes, separated by commas")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    sizes = [int(size) for size in options.sizes.split(",") if size]
-    sizes = sizes or [32 << shift for shift in ((0, 8, 16) if options.quick else (*range(0, 20, 2), 20, 21))]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (str(Path(folder)), sizes, 5 if options.quick else 15, options.json), nprocs=2)
+    def more(parser: Any) -> None:
+        parser.add_argument("--sizes", type=whole_numbers, default=[], help="bytes, with commas (default 32 to 64 MiB)")
+
+    with bench(__doc__, 15, more=more) as settings:
+        run_ranks(worker, 2, settings)
 
 
 if __name__ == "__main__":

@@ -248,22 +248,29 @@ def test_programs_run_on_other_numbers_of_ranks_or_say_why_not() -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_the_programs_and_the_command_runs_them(tmp_path: Path) -> None:
+def test_the_wheel_has_the_programs_and_the_benches_and_the_command_runs_them(tmp_path: Path) -> None:
     build = f"from hatchling.build import build_wheel; build_wheel({str(tmp_path)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True, timeout=60)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "primer"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    listed = subprocess.run(
-        [*command, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    paths = [Path(entry["path"]) for entry in json.loads(listed.stdout)]
-    assert [path.name for path in paths] == [path.name for path in PROGRAMS.values()]
-    assert all(path.is_relative_to(tmp_path / "installed") for path in paths)
-    ran = subprocess.run(
-        [*command, "penstock"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "check: " in ran.stdout
+
+    def call(*arguments: str) -> str:
+        ran = subprocess.run(
+            [sys.executable, "-c", "from penstock.cli import main; main()", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+    benches = sorted(path for path in (ROOT / "bench").glob("*.py") if "\ndef main(" in path.read_text())
+    for kind, files in {"primer": PROGRAMS.values(), "bench": benches}.items():
+        paths = [Path(entry["path"]) for entry in json.loads(call(kind, "--json"))]
+        assert [path.name for path in paths] == [path.name for path in files]
+        assert all(path.is_relative_to(tmp_path / "installed") for path in paths)
+    assert "check: " in call("primer", "penstock")
+    assert json.loads(call("bench", "overhead", "--quick", "--json", "--schedules", "1f1b"))["tables"][0]["rows"]

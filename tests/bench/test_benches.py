@@ -1,44 +1,89 @@
-"""The benches run: each prints its table and ends well. How fast anything is here says nothing."""
+"""The benches run: each prints its tables and its document, and ends well. How fast anything is here says nothing."""
 
 from __future__ import annotations
 
+import json
 import subprocess
-import sys
+import sysconfig
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "penstock")
 
-TITLES = {
-    "overhead.py": ["Linear(8, 8), 2 gloo ranks", "one process, nothing sent"],
-    "composition.py": ["pp=2 x dp=2: transformer blocks"],
-    "throughput.py": ["transformer blocks", "large messages, little compute", "ranks as threads of one process"],
+
+class Bench(NamedTuple):
+    options: str
+    titles: tuple[str, ...]  # how those of its tables begin
+    column: str  # of the first table
+    cells: set[str]  # some of what is there
+    goals: int
+
+
+TWO = "--schedules 1f1b,zb-v"
+BENCHES = {
+    "backward": Bench("", ("one thread",), "stage", {"block 64, 2 x 32 tokens"}, 0),
+    "balance": Bench(TWO, ("2 gloo ranks",), "balance", {"equal", "parameters", "time"}, 0),
+    "calibration": Bench(
+        "--schedules 1f1b,zb-v --kinds nap", ("nap: 8 layers", "nap: how large"), "for", {"1f1b", "zb-v"}, 6
+    ),
+    "checkpoint": Bench(
+        "",
+        ("4 x Linear(64, 64)",),
+        "who",
+        {"ours, async", "ours, sync", "torch.save", "DCP, async", "DCP, sync"},
+        1,
+    ),
+    "composition": Bench(TWO, ("pp=2 x dp=2: transformer",), "who", {"ours", "ours, gloo", "torch"}, 6),
+    "overhead": Bench(
+        TWO, ("Linear(8, 8), 2 gloo ranks", "one process, nothing sent"), "schedule", {"1f1b", "zb-v"}, 6
+    ),
+    "schedules": Bench("", ("CPU seconds", "torch / ours", "goals for 8 x 32 x 2"), "who", {"ours", "torch"}, 4),
+    "search": Bench("", ("searched within a cap",), "best family", {"zb-v x2"}, 0),
+    "throughput": Bench(
+        TWO, ("transformer blocks", "large messages", "ranks as threads"), "schedule", {"1f1b", "zb-v"}, 14
+    ),
+    "transport": Bench("", ("2 processes, one message",), "how", {"ping-pong", "streamed"}, 0),
 }
+SLOW = ("checkpoint", "overhead", "schedules")
 
 
-@pytest.mark.slow
-def test_the_bench_of_checkpoints_prints_its_table(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "checkpoint.py"), "--quick"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    rows = [line.split("  ")[0] for line in done.stdout.splitlines() if line]
-    assert {"ours, async", "ours, sync", "torch.save", "DCP, async", "DCP, sync"} <= set(rows)
-    assert list(tmp_path.iterdir()) == []
+def rows_printed(text: str) -> int:
+    """Below the line of a table's load are its head and its rows, up to an empty line."""
+    lines = [*text.splitlines(), ""]
+    starts = [number for number, line in enumerate(lines) if line.startswith("(load average of this machine")]
+    return sum(lines.index("", start) - start - 2 for start in starts)
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "overhead.py" else pytest.mark.exhaustive)
-        for name in TITLES
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive) for name in BENCHES],
 )
-def test_a_bench_prints_its_tables_in_quick_mode(name: str) -> None:
-    command = [sys.executable, str(BENCH / name), "--quick", "--schedules", "1f1b,zb-v"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+def test_a_bench_prints_its_tables_and_has_their_rows_in_its_document(name: str, tmp_path: Path) -> None:
+    told = BENCHES[name]
+    command = [COMMAND, "bench", name, "--quick", "--json", *told.options.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    for title in TITLES[name]:
-        assert title in done.stdout
-    rows = [line.split()[0] for line in done.stdout.splitlines() if line]
-    assert {"1f1b", "zb-v"} <= set(rows)
+    assert list(tmp_path.iterdir()) == []
+    document = json.loads(done.stdout)
+    tables: list[dict[str, Any]] = document["tables"]
+    assert document["bench"] == name
+    assert document["options"]["quick"]
+    for title, table in zip(told.titles, tables, strict=True):
+        assert table["title"].startswith(title)
+        assert table["title"] in done.stderr
+        assert table["rows"]
+    assert told.cells <= {row[told.column] for row in tables[0]["rows"]}
+    assert rows_printed(done.stderr) == sum(len(table["rows"]) for table in tables)
+    for goal in document["goals"]:
+        value = tables[goal["table"]]["rows"][goal["row"]][goal["column"]]
+        assert value == goal["value"] > 0
+        assert goal["met"] == (value >= goal["limit"] if goal["at_least"] else value <= goal["limit"])
+    assert len(document["goals"]) == told.goals
+    assert done.stderr.count("MISSED") == sum(not goal["met"] for goal in document["goals"])
+
+
+def test_every_bench_is_run_here() -> None:
+    listed = subprocess.run([COMMAND, "bench", "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert [entry["name"] for entry in json.loads(listed.stdout)] == list(BENCHES)

@@ -74,7 +74,7 @@ def test_help_has_examples_and_every_command() -> None:
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0
         assert "penstock show zb-v --ranks 4 --microbatches 8" in result.stdout
-        for command in ("show", "verify", "simulate", "compare"):
+        for command in ("show", "verify", "simulate", "compare", "primer", "bench"):
             assert f"\n  {command} " in result.stdout
 
 

@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 import penstock
+from penstock.cli.bench import bench
 from penstock.cli.checkpoint import checkpoint
 from penstock.cli.compare import compare
 from penstock.cli.evaluate import evaluate
@@ -43,6 +44,7 @@ EXAMPLES = """Examples:\n
   penstock whatif --from run.json --ranks 8 --schedule zb-v
   penstock checkpoint verify runs/checkpoints
   penstock primer all-reduce
+  penstock bench overhead --quick --schedules 1f1b,zb-v
 """
 
 
@@ -76,9 +78,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
-for command in (train, evaluate, generate, show, verify, simulate, compare, search, view, whatif, primer):
+SETTINGS: dict[Any, dict[str, Any]] = {bench: {"allow_interspersed_args": False}}  # what follows a name is the bench's
+for command in (train, evaluate, generate, show, verify, simulate, compare, search, view, whatif, primer, bench):
     short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
-    app.command(NAMES.get(command), short_help=short)(command)
+    app.command(NAMES.get(command), short_help=short, context_settings=SETTINGS.get(command))(command)
 app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")
 
 

@@ -7,14 +7,10 @@ is drawn. A copy that a reader has changed is run the same way.
 
 from __future__ import annotations
 
-import ast
-import difflib
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,16 +19,15 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-import penstock
 from penstock.cli.lanes import Event, Lanes, read_event
 from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json
+from penstock.cli.programs import find_folder, places_of, started, title_of, unknown, write_list
 from penstock.cli.source import AsJson, counted, whole
 from penstock.errors import UsageError
 
 __all__ = ["primer"]
 
-PACKAGE = Path(penstock.__file__).parent
-PLACES = (PACKAGE / "primer", PACKAGE.parents[1] / "examples" / "primer")  # installed, or a working copy
+PLACES = places_of("primer", "examples/primer")
 WIDE = 100
 
 Name = Annotated[
@@ -79,10 +74,7 @@ def primer(
 
 
 def _folder() -> Path:
-    for place in PLACES:
-        if (place / "launch.py").is_file():
-            return place
-    raise UsageError(f"the primer's programs are not where they should be: {PLACES[0]}; install penstock again")
+    return find_folder(PLACES, "launch.py", "the primer's programs")
 
 
 def _programs() -> list[Path]:
@@ -92,10 +84,6 @@ def _programs() -> list[Path]:
 def _name(path: Path) -> str:
     """`02_broadcast.py` is called broadcast, `06_all_gather.py` all-gather."""
     return path.stem.partition("_")[2].replace("_", "-")
-
-
-def _title(path: Path) -> str:
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.name).partition("\n")[0]
 
 
 def _find(name: str, programs: list[Path]) -> Path:
@@ -109,24 +97,16 @@ def _find(name: str, programs: list[Path]) -> Path:
             return path
     if name.endswith(".py"):
         raise UsageError(f"there is no file {name}; penstock primer --copy FOLDER makes copies to run")
-    names = [_name(path) for path in programs]
-    near = difflib.get_close_matches(plain, names, n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise UsageError(f"the primer has no program {name!r}{hint} (it has: {', '.join(names)})")
+    raise unknown("the primer", "program", name, [_name(path) for path in programs])
 
 
 def _list(programs: list[Path], as_json: bool) -> None:
     if as_json:
-        write_json([{"name": _name(path), "title": _title(path), "path": str(path)} for path in programs])
+        write_json([{"name": _name(path), "title": title_of(path), "path": str(path)} for path in programs])
         return
-    widest = max(len(_name(path)) for path in programs)
-    width = terminal_width()
-    for number, path in enumerate(programs, 1):
-        title = _title(path).removeprefix(f"{_name(path)}: ")
-        lines = [title] if width is None else textwrap.wrap(title, max(20, width - widest - 6), break_on_hyphens=False)
-        write(f"{number:2}  {_name(path).ljust(widest)}  {lines[0]}")
-        for line in lines[1:]:
-            write(" " * (widest + 6) + line)
+    titles = [title_of(path).removeprefix(f"{_name(path)}: ") for path in programs]
+    labels = [f"{number:2}  {_name(path)}" for number, path in enumerate(programs, 1)]
+    write_list(list(zip(labels, titles, strict=True)))
     write("\nrun one: penstock primer NAME; read it: penstock primer NAME --source")
     write("change them: penstock primer --copy FOLDER; run a changed one: penstock primer FOLDER/NN_name.py")
 
@@ -157,7 +137,7 @@ def _run(path: Path, ranks: int | None, as_json: bool) -> None:
     if as_json:
         write_json(_document(path, events, code))
     else:
-        write(fold(_title(path), terminal_width()) + "\n")
+        write(fold(title_of(path), terminal_width()) + "\n")
         for line in _drawn(events):
             write(line)
     if code != 0:
@@ -166,24 +146,11 @@ def _run(path: Path, ranks: int | None, as_json: bool) -> None:
 
 
 def _finish(command: list[str]) -> tuple[int, str, str]:
-    """Its exit code and what it wrote. If this command is told to end meanwhile, it is told so too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Its exit code and what it wrote."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one thread a rank
-    try:
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as program:
-            try:
-                said, complaints = program.communicate()
-            finally:
-                program.terminate()  # its processes end with it; nothing where it has ended
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with started(command, environment, **pipes) as program:
+        said, complaints = program.communicate()
     return program.returncode, said, complaints
 
 
@@ -203,4 +170,4 @@ def _has(encoding: str | None) -> bool:
 
 def _document(path: Path, events: list[Event], code: int) -> dict[str, Any]:
     lines = [{"from": event.source, "to": list(event.targets), "text": event.text} for event in events]
-    return {"program": path.stem, "title": _title(path), "exit_code": code, "events": lines}
+    return {"program": path.stem, "title": title_of(path), "exit_code": code, "events": lines}

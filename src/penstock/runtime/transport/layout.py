@@ -8,7 +8,7 @@ did in the step before, only its bytes travel, in one frame::
     then, in messages of their own, from and into their final memory:   direct tensors
 
 Small tensors are packed, because a message costs more than a copy of them; from `DIRECT_BYTES`
-on the copy costs more (measured: bench/transport.py). The layout alone decides which, so that
+on the copy costs more (measured: penstock bench transport). The layout alone decides which, so that
 both ends agree. A new layout travels pickled: the ranks of one process group trust each other,
 as they do in torch's own object collectives.
 """

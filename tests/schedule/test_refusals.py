@@ -12,6 +12,7 @@ from penstock.schedule import (
     Action,
     Costs,
     Op,
+    Placement,
     Schedule,
     Topology,
     align,
@@ -23,6 +24,8 @@ from penstock.schedule import (
     lower,
     parse,
     simulate,
+    verify,
+    what_if,
 )
 
 ANY = cast(Any, None)
@@ -55,7 +58,30 @@ def test_an_op_may_be_given_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Schedule(cast(Any, [["0F0", "0B0"]])), r"row 0 holds '0F0'; .*call Schedule.from_text"),
+        (lambda: Schedule(cast(Any, [[0, 1]])), "row 0 holds 0; a row holds Actions or their text"),
+        (lambda: Schedule("0F0 0B0"), "a list of rows, .*call Schedule.from_text"),
+        (lambda: Schedule(cast(Any, {0: ["0F0"], 1: ["1F0"]})), "a schedule is a list of rows, one for each rank"),
+        (lambda: Schedule(cast(Any, [5])), r"a row is a list of actions, such as \['0F0', '0B0'\]; got 5"),
+        (lambda: Schedule(ANY), "a schedule is a list of rows, .* got None"),
+        (lambda: Schedule.from_text(ANY), "rows of text are lines such as .* got None"),
+        (lambda: Schedule.from_text(cast(Any, [1, 2])), "rows of text are lines such as .* got 1"),
+        (lambda: build("1f1b", 2, 2).rank(cast(Any, "0")), "there is no rank '0': this schedule has ranks 0 to 1"),
+        (lambda: build("1f1b", 2, 2).rank(cast(Any, 1.0)), "there is no rank 1.0"),
+        (lambda: Placement(cast(Any, 5)), r"lists the rank of each stage, such as \[0, 1, 1, 0\]; got 5"),
+        (lambda: Placement([0, 1]).rank_of(cast(Any, "0")), "there is no stage '0': stages are 0 to 1"),
+        (lambda: Placement([0, 1]).stages_of(ANY), "there is no rank None: ranks are 0 to 1"),
+        (
+            lambda: build("1f1b", 4, 4, skips=cast(Any, 5)),
+            r"pairs \(from stage, to stage\), such as \[\(0, 3\)\]; got 5",
+        ),
+        (lambda: build("auto", 2, 2, skips=cast(Any, 5)), "skips, are pairs"),
+        (lambda: verify(cast(Any, "1f1b")), r"verify takes a Schedule, such as build\('1f1b', ranks, microbatches\)"),
+        (lambda: lower(ANY), r"lower takes a Schedule, such as build\('1f1b', 4, 8\) .* got None"),
+        (lambda: align(cast(Any, [])), "align takes a Schedule"),
+        (lambda: simulate(cast(Any, 5)), "simulate takes a Schedule"),
+        (lambda: simulate(build("1f1b", 2, 2), cast(Any, {"forward": 1})), "costs must be a Costs, such as"),
+        (lambda: simulate(build("1f1b", 2, 2), jitter=cast(Any, "x")), "jitter is a relative spread .* got 'x'"),
+        (lambda: what_if(build("1f1b", 2, 2), jitter=0.1, draws=cast(Any, 2.5)), "draws must be a whole number"),
         (lambda: Schedule([[parse("0F0")]], microbatches=True), "microbatches must be a whole number"),
         (lambda: Schedule([[parse("0F0")]], microbatches=cast(Any, 1.0)), "microbatches must be a whole number"),
         (lambda: Schedule([[parse("0F0")]], passes="shards"), "passes are some of reductions, shards, transfers"),

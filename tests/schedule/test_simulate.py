@@ -118,5 +118,5 @@ def test_what_if_gives_mean_and_spread_of_many_draws() -> None:
     still = what_if(schedule, jitter=0, draws=3)
     assert (still.mean, still.deviation) == (simulate(schedule).makespan, 0)
     assert what_if(schedule, jitter=0.1, draws=1).deviation == 0
-    with pytest.raises(UsageError, match="draws must be at least 1"):
+    with pytest.raises(UsageError, match="draws must be a whole number of at least 1, got 0"):
         what_if(schedule, jitter=0.1, draws=0)

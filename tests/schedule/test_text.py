@@ -277,3 +277,17 @@ def test_the_suffix_says_the_form(tmp_path: Path, name: str) -> None:
         build("1f1b", 2, 1).save(tmp_path / name)
     with pytest.raises(UsageError, match=r"ends in \.csv or \.json"):
         Schedule.load(tmp_path / name)
+
+
+def test_rows_may_be_written_as_text() -> None:
+    schedule = Schedule.from_text(["0F0 0F1 . 0B0 0B1", ". 1F0 1B0 (1F1;1B0)"], microbatches=2)
+    cells = [["0F0", "0F1", ".", "0B0", "0B1"], [None, "1F0", " 1B0 ", "(1F1;1B0)OVERLAP_F_B"]]
+    assert Schedule(cells) == schedule
+    assert Schedule(["0F0 0F1 . 0B0 0B1", ". 1F0 1B0 (1F1;1B0)"]) == schedule
+    assert Schedule([[parse("0F0"), "0F1", "", "0B0", parse("0B1")], schedule.rank(1)]) == schedule
+    with pytest.raises(NotationError) as caught:
+        Schedule([["0F0", "0B0x"], ["1F0", None, "1Q0"]])
+    assert [str(fault)[:27] for fault in caught.value.faults] == [
+        "row 1, column 2: '0B0x' is ",
+        "row 2, column 3: '1Q0' is n",
+    ]

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule.action import Action
 from penstock.schedule.dependencies import Row, Stuck, Table, walk
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, expect_schedule
 
 __all__ = ["align", "stuck_faults"]
 
 
 def align(schedule: Schedule) -> Schedule:
     """The same order with idle slots where a rank must wait, all rows of equal length."""
+    expect_schedule(schedule, "align")
     schedule = schedule.compute()
     shape = list(schedule.shape_faults())
     if shape:

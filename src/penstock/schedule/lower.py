@@ -26,7 +26,7 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import align
 from penstock.schedule.dependencies import Table
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import PASSES, passes_seen
 from penstock.schedule.topology import Link, links
 
@@ -50,6 +50,7 @@ def lower(schedule: Schedule, *, reduce: bool = False, window: int | None = None
 
 def _refuse_after(schedule: Schedule, passes: Iterable[str], what: str) -> None:
     """A pass reads what it knows: it cannot come after one that it would undo, nor after itself."""
+    expect_schedule(schedule, what)
     there = (schedule.passes | passes_seen(schedule.rows)).intersection(passes)
     if there:
         raise UsageError(

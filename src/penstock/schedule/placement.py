@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "is_index"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Placement:
     _by_rank: tuple[tuple[int, ...], ...] = field(init=False, compare=False, repr=False)
 
     def __init__(self, by_stage: Iterable[int]) -> None:
+        if not isinstance(by_stage, Iterable):
+            raise UsageError(f"a placement lists the rank of each stage, such as [0, 1, 1, 0]; got {by_stage!r}")
         table = tuple(by_stage)
         if not table:
             raise UsageError("a placement needs at least one stage; Placement([0]) is one stage on one rank")
@@ -70,14 +72,14 @@ class Placement:
 
     def rank_of(self, stage: int) -> int:
         """The rank that owns `stage`."""
-        if not 0 <= stage < len(self.by_stage):
-            raise UsageError(f"there is no stage {stage}: stages are 0 to {len(self.by_stage) - 1}")
+        if not is_index(stage, len(self.by_stage)):
+            raise UsageError(f"there is no stage {stage!r}: stages are 0 to {len(self.by_stage) - 1}")
         return self.by_stage[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` owns, in ascending order."""
-        if not 0 <= rank < self.ranks:
-            raise UsageError(f"there is no rank {rank}: ranks are 0 to {self.ranks - 1}")
+        if not is_index(rank, self.ranks):
+            raise UsageError(f"there is no rank {rank!r}: ranks are 0 to {self.ranks - 1}")
         return self._by_rank[rank]
 
     @property
@@ -93,6 +95,11 @@ class Placement:
 
     def __str__(self) -> str:
         return " ".join(map(str, self.by_stage))
+
+
+def is_index(number: object, count: int) -> bool:
+    """Is it a whole number from 0 to count - 1?"""
+    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count
 
 
 def _check_sizes(ranks: int, stages_per_rank: int) -> None:

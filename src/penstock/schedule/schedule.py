@@ -13,14 +13,14 @@ passes have run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.schedule.action import Action
-from penstock.schedule.placement import Placement
+from penstock.schedule.placement import Placement, is_index
 from penstock.schedule.seen import (
     PASSES,
     Row,
@@ -32,7 +32,7 @@ from penstock.schedule.seen import (
 )
 from penstock.schedule.topology import Topology
 
-__all__ = ["Row", "Schedule"]
+__all__ = ["Row", "Schedule", "expect_schedule"]
 
 FEW = 100_000  # missing computes that are still listed one by one
 
@@ -52,7 +52,7 @@ class Schedule:
 
     def __init__(
         self,
-        rows: Iterable[Iterable[Action | None]],
+        rows: Iterable[Iterable[Action | str | None] | str],
         *,
         placement: Placement | Iterable[int] | None = None,
         microbatches: int | None = None,
@@ -110,8 +110,8 @@ class Schedule:
 
     def rank(self, rank: int) -> Row:
         """What `rank` does, in order; None is an idle slot."""
-        if not 0 <= rank < len(self.rows):
-            raise UsageError(f"there is no rank {rank}: this schedule has ranks 0 to {len(self.rows) - 1}")
+        if not is_index(rank, len(self.rows)):
+            raise UsageError(f"there is no rank {rank!r}: this schedule has ranks 0 to {len(self.rows) - 1}")
         return self.rows[rank]
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
@@ -226,18 +226,39 @@ class Schedule:
         return Fault(f"{meant}, but the rows have only {there} entries")
 
 
-def _rows_of(rows: Iterable[Iterable[Action | None]]) -> tuple[Row, ...]:
-    filled = tuple(tuple(row) for row in rows)
+def expect_schedule(value: object, call: str) -> None:
+    """Refuse what is no schedule: a name, a path, rows that nobody made one of."""
+    if not isinstance(value, Schedule):
+        would = f"build({value!r}, ranks, microbatches)" if isinstance(value, str) else "build('1f1b', 4, 8)"
+        raise UsageError(f"{call} takes a Schedule, such as {would} or Schedule.load(path); got {value!r}")
+
+
+def _rows_of(rows: Iterable[Iterable[Action | str | None] | str]) -> tuple[Row, ...]:
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, Mapping)):
+        raise UsageError(
+            f"a schedule is a list of rows, one for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]; got {rows!r} "
+            "(for lines of text, call Schedule.from_text)"
+        )
+    filled = tuple(_cells_of(row) for row in rows)
     if not filled:
         raise ScheduleError("a schedule needs at least one row: one for each rank")
+    if all(_CELLS.issuperset(map(type, row)) for row in filled):
+        return cast("tuple[Row, ...]", filled)
     for number, row in enumerate(filled):
-        if not _CELLS.issuperset(map(type, row)):
-            odd = next(cell for cell in row if type(cell) not in _CELLS)
+        odd = [cell for cell in row if type(cell) not in _CELLS and not isinstance(cell, str)]
+        if odd:
             raise UsageError(
-                f"row {number} holds {odd!r}; a row holds Actions, and None for an idle slot "
-                "(for text, call Schedule.from_text)"
+                f"row {number} holds {odd[0]!r}; a row holds Actions or their text, and None or '.' for an idle slot"
             )
-    return filled
+    from penstock.schedule.text import read_cells
+
+    return tuple(map(tuple, read_cells(filled)))
+
+
+def _cells_of(row: Iterable[Action | str | None] | str) -> tuple[Action | str | None, ...]:
+    if not isinstance(row, Iterable):
+        raise UsageError(f"a row is a list of actions, such as ['0F0', '0B0']; got {row!r}")
+    return tuple(row.split() if isinstance(row, str) else row)
 
 
 _CELLS = frozenset((Action, type(None)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.schedule.action import Action, Op, parse
@@ -100,14 +101,14 @@ def skips_seen(rows: Sequence[Row], stages: int) -> list[tuple[int, int]]:
 
 
 def actions_of(
-    rows: Iterable[Iterable[str | None]],
+    rows: Iterable[Iterable[Any]],
     idle: str = "",
-    reader: Callable[[str, int, int], Action] = parse,
+    reader: Callable[[Any, int, int], Action] = parse,
 ) -> list[list[Action | None]]:
     """Parse cells; blank, or `idle`, means idle. Every bad cell is named at once, by row and column as in an editor."""
     faults: list[Fault] = []
 
-    def read(cell: str | None, row: int, column: int) -> Action | None:
+    def read(cell: Any, row: int, column: int) -> Action | None:
         if cell is None or (isinstance(cell, str) and cell.strip() in ("", idle)):
             return None
         try:

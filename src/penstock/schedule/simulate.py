@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.align import stuck_faults
-from penstock.schedule.costs import Costs, memory_by_op
+from penstock.schedule.costs import Costs, is_number, memory_by_op
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.timeline import Span, Timeline, peaks
 from penstock.schedule.wires import Wires
 
@@ -31,6 +31,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
 
     With `jitter`, each compute's time is drawn around its cost with that relative spread.
     """
+    expect_schedule(schedule, "simulate")
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     costs = costs or Costs()
     _check(schedule, costs, jitter)
     rows = _opened(schedule)
@@ -92,8 +95,8 @@ def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:
     if shape:
         raise ScheduleError(shape)
     costs.check_edges(schedule.topology)
-    if not 0 <= jitter < math.inf:
-        raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter}")
+    if not is_number(jitter) or not 0 <= jitter < math.inf:
+        raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
 
 
 class _Arrivals:
@@ -159,8 +162,8 @@ def what_if(
     schedule: Schedule, costs: Costs | None = None, *, jitter: float, draws: int = 100, seed: int = 0
 ) -> Spread:
     """How the makespan spreads when each compute's time is drawn around its cost; seeded."""
-    if draws < 1:
-        raise UsageError(f"draws must be at least 1, got {draws}")
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+        raise UsageError(f"draws must be a whole number of at least 1, got {draws!r}")
     return Spread(tuple(_draws(schedule, costs, jitter, draws, seed)))
 
 

@@ -24,7 +24,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, Row, actions_of, skips_seen
 from penstock.schedule.topology import Topology
 
-__all__ = ["draw", "load", "read_text", "save"]
+__all__ = ["draw", "load", "read_cells", "read_text", "save"]
 
 IDLE = "."
 # one terminal colour for each kind of compute, the same for all its microbatches; told apart
@@ -77,7 +77,10 @@ def _bands(widths: Sequence[int], room: int | None) -> Iterable[tuple[int, int]]
 
 def read_text(text: str | Iterable[str]) -> list[list[Action | None]]:
     """Rows from text lines, or from a drawing, wrapped or not."""
-    lines = text.splitlines() if isinstance(text, str) else list(text)
+    lines = text.splitlines() if isinstance(text, str) else list(text) if isinstance(text, Iterable) else [text]
+    odd = [line for line in lines if not isinstance(line, str)]
+    if odd:
+        raise UsageError(f"rows of text are lines such as '0F0 0F1 . 0B0', one for each rank; got {odd[0]!r}")
     rows: list[list[str]] = []  # of cells
     places: list[list[tuple[int, int]]] = []  # of the same cells: line and column
     for line_number, line in enumerate(lines, 1):
@@ -96,6 +99,15 @@ def read_text(text: str | Iterable[str]) -> list[list[Action | None]]:
 
     def read(cell: str, row: int, column: int) -> Action:
         return _read_cell(cell, *places[row - 1][column - 1])
+
+    return actions_of(rows, IDLE, read)
+
+
+def read_cells(rows: Iterable[Iterable[Action | str | None]]) -> list[list[Action | None]]:
+    """Rows in which some cells, or all, are text."""
+
+    def read(cell: Action | str, row: int, column: int) -> Action:
+        return cell if isinstance(cell, Action) else _read_cell(cell, row, column)
 
     return actions_of(rows, IDLE, read)
 

@@ -34,7 +34,7 @@ class Topology:
     def __init__(self, stages: int, edges: Iterable[tuple[int, int]]) -> None:
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise UsageError(f"a topology needs at least one stage, in whole numbers; got {stages!r}")
-        ordered = tuple(sorted({_edge(edge) for edge in edges}))
+        ordered = tuple(sorted({_edge(edge) for edge in _listed(edges)}))
         for source, target in ordered:
             if not 0 <= source < target < stages:
                 raise UsageError(
@@ -54,7 +54,7 @@ class Topology:
     @classmethod
     def chain(cls, stages: int, skips: Iterable[tuple[int, int]] = ()) -> Topology:
         """Each stage feeds the next one, and each skip `(from, to)` feeds that stage as well."""
-        return cls(stages, [*((stage, stage + 1) for stage in range(stages - 1)), *skips])
+        return cls(stages, [*((stage, stage + 1) for stage in range(stages - 1)), *_listed(skips)])
 
     def producers(self, stage: int) -> tuple[int, ...]:
         """The stages whose output `stage` reads."""
@@ -73,6 +73,12 @@ class Topology:
     def is_chain(self) -> bool:
         """Each stage feeds the next one and no other."""
         return self.edges == tuple((stage, stage + 1) for stage in range(self.stages - 1))
+
+
+def _listed(edges: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    if not isinstance(edges, Iterable):
+        raise UsageError(f"edges, or skips, are pairs (from stage, to stage), such as [(0, 3)]; got {edges!r}")
+    return edges
 
 
 def _edge(edge: object) -> tuple[int, int]:

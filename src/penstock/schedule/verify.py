@@ -21,7 +21,7 @@ from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import stuck_faults
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.rendezvous import rendezvous_faults
-from penstock.schedule.schedule import Schedule
+from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import passes_seen
 from penstock.schedule.transfers import Transfers, link_faults
 
@@ -37,6 +37,7 @@ def verify(schedule: Schedule) -> None:
 
 def faults(schedule: Schedule) -> list[Fault]:
     """Everything that is wrong with a schedule or program; an empty list is the proof."""
+    expect_schedule(schedule, "verify")
     found = list(schedule.shape_faults())
     if schedule.ranks != schedule.placement.ranks or schedule.crowd_fault() is not None:
         return found

@@ -123,7 +123,7 @@ def build(
     finds for equal costs within 1F1B's memory; `search` takes the costs and the cap that there are.
     """
     if is_auto(name):
-        return _searched(ranks, microbatches, stages_per_rank, tuple(skips))
+        return _searched(ranks, microbatches, stages_per_rank, skips)
     entry = family(name)
     if stages_per_rank is None:
         stages_per_rank = entry.stages_per_rank
@@ -155,15 +155,14 @@ def build(
     )
 
 
-def _searched(
-    ranks: int, microbatches: int, stages_per_rank: int | None, skips: tuple[tuple[int, int], ...]
-) -> Schedule:
+def _searched(ranks: int, microbatches: int, stages_per_rank: int | None, skips: Iterable[tuple[int, int]]) -> Schedule:
     from penstock.schedule.search import search  # which looks at every family here
 
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
     found = search(ranks, microbatches, memory=ranks, stages_per_rank=sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
-    return align(found.replace(topology=Topology.chain(found.stages, skips))) if skips else found
+    topology = Topology.chain(found.stages, skips)
+    return found if found.topology == topology else align(found.replace(topology=topology))
 
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:

@@ -103,3 +103,32 @@ def test_with_an_example_they_go_by_their_forward(make: Any) -> None:
     wanted = torch.stack([F.mse_loss(model(a), b) for a, b in zip(x.split(2), y.split(2), strict=True)]).detach()
     with penstock.Pipeline(model, stages=2, microbatches=4, loss_fn=F.mse_loss, example=(x[:2],)) as pipe:
         torch.testing.assert_close(pipe.step(x, target=y).loss, wanted.mean())
+
+
+def test_layers_of_a_sequential_are_named_without_an_example() -> None:
+    model = nn.Sequential(*layers(), nn.Sequential(), nn.Tanh())  # an empty layer is a layer
+    x = torch.randn(6, WIDTH)
+    with penstock.Pipeline(model, split_at=["1", "3"], microbatches=2, loss_fn=F.mse_loss) as pipe:
+        assert pipe.split.how == "nn.Sequential by position, layers a stage: 1, 2, 3"
+        assert torch.equal(pipe.predict(x), torch.cat([model(half) for half in x.split(3)]))
+        assert pipe.step(x, target=x).loss is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"split_at": ["2"], "stages": 3}, "split_at has 1 names, which make 2 stages, not 3"),
+        ({"split_at": ["3", "1"]}, "is not in the order in which the model calls its layers"),
+        ({"split_at": ["1", "1"]}, "is not in the order"),
+        ({"split_at": ["0"]}, "the stage before '0' would have no layer"),
+        ({"split_at": ["9"]}, r"needs one input to look at: pass example=\(x,\)"),
+    ],
+)
+def test_names_that_do_not_cut_its_layers(options: Any, why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        penstock.Pipeline(layers(), microbatches=2, loss_fn=F.mse_loss, **options)
+
+
+def test_names_do_not_go_round_a_forward_of_its_own() -> None:
+    with pytest.raises(ModelError, match="has a forward of its own"):
+        penstock.Pipeline(layers(Shifted), split_at=["2"], microbatches=2, loss_fn=F.mse_loss)

@@ -46,6 +46,10 @@ def cut_model(
     for part in [model] if isinstance(model, nn.Module) else model:
         if isinstance(part, nn.Module):  # what else is in a list is refused further down
             check_values(part)
+    if split == "auto" and example is None and split_at and balance.how is None and balance.speeds is None:
+        counts = _counts_at(model, stages, split_at)
+        if counts is not None:
+            balance, split_at = replace(balance, how=counts), ()
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if example is not None and more_than_its_layers(model):
         listed = False
@@ -65,6 +69,23 @@ def cut_model(
             f"arguments"
         )
     return _by_example(model, stages, example, balance, split_at, split)
+
+
+def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split_at: Sequence[str]) -> list[int] | None:
+    """Layers a stage where the names are layers of an `nn.Sequential`: no look at an input is needed for that."""
+    if not isinstance(model, nn.Sequential):
+        return None
+    layers = [name for name, layer in model._modules.items() if layer is not None]
+    if not set(split_at) <= set(layers):
+        return None  # a place inside of a layer
+    if stages is not None and stages != len(split_at) + 1:
+        raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
+    cuts = [layers.index(name) for name in split_at]
+    if cuts != sorted(set(cuts)):
+        raise ModelError(f"split_at={list(split_at)} is not in the order in which the model calls its layers")
+    if cuts[0] == 0:
+        raise ModelError(f"split_at={list(split_at)}: the stage before {split_at[0]!r} would have no layer")
+    return counts_of(cuts, len(layers))
 
 
 def _by_position(

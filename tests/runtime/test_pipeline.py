@@ -205,7 +205,18 @@ def linears(count: int) -> list[nn.Module]:
         ({"model": linears(7), "ranks": 4}, "7 stages cannot fill 4 ranks evenly; split into 8, or pass ranks=1"),
         ({"model": linears(2), "ranks": 3}, "2 stages cannot fill 3 ranks evenly; split into 3, or pass ranks=2"),
         ({"model": linears(2), "ranks": 0}, "ranks=0: a pipeline has at least 1"),
-        ({"model": linears(3), "schedule": "zb-v"}, "zb-v has 2 stages on each rank"),
+        (
+            {"model": linears(3), "schedule": "zb-v"},
+            "zb-v has 2 stages on each rank.* got 3 stages: split into 4, or take",
+        ),
+        (
+            {"model": linears(4), "schedule": "zb-v", "ranks": 4},
+            "got 4 stages for 4 ranks: split into 8, or take schedule='zb-h1'",
+        ),
+        (
+            {"model": linears(5), "schedule": "ZBVZeroBubble", "ranks": 2},
+            "zb-v has .* got 5 stages for 2 ranks: split into 4$",
+        ),
         ({"model": linears(2), "schedule": "zbv2"}, "there is no schedule 'zbv2'; did you mean zb-v?"),
         ({"model": linears(3), "stages": 2}, "stages=2, but the list has 3 stage modules"),
         ({"model": sequential(), "stages": 5}, "4 layers cannot make 5 stages; pass stages= from 1 to 4"),

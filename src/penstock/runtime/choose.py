@@ -40,11 +40,14 @@ def choose_schedule(
         raise UsageError("say how many microbatches a batch is cut into: microbatches=8")
     if ranks is not None and ranks < 1:
         raise UsageError(f"ranks={ranks}: a pipeline has at least 1")
-    name, usual = (AUTO, 1) if is_auto(schedule) else _named(schedule)
+    entry = None if is_auto(schedule) else family(schedule)
+    usual = 1 if entry is None else entry.stages_per_rank
     wanted = ranks or world.size
     if wanted is None:
         wanted = topology.stages // (usual if topology.stages % usual == 0 else 1)
     world.check_ranks(wanted, ranks)
+    if entry is not None and entry.layout == "v" and topology.stages != 2 * wanted:
+        raise UsageError(_not_a_v(entry.name, topology.stages, wanted, fixed=bool(ranks or world.size)))
     per_rank, left = divmod(topology.stages, wanted)
     if left or not per_rank:
         nearest = wanted * (per_rank + 1)
@@ -52,11 +55,16 @@ def choose_schedule(
             f"{topology.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
             f"or pass ranks={max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= wanted)}"
         )
-    built = build(name, wanted, microbatches, per_rank, skips=topology.skips)
+    built = build(AUTO if entry is None else entry.name, wanted, microbatches, per_rank, skips=topology.skips)
     return built if built.topology == topology else built.replace(topology=topology)
 
 
-def _named(schedule: str) -> tuple[str, int]:
-    """A family's name, and how many stages a rank it is meant for."""
-    entry = family(schedule)
-    return entry.name, entry.stages_per_rank
+def _not_a_v(name: str, stages: int, ranks: int, fixed: bool) -> str:
+    """Stages that do not make a V, and what would."""
+    wanted = 2 * ranks if fixed else stages + 1
+    other = "zb-h1" if stages == ranks else "interleaved-zb"
+    instead = "" if stages % ranks else f", or take schedule={other!r}"
+    return (
+        f"{name} has 2 stages on each rank, one on the way down the V and one on the way up; got {stages} stages"
+        f"{f' for {ranks} ranks' if fixed else ''}: split into {wanted}{instead}"
+    )

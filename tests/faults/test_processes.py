@@ -291,6 +291,26 @@ def test_a_rank_that_does_not_come_to_the_step_is_named_at_the_timeout() -> None
     assert "busy in its own code" in endings[0].said[1][2]
 
 
+def be_busy(say: Say, transport: str) -> None:
+    pipe = pipeline("interleaved-1f1b", 8, timeout=2.0, transport=transport)
+    say(exact(pipe))
+    if dist.get_rank() == 1:
+        trap_of(pipe, 5).set("forward", 1, lambda: time.sleep(8))
+    _, error = fail(pipe)
+    assert isinstance(error, PeerFailure), error
+    say((error.rank, error.stage, error.action, error.microbatch, error.cause))
+    pipe.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_busy_rank_is_named_with_what_it_is_busy_with(transport: str) -> None:
+    """Not with the message that another rank waits for, which may be of another stage and microbatch."""
+    for ending in launch(RANKS, be_busy, transport):
+        assert ending.said[1][:4] == (1, 5, "5F1", 1), ending.said
+        assert "silent for 2 s, busy in its own code" in ending.said[1][4]
+
+
 def evaluate_alone(say: Say) -> None:
     pipe = pipeline(timeout=2.0)
     say(exact(pipe))

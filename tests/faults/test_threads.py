@@ -422,8 +422,9 @@ def test_a_stalled_rank_is_named_at_the_timeout(stage: int, warm: bool) -> None:
         trap_of(pipe, stage).set("forward", 1, busy(1.2, lambda: began.append(time.monotonic())))
         failure = fail(pipe)
         took = time.monotonic() - began[0]
-        assert failure.rank == stage
-        assert "silent for 0.5 s" in failure.cause
+        assert (failure.rank, failure.stage, failure.action, failure.microbatch) == (stage, stage, f"{stage}F1", 1)
+        assert f"rank {stage} failed (stage {stage}, action {stage}F1, microbatch 1): silent for 0.5 s" in str(failure)
+        assert "the group must be rebuilt" not in str(failure)  # threads have none: the next step works
         assert failure.report is not None
         assert f"rank {stage}: at {stage}F1, last finished" in failure.report
         assert failure.report.count("waiting for rank") >= 1

@@ -46,7 +46,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     }
     link = links.get("dp")
     for each in links.values():
-        each.report_by(executor.progress)
+        each.report_by(executor.progress, executor.where)
         _agree(pipe, each, wanted)
     for index, module in modules.items():
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):

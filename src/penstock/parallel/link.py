@@ -22,7 +22,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import after_loss
+from penstock.runtime.transport.base import Where, after_loss, nowhere
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.watch import SETTLE_SECONDS, Waiting
 
@@ -69,9 +69,9 @@ class Link:
         self._watch.elsewhere = lambda: watch.waiting is not None
         self._watch.ended = ended
 
-    def report_by(self, doing: Callable[[], str]) -> None:
-        """How to say what this rank is doing."""
-        self._transport.report_by(lambda: doing() + (f", in {self._inside}" if self._inside else ""))
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        """How to say what this rank is doing, and at which action it is."""
+        self._transport.report_by(lambda: doing() + (f", in {self._inside}" if self._inside else ""), where)
 
     @property
     def broken(self) -> PeerFailure | None:

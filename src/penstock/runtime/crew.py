@@ -31,6 +31,7 @@ from penstock.runtime.randomness import Room, Turns, held, seed_generators, seed
 from penstock.runtime.recorder import Begun
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport import ThreadTransport, Transport
+from penstock.runtime.transport.base import whole_again
 from penstock.schedule import Placement, Schedule
 
 __all__ = ["Clock", "Crew"]
@@ -206,7 +207,7 @@ class Crew:
                 return futures[0].result()
             self._leave(futures)
             errors = [found for future in futures if future.done() and (found := future.exception()) is not None]
-            raise min(errors, key=_rank_of_error)
+            raise whole_again(min(errors, key=_rank_of_error))  # by `reset`: threads have no link to lose
         except BaseException as error:
             if not errors:  # Ctrl-C: stop the ranks, then leave
                 self.transports[0].abort(PeerFailure(0, f"stopped by {type(error).__name__}"))

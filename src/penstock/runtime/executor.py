@@ -64,7 +64,7 @@ class Executor(Computes):
         self._position = 0
         self._part: Action | None = None  # the half of a pair that failed
         self._ready = False
-        transport.report_by(self.progress)
+        transport.report_by(self.progress, self.where)
 
     # -- preparing
 
@@ -233,10 +233,12 @@ class Executor(Computes):
     # -- failing
 
     def _describe(self, error: BaseException) -> PeerFailure:
-        action = self._part
-        if action is None and self._ready and self._position < len(self._actions):
-            action = self._actions[self._position]
-        return failure_of(self.rank, error, action)
+        return failure_of(self.rank, error, self._part or self.where())
+
+    def where(self) -> Action | None:
+        """The action that this rank is at, if it is at one; asked for by other threads too."""
+        actions, position = self._actions, self._position
+        return actions[position] if self._ready and not self.transport.call and position < len(actions) else None
 
     @property
     def computing(self) -> bool:

@@ -34,8 +34,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.schedule import Action
 
 __all__ = ["Channel", "Transport"]
+
+REBUILD = "the group must be rebuilt"
+Where = Callable[[], Action | None]  # the action that a rank is at, if it is at one
+
+
+def nowhere() -> Action | None:
+    """For a rank that does not say where it is."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +133,8 @@ class Transport(ABC):
         return False
 
     @abstractmethod
-    def report_by(self, doing: Callable[[], str]) -> None:
-        """How to say, from any thread, what this rank is doing; for the report of a loss."""
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        """How to say, from any thread, what this rank is doing, and at which action it is; for the report of a loss."""
 
     @abstractmethod
     def announce(self, failure: PeerFailure) -> None:
@@ -151,11 +160,30 @@ class Transport(ABC):
 
 def after_loss(loss: PeerFailure) -> PeerFailure:
     """The same loss, as the answer to a later call."""
-    remedy = "the group must be rebuilt"
     later = copy(loss)
-    if remedy not in loss.cause:
-        later.cause = f"{loss.cause}; {remedy}"
+    if REBUILD not in loss.cause:
+        later.cause = f"{loss.cause}; {REBUILD}"
     return copy(later)  # copied again, so that its text is made from the new cause
+
+
+def whole_again(error: BaseException) -> BaseException:
+    """The same error without the advice to rebuild the group, where that is not needed."""
+    if not isinstance(error, PeerFailure) or REBUILD not in error.cause:
+        return error
+    told = copy(error)
+    told.cause = error.cause.removesuffix(f"; {REBUILD}")
+    told = copy(told)
+    told.__cause__ = error.__cause__
+    return told
+
+
+def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
+    """The same failure at the action that the rank was at, where it could tell: that, not what others awaited of it."""
+    if action is None:
+        return failure
+    told = copy(failure)
+    told.stage, told.action, told.microbatch = action.stage, str(action), action.microbatch
+    return copy(told)  # copied again, so that its text is made with the place
 
 
 def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:

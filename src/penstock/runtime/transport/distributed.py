@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
-from penstock.runtime.transport.base import Channel, Transport, check_channels
+from penstock.runtime.transport.base import Channel, Transport, Where, check_channels, nowhere
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.inbox import Inbox
 from penstock.runtime.transport.layout import Book
@@ -190,8 +190,8 @@ class DistributedTransport(Transport):
         self._watch.end_step()
         return values
 
-    def report_by(self, doing: Callable[[], str]) -> None:
-        self._watch.doing = doing
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        self._watch.doing, self._watch.where = doing, where
 
     def announce(self, failure: PeerFailure) -> None:
         self._watch.announce(failure)

@@ -28,9 +28,12 @@ from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import (
     Channel,
     Transport,
+    Where,
     check_channels,
+    located,
     lost_source,
     lost_target,
+    nowhere,
     with_report,
     wrong_message,
 )
@@ -71,6 +74,7 @@ class Board:
         self.generation = 0
         self.news: list[PeerFailure] = []
         self.doing: list[Callable[[], str]] = [lambda: "nothing known"] * ranks
+        self.where: list[Where] = [nowhere] * ranks
         self.clear()
 
     def clear(self) -> None:
@@ -259,16 +263,15 @@ class ThreadTransport(Transport):
     def _blame(self, peer: int, edge: Channel | None, microbatch: int) -> PeerFailure:
         path = self._board.chain(self.rank)
         story = " waits for ".join(f"rank {rank}" for rank in path)
-        if len(set(path)) < len(path):
-            cause = f"deadlock for {self.timeout:g} s ({story})"
-        elif len(path) > 2:
-            return PeerFailure(path[-1], f"silent for {self.timeout:g} s ({story})")
+        closed = len(set(path)) < len(path)
+        cause = f"deadlock for {self.timeout:g} s ({story})" if closed else f"silent for {self.timeout:g} s"
+        if len(path) > 2 and not closed:
+            failure = PeerFailure(path[-1], f"{cause} ({story})")
+        elif edge is None:
+            failure = PeerFailure(peer, f"{cause} while rank {self.rank} waited for it")
         else:
-            cause = f"silent for {self.timeout:g} s"
-        if edge is None:
-            return PeerFailure(peer, f"{cause} while rank {self.rank} waited for it")
-        blame = lost_source if edge.source_rank == peer else lost_target
-        return blame(edge, microbatch, cause)
+            failure = (lost_source if edge.source_rank == peer else lost_target)(edge, microbatch, cause)
+        return failure if closed else located(failure, self._board.where[failure.rank]())
 
     def _refuse(self, edge: Channel, expected: int, message: Message) -> None:
         due = f"step {self._step} microbatch {expected}"
@@ -296,8 +299,8 @@ class ThreadTransport(Transport):
         self._step += 1
         return values
 
-    def report_by(self, doing: Callable[[], str]) -> None:
-        self._board.doing[self.rank] = doing
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        self._board.doing[self.rank], self._board.where[self.rank] = doing, where
 
     def waits_elsewhere(self, peer: int | None, seconds: float) -> None:
         """This rank waits for another by other means than a message: see whether that is still worth it."""

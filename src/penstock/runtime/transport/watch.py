@@ -35,10 +35,11 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Channel, lost_source, lost_target, with_report
+from penstock.runtime.transport.base import Channel, Where, located, lost_source, lost_target, nowhere, with_report
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.marks import Marks
 from penstock.runtime.transport.store import Asker, NoAnswer
+from penstock.schedule import Action
 
 __all__ = ["Waiting", "Watch"]
 
@@ -86,6 +87,7 @@ class Watch:
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
         self.verdict: PeerFailure | None = None
         self.doing: Callable[[], str] = lambda: "nothing known"
+        self.where: Where = nowhere
         self.news: list[PeerFailure] = []
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
@@ -239,8 +241,9 @@ class Watch:
 
     def _arbitrate(self, accuser: int, accusation: Waiting | None, proposal: PeerFailure | None) -> PeerFailure:
         """Say what this rank does and for whom it waits, hear the others, and judge."""
-        self._ask("set", self._key(f"state/{self._rank}"), _dump((self.waiting, self._progress())))
+        self._ask("set", self._key(f"state/{self._rank}"), _dump((self.waiting, self._progress(), self.where())))
         states: dict[int, Waiting | None] = {}
+        places: dict[int, Action | None] = {}
         doing = ["no answer"] * self._ranks
         missed = {proposal.rank} if proposal is not None else set()  # the dead need not be heard
         deadline = time.monotonic() + min(STATE_SECONDS, self._timeout)
@@ -249,11 +252,13 @@ class Watch:
                 return self._standing()
             for rank in range(self._ranks):
                 if rank not in states and self._ask("check", [self._key(f"state/{rank}")]):
-                    states[rank], doing[rank] = _load(self._ask("get", self._key(f"state/{rank}")))
+                    states[rank], doing[rank], places[rank] = _load(self._ask("get", self._key(f"state/{rank}")))
             time.sleep(self._beat / 50)
         if proposal is None:
             assert accusation is not None
             proposal = judge(accuser, {**states, accuser: accusation}, self._timeout)
+            if states.get(proposal.rank) is None:  # no deadlock: what it is busy with, if it has said so
+                proposal = located(proposal, places.get(proposal.rank))
         return self._pronounce(with_report(proposal, doing))
 
     def _progress(self) -> str:

@@ -44,6 +44,13 @@ def test_show_draws_the_schedule_and_says_what_the_letters_mean() -> None:
     assert "peak activations by rank 2 1" in result.stdout
 
 
+def test_show_says_which_slots_nobody_needs(tmp_path: Path) -> None:
+    path = tmp_path / "gap.csv"
+    path.write_text("0F0,,,0B0,,\n,,1F0,1B0\n")
+    assert "\nno rank does anything in slot 1, which a run skips; placement 0 1;" in run("show", path).stdout
+    assert "no rank" not in run("show", "1f1b").stdout
+
+
 @pytest.mark.parametrize("name", ["ZBV", "zb_v", "ZBVZeroBubble", "ScheduleZBVZeroBubble"])
 def test_a_family_answers_to_its_usual_names(name: str) -> None:
     assert run("show", name, "-r", 2, "-m", 2).stdout == run("show", "zb-v", "-r", 2, "-m", 2).stdout

@@ -46,6 +46,16 @@ def test_a_schedule_is_drawn() -> None:
     assert "backward for the weights" in text
 
 
+def test_one_of_anything_is_not_many() -> None:
+    assert call("view 1f1b -r 1 -m 1").stdout.startswith("1f1b: 1 rank, 1 stage, 1 microbatch, simulated\n")
+
+
+@pytest.mark.parametrize("command", ["view run.json short.csv", "whatif --from run.json --schedule short.csv"])
+def test_of_several_files_the_one_with_faults_is_named(command: str) -> None:
+    Path("short.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n")
+    assert "rank 0, 0B1: short.csv: never runs" in call(command, 1).stderr
+
+
 def test_a_run_is_drawn_and_accounted_for() -> None:
     text = call("view run.json").stdout
     assert "run.json: 2 ranks, 2 stages, 4 microbatches, measured" in text

@@ -77,7 +77,9 @@ def show(
         write_json(_document(schedule, timeline))
     else:
         columns = terminal_width() if width is None else width
-        facts = [f"placement {shortened(schedule.placement)}"] + (_costs(timeline) if timeline else [])
+        facts = (
+            _gaps(schedule) + [f"placement {shortened(schedule.placement)}"] + (_costs(timeline) if timeline else [])
+        )
         write(fold(described(schedule, source), columns))
         write(drawing(schedule, columns))
         write(f"\n{fold(legend(schedule), columns)}")
@@ -104,6 +106,15 @@ def legend(schedule: Schedule) -> str:
     if any(action is not None and action.pair for row in schedule.rows for action in row):
         words.append("(..;..) a pair that may overlap")
     return "; ".join(["2F0 is the forward of stage 2, microbatch 0", *words])
+
+
+def _gaps(schedule: Schedule) -> list[str]:
+    """Slots in which no rank does anything: nothing needs them, and a run has none of them."""
+    used = {slot for row in schedule.rows for slot, action in enumerate(row) if action is not None}
+    gaps = [slot for slot in range(max(used, default=0)) if slot not in used]
+    return (
+        [f"no rank does anything in slot{'s' * (len(gaps) > 1)} {shortened(gaps)}, which a run skips"] if gaps else []
+    )
 
 
 def _costs(timeline: Timeline) -> list[str]:

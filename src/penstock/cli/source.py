@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ __all__ = [
     "described",
     "is_file",
     "read",
+    "read_one_of",
     "read_proved",
     "whole",
 ]
@@ -131,6 +133,14 @@ def read_proved(source: str, ranks: int | None, microbatches: int | None, stages
     if is_file(source):
         verify(schedule)
     return schedule
+
+
+def read_one_of(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+    """The same of a command that takes several: faults say which file they are in."""
+    try:
+        return read_proved(source, ranks, microbatches, stages_per_rank)
+    except ScheduleError as error:
+        raise ScheduleError([replace(fault, message=f"{source}: {fault.message}") for fault in error.faults]) from None
 
 
 def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:

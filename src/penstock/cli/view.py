@@ -17,7 +17,7 @@ from rich.console import Console
 from penstock.cli.costs import Forward, Hop, Input, Weight, amount, amounts
 from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import find_run, load_run
-from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_proved, whole
+from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_one_of, whole
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.calibrate import costs_of, fitted
 from penstock.view.account import account
@@ -120,10 +120,10 @@ def _runs(sources: Sequence[str], sizes: Sizes, predicted: bool, given: dict[str
             continue
         if first is not None and costs is not None:
             wanted = (sizes[0] or first.ranks, sizes[1] or first.schedule.microbatches, sizes[2])
-            schedule = read_proved(source, *((None,) * 3 if is_file(source) else wanted))
+            schedule = read_one_of(source, *((None,) * 3 if is_file(source) else wanted))
             timeline = _priced(schedule, fitted(costs, schedule, first.schedule.stages))
         else:
-            schedule = read_proved(source, *sizes)
+            schedule = read_one_of(source, *sizes)
             timeline = simulate(schedule, _stated(schedule, given, several=len(sources) > 1))
         runs.append(Run(_label(source) if is_file(source) else schedule.name, timeline))
     return runs

@@ -14,7 +14,7 @@ import typer
 from penstock.cli.costs import amount
 from penstock.cli.output import fold, guarded, percent, terminal_width, working, write, write_json
 from penstock.cli.runs import load_run
-from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_proved
+from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_one_of
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
 from penstock.schedule.calibrate import costs_of, fitted, outside
@@ -116,10 +116,10 @@ def _predict(
     elif not name:
         raise UsageError("the run's schedule has no name to build others by; give --schedule")
     elif is_file(name):
-        schedule = read_proved(name, *sizes)
+        schedule = read_one_of(name, *sizes)
     else:
         wanted = (sizes[0] or run.ranks, sizes[1] or run.schedule.microbatches, sizes[2])
-        schedule = read_proved(name, *wanted)
+        schedule = read_one_of(name, *wanted)
     timeline = simulate(schedule, fitted(costs, schedule, run.schedule.stages))
     return Prediction(
         schedule,

@@ -51,9 +51,10 @@ def choose_schedule(
     per_rank, left = divmod(topology.stages, wanted)
     if left or not per_rank:
         nearest = wanted * (per_rank + 1)
+        fewer = max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= wanted)
+        instead = f"pass ranks={fewer}" if world.size is None else f"start torchrun with {fewer} processes"
         raise UsageError(
-            f"{topology.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, "
-            f"or pass ranks={max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= wanted)}"
+            f"{topology.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, or {instead}"
         )
     built = build(AUTO if entry is None else entry.name, wanted, microbatches, per_rank, skips=topology.skips)
     return built if built.topology == topology else built.replace(topology=topology)

@@ -20,7 +20,11 @@ class Run(NamedTuple):
     def sizes(self) -> str:
         """What was run, in words."""
         schedule = self.timeline.schedule
-        return f"{schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches"
+        ranks, stages, microbatches = schedule.ranks, schedule.stages, schedule.microbatches
+        return (
+            f"{ranks} rank{'s' * (ranks != 1)}, {stages} stage{'s' * (stages != 1)}, "
+            f"{microbatches} microbatch{'es' * (microbatches != 1)}"
+        )
 
 
 def same_unit(runs: Sequence[Run]) -> bool:

@@ -82,7 +82,9 @@ AUTO = "auto"  # searched, not built
 def _plain(name: str) -> str:
     """How names are compared: no case, no hyphens; torch's class names are taken too."""
     if not isinstance(name, str):
-        raise UsageError(f"a schedule is named by text, such as '1f1b' (known: {', '.join(FAMILIES)}); got {name!r}")
+        raise UsageError(
+            f"a schedule is named by text, such as '1f1b' (known: {', '.join([*FAMILIES, AUTO])}); got {name!r}"
+        )
     return name.lower().replace("-", "").replace("_", "").replace(" ", "").removeprefix("schedule")
 
 
@@ -105,7 +107,7 @@ def family(name: str) -> Family:
     if found is None:
         near = difflib.get_close_matches(_plain(name), _BY_NAME, n=1, cutoff=0.5)
         hint = f"; did you mean {_BY_NAME[near[0]].name}?" if near else ""
-        raise UsageError(f"there is no schedule {name!r}{hint} (known: {', '.join(FAMILIES)})")
+        raise UsageError(f"there is no schedule {name!r}{hint} (known: {', '.join([*FAMILIES, AUTO])})")
     return found
 
 

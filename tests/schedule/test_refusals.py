@@ -96,6 +96,7 @@ def test_an_op_may_be_given_by_its_name() -> None:
         (lambda: Costs(forward=ANY), "forward takes one number or one for each stage, got None"),
         (lambda: Costs(forward=cast(Any, "1")), "forward takes one number"),
         (lambda: Costs(weight=cast(Any, [1, "2"])), "weight must be 0 or more and finite, got '2'"),
+        (lambda: Costs.from_timeline(ANY), r"from_timeline takes a Timeline, of pipe.record\(\) .* got None"),
         (lambda: Costs(hop=ANY), "hop must be 0 or more and finite, got None"),
         (lambda: Costs(bytes=ANY), "bytes takes one number"),
         (lambda: Costs(bandwidth=cast(Any, "9")), "bandwidth must be above 0, got '9'"),

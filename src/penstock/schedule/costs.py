@@ -95,6 +95,10 @@ class Costs:
 
         A stage that ran full backwards only tells I + W together: half is taken for each.
         """
+        if not isinstance(timeline, Timeline):
+            raise UsageError(
+                f"from_timeline takes a Timeline, of pipe.record() or Timeline.load(path); got {timeline!r}"
+            )
         from penstock.schedule.calibrate import costs_of
 
         return costs_of(timeline)

@@ -291,6 +291,25 @@ def test_a_rank_that_does_not_come_to_the_step_is_named_at_the_timeout() -> None
     assert "busy in its own code" in endings[0].said[1][2]
 
 
+def die_before_the_first_step(say: Say, transport: str) -> None:
+    pipe = pipeline(transport=transport)
+    if dist.get_rank() == 0:  # it hosts the store, over which the others are about to meet
+        die(say, KILL)()
+    time.sleep(1)
+    _, error = fail(pipe)
+    assert isinstance(error, PeerFailure), error
+    say((error.rank, error.cause))
+    pipe.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_host_of_the_store_is_named_where_it_dies_before_the_ranks_have_met(transport: str) -> None:
+    for ending in launch(RANKS, die_before_the_first_step, transport, tcp=True)[1:]:
+        assert ending.said[0][0] == 0, ending.said
+        assert "died or left" in ending.said[0][1]
+
+
 def be_busy(say: Say, transport: str) -> None:
     pipe = pipeline("interleaved-1f1b", 8, timeout=2.0, transport=transport)
     say(exact(pipe))

@@ -106,6 +106,8 @@ class SharedMemoryTransport(DistributedTransport):
                 self._meeting.place(rank)
             for peer in sorted(mine - self._pairs.keys() - self._apart.keys()):
                 self._join(peer)
+        except dist.DistError as error:
+            raise self._watch.without_store(error) from error
         finally:
             self._watch.waiting = None
             self._meeting.rest()

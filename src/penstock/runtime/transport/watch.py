@@ -34,8 +34,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Channel, Where, located, lost_source, lost_target, nowhere, with_report
+from penstock.errors import PeerFailure, RunError
+from penstock.runtime.transport.base import (
+    Channel,
+    Where,
+    after_loss,
+    located,
+    lost_source,
+    lost_target,
+    nowhere,
+    with_report,
+)
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.marks import Marks
 from penstock.runtime.transport.store import Asker, NoAnswer
@@ -121,6 +130,16 @@ class Watch:
                 self.verdict = failure
         assert self.verdict is not None
         return self.verdict
+
+    def without_store(self, error: Exception) -> PeerFailure | RunError:
+        """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
+        if self.verdict is None and self._store_host in (None, self._rank):
+            return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
+        if self.verdict is None:
+            assert self._store_host is not None
+            self.settle(PeerFailure(self._store_host, "died or left (the store that it hosts is gone)"))
+        assert self.verdict is not None
+        return after_loss(self.verdict)
 
     def announce(self, failure: PeerFailure) -> None:
         """Put this failure of the step on the news of all ranks, soon."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.nets import W, rows, square, trains
 from torch import Tensor, nn
 
 import penstock
@@ -77,3 +78,64 @@ def test_a_unit_that_updates_itself_is_not_torn() -> None:
     model = Again(nn.BatchNorm1d(4))
     with pytest.raises(ModelError, match="updates itself, so that all its calls belong on one stage"):
         cut_model(model, 2, example=(torch.randn(2, 4),), split_at=["block#2"], split="replay")
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(W, W), nn.Tanh())
+
+
+class Named(nn.Module):
+    """Layers with a second name, a list that has some of another, a layer inside of a block and by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner, norm = nn.Linear(W, W), nn.BatchNorm1d(W)
+        self.first = nn.Sequential(inner, nn.Tanh())
+        self.down = nn.ModuleList([layer(), layer()])
+        self.last = self.down[-1]
+        self.up = nn.ModuleList([self.last, layer()])
+        self.end = nn.Sequential(inner, norm, nn.Linear(W, W))
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (*self.down, *self.up):
+            x = block(x)
+        out: Tensor = self.norm(self.end(x))
+        return out
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_module_may_have_several_names(stages: int) -> None:
+    torch.manual_seed(0)
+    assert trains(Named(), rows(), stages=stages) < 1e-7
+    model = Named()
+    with penstock.Pipeline(model, stages=stages, microbatches=2, loss_fn=square, example=(rows(),)) as pipe:
+        pipe.load_state_dict(Named().state_dict())
+        Named().load_state_dict(pipe.state_dict())
+        assert torch.equal(pipe.state_dict()["up.0.0.weight"], model.last[0].weight)
+
+
+def test_a_layer_inside_of_a_block_that_cannot_be_opened_is_told_of() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.ones(W))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(x) * self.scale
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = nn.Linear(W, W)
+            self.blocks = nn.ModuleList([Scaled(inner), nn.Linear(W, W), inner])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x
+
+    with pytest.raises(ModelError, match=r"blocks\.0\.inner is a part of blocks\.0, which has parameters of its own"):
+        trains(Both(), rows())
+    assert trains(Both(), rows(), split="auto") < 1e-7

@@ -108,6 +108,7 @@ class Split:
     topology: Topology
     how: str  # one sentence for the user: in which way it was cut
     aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
+    repeated: Mapping[str, str] = field(default_factory=dict)  # in the model's state, of no part: name -> a part's name
     weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
     allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any

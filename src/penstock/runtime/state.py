@@ -91,16 +91,17 @@ class OwnedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns."""
-        return {
+        state = {
             self.split.parts[index].names.get(name, name): value
             for index, module in self.crew.modules().items()
             for name, value in module.state_dict().items()
         }
+        return state | {name: state[own] for name, own in self.split.repeated.items() if own in state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this process's part of a whole model's state; a name that no stage knows is an error."""
         known = {name for part in self.split.parts for name in part.names.values()}
-        foreign = sorted(set(state) - known)
+        foreign = sorted(set(state) - known - set(self.split.repeated))
         own = {index: self.split.parts[index].names for index in self.crew.modules()}
         missing = sorted(
             names[name]

@@ -77,6 +77,7 @@ def _assemble(
         plan.topology,
         f"replay of the model's own forward, units a stage: {counts}",
         _aliases(model),
+        _repeated(model, parts),
         weights=tuple(weights),
         cuts=tuple(cuts),
         allowed=tuple(_starts(modules, recording)[1:]),
@@ -123,6 +124,14 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     """A tied parameter has several names; the model's `named_parameters` gives it the first."""
     own = {id(parameter): name for name, parameter in model.named_parameters()}
     return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _repeated(model: nn.Module, parts: Sequence[ReplayPart]) -> dict[str, str]:
+    """What hangs in the tree twice (`self.last = self.layers[-1]`) has two names in the model's state, one here."""
+    held = {name for part in parts for name in part.names.values()}
+    saved = model.state_dict(keep_vars=True)
+    own = {id(value): name for name, value in reversed(saved.items()) if name in held}
+    return {name: own[id(value)] for name, value in saved.items() if name not in held and id(value) in own}
 
 
 def _cuts(

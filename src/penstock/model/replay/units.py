@@ -8,6 +8,9 @@ stage runs for itself.
 
 Where a container that must be opened owns a parameter itself (a logit scale, a class token
 beside the trunk), that parameter belongs to the glue: each stage that reads it has it.
+
+A module may hang in the tree at several places (`self.last = self.layers[-1]`). It is one unit, under its first name,
+and never inside of another: what has it inside is opened too, so that all its calls are known to be of one unit.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) -> list[str]:
     """Names of the units, in the order of the module tree; at least `stages` of them if that can be."""
-    names = dict(model.named_modules())
+    names = dict(model.named_modules(remove_duplicate=False))
     found: list[str] = []
     _collect("", model, found, in_list=False)
+    _untangle(found, names)
     for place in split_at:
         _open_for(found, names, name_and_use(place)[0])
+        _untangle(found, names)
     while len(found) < stages:
         openable = [name for name in found if _openable(names[name])]
         if not found:
@@ -41,7 +46,35 @@ def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) ->
             )
         largest = max(openable, key=lambda name: _size(names[name]))
         _open(found, names, largest)
+        _untangle(found, names)
     return found
+
+
+def _untangle(found: list[str], names: dict[str, nn.Module]) -> None:
+    """Every module once, by its first name, and none inside of another."""
+    first: dict[int, str] = {}
+    for name, module in names.items():
+        first.setdefault(id(module), name)
+    while True:
+        found[:] = dict.fromkeys(first[id(names[name])] for name in found)
+        units = {id(names[name]): name for name in found}
+        outer, inner = next(
+            (
+                (name, units[id(part)])
+                for name in found
+                for part in names[name].modules()
+                if units.get(id(part), name) != name
+            ),
+            ("", ""),
+        )
+        if not inner:
+            return
+        if not _openable(names[outer]):
+            raise ModelError(
+                f"{inner} is a part of {outer}, which has parameters of its own and cannot be taken apart, and is used "
+                f"elsewhere too; put these parameters into a module of their own"
+            )
+        _open(found, names, outer)
 
 
 def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -> None:

@@ -16,13 +16,34 @@ from penstock.model.balance import Proposal
 from penstock.schedule import Costs, simulate
 
 
+class Fades(nn.Module):
+    """Goes by a count of its calls that is no buffer."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return x * (1 + 1 / (1 + self.calls))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def block() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    return nn.Sequential(layer, nn.Tanh(), nn.Dropout(0.1), layer, Fades())
+
+
 class Net(nn.Module):
-    """Six blocks, a tied head, dropout: what a cut could disturb."""
+    """Six blocks, a tied head, a layer with two names, dropout, state of all kinds: what a cut could disturb."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6))
+        self.blocks = nn.ModuleList(block() for _ in range(6))
         self.head = nn.Linear(8, 16, bias=False)
         self.head.weight = self.embed.weight
 
@@ -56,6 +77,10 @@ def losses(net: nn.Module, move_after: int | None, stages: int, schedule: str = 
             assert pipe.split.cuts == cuts
     names = [name for name, _ in pipe.named_parameters()]
     assert len(names) == len(set(names))
+    state = pipe.state_dict()
+    assert set(state) <= set(net.state_dict())
+    assert {value["calls"] for name, value in state.items() if name.endswith("_extra_state")} == {24}
+    pipe.load_state_dict(net.state_dict())
     pipe.close()
     return found
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-__all__ = ["OUTPUT", "WHOLE", "StagePart", "no_stream"]
+__all__ = ["OUTPUT", "WHOLE", "StagePart", "no_stream", "state_names"]
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
@@ -40,3 +40,10 @@ class StagePart(Protocol):
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Compute: payload by producing stage in, payload by consuming stage out."""
         ...
+
+
+def state_names(module: nn.Module) -> list[str]:
+    """Every name under which the module has something: parameters, all buffers, and what only its state knows."""
+    found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    found += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))

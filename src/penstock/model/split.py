@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.part import OUTPUT, StagePart, no_stream
+from penstock.model.part import OUTPUT, StagePart, no_stream, state_names
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
@@ -157,12 +157,12 @@ def split_model(
         groups = _groups(layers, stages, balance)
         modules: list[nn.Module] = [nn.Sequential(OrderedDict(group)) for group in groups]
         counts = ", ".join(str(len(group)) for group in groups)
-        names = [{name: name for name in _state_names(module)} for module in modules]
+        names = [{name: name for name in state_names(module)} for module in modules]
         how, spread = f"nn.Sequential by position, layers a stage: {counts}", False
     elif isinstance(model, nn.ModuleList) or (isinstance(model, Sequence) and not isinstance(model, nn.Module)):
         modules = list(model)
         _check_list(modules, stages, balance)
-        names = [{name: f"{index}.{name}" for name in _state_names(module)} for index, module in enumerate(modules)]
+        names = [{name: f"{index}.{name}" for name in state_names(module)} for index, module in enumerate(modules)]
         how, spread = f"a list of {len(modules)} stage modules", True
     else:
         raise ModelError(
@@ -215,13 +215,6 @@ def _groups(
         groups.append(layers[first : first + size])
         first += size
     return groups
-
-
-def _state_names(module: nn.Module) -> list[str]:
-    """Every name under which the module has something: parameters, all buffers, and what only its state knows."""
-    found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    found += [name for name, _ in module.named_buffers(remove_duplicate=False)]
-    return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))
 
 
 def _keywords(module: nn.Module) -> frozenset[str] | None:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from penstock.runtime.feed import Feed
 
@@ -34,7 +36,11 @@ def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
         "batch_dims": (str(pipe.batch_dims), None),
     }
     for part in pipe.split.parts:
-        shapes = [(part.names.get(name, name), tuple(value.shape)) for name, value in part.module.state_dict().items()]
+        shapes = [
+            (part.names.get(name, name), tuple(value.shape))
+            for name, value in part.module.state_dict().items()
+            if isinstance(value, Tensor)  # and no state of another kind
+        ]
         numbers = sum(math.prod(shape) for _, shape in shapes)
         facts[f"stage {part.index}"] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
         own = dict(part.module.named_parameters())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.model.balance import Proposal, propose
+from penstock.model.part import StagePart
 from penstock.model.split import Split
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement, Timeline
@@ -58,35 +59,59 @@ def move_state(
     ]
     channels = [Channel(number, number, "F", source, target) for number, (_, source, target) in enumerate(moves)]
     transport.open(channels)
-    old, new = dict(_tensors(before, placement, transport.rank)), dict(_tensors(after, placement, transport.rank))
+    old, new = _here(before, placement, transport.rank), _here(after, placement, transport.rank)
     for number, (name, source, target) in enumerate(moves):
         if transport.rank == source:
-            transport.send(number, 0, (old[name].detach(), _state_of(optimizer, old[name])))
+            transport.send(number, 0, _packed(old[name], optimizer))
         elif transport.rank == target:
-            value, state = transport.receive(number, 0)
-            with torch.no_grad():
-                new[name].copy_(value)
-            _take_over(optimizer, new[name], state)
+            _unpack(new[name], transport.receive(number, 0), optimizer)
     transport.flush()
     transport.exchange(None)
-    for name, tensor in old.items():
-        if name not in new:
-            _give_up(optimizer, tensor)
+    kept = set(map(id, new.values()))
+    for held in old.values():
+        if isinstance(held, Tensor) and id(held) not in kept:
+            _give_up(optimizer, held)
+
+
+def _held(part: StagePart) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """All that a stage keeps, by every name that it has: tensors, and modules with a state of another kind."""
+    module = part.module
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield part.names[name], parameter
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield part.names[name], buffer
+    for place, holder in module.named_modules(remove_duplicate=False):
+        if type(holder).get_extra_state is not nn.Module.get_extra_state:
+            yield part.names[f"{place}._extra_state" if place else "_extra_state"], holder
 
 
 def _owners(split: Split, placement: Placement) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     for index, part in enumerate(split.parts):
-        for name in part.names.values():
+        for name, _ in _held(part):
             found.setdefault(name, set()).add(placement.rank_of(index))
     return found
 
 
-def _tensors(split: Split, placement: Placement, rank: int) -> Iterator[tuple[str, Tensor]]:
-    for index in placement.stages_of(rank):
-        part = split.parts[index]
-        for name, tensor in [*part.module.named_parameters(), *part.module.named_buffers()]:
-            yield part.names[name], tensor
+def _here(split: Split, placement: Placement, rank: int) -> dict[str, Tensor | nn.Module]:
+    return {name: held for index in placement.stages_of(rank) for name, held in _held(split.parts[index])}
+
+
+def _packed(held: Tensor | nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Any, Any]:
+    """What is sent: a value, and the optimizer's state of it."""
+    if isinstance(held, Tensor):
+        return held.detach(), _state_of(optimizer, held)
+    return held.get_extra_state(), None
+
+
+def _unpack(held: Tensor | nn.Module, sent: tuple[Any, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    value, state = sent
+    if not isinstance(held, Tensor):
+        held.set_extra_state(value)
+        return
+    with torch.no_grad():
+        held.copy_(value)
+    _take_over(optimizer, held, state)
 
 
 def _state_of(optimizer: torch.optim.Optimizer | None, tensor: Tensor) -> tuple[int, Mapping[str, Any]] | None:

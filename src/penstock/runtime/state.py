@@ -104,7 +104,7 @@ class OwnedState:
         foreign = sorted(set(state) - known - set(self.split.repeated))
         own = {index: self.split.parts[index].names for index in self.crew.modules()}
         missing = sorted(
-            names[name]
+            names.get(name, name)
             for index, names in own.items()
             for name in self.crew.modules()[index].state_dict()
             if names.get(name, name) not in state

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.part import OUTPUT, WHOLE, no_stream
+from penstock.model.part import OUTPUT, WHOLE, no_stream, state_names
 from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.marks import Absent
@@ -105,7 +105,7 @@ class ReplayPart:
         self.names = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
             for number, (unit, module) in enumerate(units.items())
-            for name in _state_names(module)
+            for name in state_names(module)
         }
         self.names.update({f"loose_{number}": name for number, name in enumerate(loose)})
         own = [number for number, stage in enumerate(plan.stage_of) if stage == index]
@@ -301,8 +301,3 @@ class ReplayPart:
 
 def _named(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, str)) or value is None else f"a {type(value).__name__}"
-
-
-def _state_names(module: nn.Module) -> list[str]:
-    found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    return found + [name for name, _ in module.named_buffers(remove_duplicate=False)]

@@ -132,3 +132,34 @@ def test_names_that_do_not_cut_its_layers(options: Any, why: str) -> None:
 def test_names_do_not_go_round_a_forward_of_its_own() -> None:
     with pytest.raises(ModelError, match="has a forward of its own"):
         penstock.Pipeline(layers(Shifted), split_at=["2"], microbatches=2, loss_fn=F.mse_loss)
+
+
+def test_what_hangs_on_the_container_itself_is_owned_too() -> None:
+    """No layer reads it, so no loss shows that it was left out of the state."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=F.mse_loss) as pipe:
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+        assert set(pipe.state_dict()) == set(model.state_dict())
+        assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in model.named_parameters()}
+        assert {name for name, _ in pipe.named_buffers()} == {"mean", "cache"}
+        pipe.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_one_batch_norm_in_two_stages_is_refused(as_list: bool) -> None:
+    """Its running statistics were another on every run, and on processes each rank had its own."""
+    norm = nn.BatchNorm1d(4)
+    layers = [nn.Linear(4, 4), norm, nn.Linear(4, 4), norm]
+    model: Any = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])] if as_list else nn.Sequential(*layers)
+    options: dict[str, Any] = {"microbatches": 2, "loss_fn": F.mse_loss}
+    options |= {} if as_list else {"stages": 2}
+    with pytest.raises(ModelError, match=r"layers (0\.)?1 and (1\.1|3) are one batch norm, on stages 0 and 1"):
+        penstock.Pipeline(model, **options)
+    norm.eval()
+    penstock.Pipeline(model, **options).close()
+    norm.train()
+    if not as_list:
+        penstock.Pipeline(model, microbatches=2, loss_fn=F.mse_loss, balance=[1, 3]).close()

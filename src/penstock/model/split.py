@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, StagePart, no_stream, state_names
@@ -136,6 +137,8 @@ def more_than_its_layers(model: Any) -> str:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if kind is nn.Sequential and any(getattr(model, name, None) for name in hooks):
         return f"the {type(model).__name__} has hooks on itself"
+    if kind is nn.ModuleList and (own := [*model._parameters, *model._buffers]):
+        return f"the {type(model).__name__} has parameters or buffers of its own ({', '.join(own)})"
     return ""
 
 
@@ -156,6 +159,8 @@ def split_model(
         layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
         groups = _groups(layers, stages, balance)
         modules: list[nn.Module] = [nn.Sequential(OrderedDict(group)) for group in groups]
+        for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):  # what hangs on the container itself
+            getattr(modules[0], table).update(getattr(model, table))
         counts = ", ".join(str(len(group)) for group in groups)
         names = [{name: name for name in state_names(module)} for module in modules]
         how, spread = f"nn.Sequential by position, layers a stage: {counts}", False
@@ -169,6 +174,7 @@ def split_model(
             f"{type(model).__name__} is neither an nn.Sequential nor a list of stage modules; "
             f"pass nn.Sequential(...) with stages=, or a list with one module for each stage"
         )
+    _check_torn(modules, names)
     topology = Topology.chain(len(modules), skips)
     entrances = _positional(modules[0])
     parts = tuple(
@@ -176,6 +182,22 @@ def split_model(
         for index, module in enumerate(modules)
     )
     return Split(parts, topology, how)
+
+
+def _check_torn(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
+    """Running statistics have one order of updates, which two stages that share them would not keep."""
+    where: dict[int, tuple[int, str]] = {}
+    for index, module in enumerate(modules):
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training:
+                whole = names[index][f"{name}.running_mean" if name else "running_mean"].removesuffix(".running_mean")
+                first, known = where.setdefault(id(layer), (index, whole))
+                if first != index:
+                    raise ModelError(
+                        f"layers {known} and {whole} are one batch norm, on stages {first} and {index}, which would "
+                        f"update its running statistics in another order; cut so that both are on one stage "
+                        f"(balance=[...]), use a copy for each place, or put it in eval mode"
+                    )
 
 
 def _check_list(modules: Sequence[Any], stages: int | None, balance: Sequence[int] | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model import nets
-from model.nets import Chain, W, square
+from model.nets import Chain, W, rows, square
 from torch import Tensor, nn
 
 import penstock
@@ -173,3 +173,33 @@ def test_parity_finds_a_dependency_that_the_plan_missed(monkeypatch: pytest.Monk
     monkeypatch.setattr("penstock.model.replay.cut.plan_stages", forgetful)
     with pytest.raises(ParityError, match="differ by nan"):
         check(Skips(), torch.randn(4, W), stages=2, balance=[2, 2])
+
+
+class Grows(nn.Module):
+    """Makes a layer when it is first called, on itself or on the model around it."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own, self.late = own, None
+        self.first, self.last = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        holder = self if self.own else self.first
+        if getattr(holder, "late", None) is None:
+            holder.late = nn.Linear(W, W)
+        out: Tensor = self.last(holder.late(self.first(x)))
+        return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_parameters_made_in_the_forward_are_not_lost_in_silence(own: bool) -> None:
+    model, x = Grows(own), rows()
+    with pytest.raises(
+        UsageError, match=r"Grows makes parameters in its forward \((first\.)?late\.weight.*run the model"
+    ):
+        piped(model, x, stages=2)
+    assert model.late is None
+    model(x)
+    with piped(model, x, stages=2) as pipe:
+        assert pipe.step(x).loss > 0
+        assert set(pipe.state_dict()) == set(model.state_dict())

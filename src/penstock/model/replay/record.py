@@ -81,10 +81,12 @@ def record(
             carried.look(len(marks.recording.calls))
             return marks
 
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tree = stage_tree(model, {*units, *free}, answer, apart=False)
         carried, left = Carried(tree), list[tuple[str, Tensor]]()
         generator = torch.get_rng_state()
         first = run()
+        _check_made(model, tree, known)
         behind = carried.left()
         if behind:
             left = [
@@ -98,6 +100,16 @@ def record(
         _tell_of_losses(tree, first)
     install()
     return first.recording
+
+
+def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
+    """Parameters that a first forward makes would be made by every stage for itself, and be owned by none."""
+    made = [name for name, _ in tree.named_parameters(remove_duplicate=False) if name not in known]
+    if made:
+        raise UsageError(
+            f"{type(model).__name__} makes parameters in its forward ({', '.join(made[:4])}"
+            f"{', ...' if made[4:] else ''}), which no stage would own; run the model once before it is cut"
+        )
 
 
 def _tell_of_losses(tree: nn.Module, marks: Marks) -> None:

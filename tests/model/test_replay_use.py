@@ -203,3 +203,44 @@ def test_parameters_made_in_the_forward_are_not_lost_in_silence(own: bool) -> No
     with piped(model, x, stages=2) as pipe:
         assert pipe.step(x).loss > 0
         assert set(pipe.state_dict()) == set(model.state_dict())
+
+
+class Encodes(nn.Module):
+    """torch's encoder goes over to nested tensors where it evaluates on padded rows; the head has a scripted ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(W, 2, W, 0.0, batch_first=True), 3)
+        with pytest.warns(DeprecationWarning, match="script"):
+            self.head = torch.jit.script(nn.Sequential(nn.Linear(W, W), nn.ReLU()))
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding))
+        return out
+
+
+def test_torchs_encoder_evaluates_padded_rows() -> None:
+    torch.manual_seed(0)
+    model, x = Encodes(), rows(4, 3, W)
+    padding = torch.arange(3) >= torch.tensor([[3], [2], [1], [2]])
+    with piped(model, x, stages=3, example=(x[:2], padding[:2])) as pipe:
+        pipe.step(x, padding)
+        output = pipe.predict(x, padding)
+        again = pipe.predict(x, padding)  # no longer followed from operation to operation
+        assert torch.equal(output, again)
+    model.eval()
+    torch.testing.assert_close(output[~padding], model(x, padding)[~padding].detach())
+
+
+def test_a_scripted_norm_is_not_moved_by_the_look_at_the_example() -> None:
+    model = Chain(3)
+    with pytest.warns(DeprecationWarning, match="script"):
+        model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W)))
+    x = rows()
+    with piped(model, x, stages=2) as pipe:
+        assert pipe.state_dict()["blocks.1.1.num_batches_tracked"] == 0
+        pipe.step(x)
+        pipe.evaluate(x)
+        assert pipe.state_dict()["blocks.1.1.num_batches_tracked"] == 2
+    with pytest.raises(ModelError, match=r"blocks\.1\.1 is scripted and stays as it is"):
+        piped(model, x, stages=2, batch_norm="deferred")

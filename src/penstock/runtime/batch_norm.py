@@ -166,6 +166,9 @@ def _convert(model: nn.Module, kind: type[Converted]) -> list[_BatchNorm]:
     found = list(batch_norms(model))
     for name, layer in found:
         _check_known(name, layer)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and module.original_name.startswith("BatchNorm"):
+            raise ModelError(f"{name} is scripted and stays as it is; leave batch_norm= out, or script it afterwards")
     restore_batch_norm(model)
     for _, layer in found:
         layer.__class__ = _class_for(kind, type(layer))

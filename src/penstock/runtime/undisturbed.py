@@ -44,8 +44,9 @@ class Undisturbed:
             for module, mode in modes:
                 module.training = mode
             for number, table in tables.items():
-                table.clear()  # of what the evaluation has put there
-                table.update(entries[number])
+                if isinstance(table, dict):  # a scripted module's cannot change
+                    table.clear()  # of what the evaluation has put there
+                    table.update(entries[number])
             self._restore(before)
 
     def _copy(self, key: Key, buffer: Tensor) -> Tensor | None:

@@ -89,6 +89,8 @@ class ReplayPart:
             original = module.__dict__.get("_gradient_checkpointing_func")
             if original is not None and not getattr(module, "is_asked", False):
                 module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
+            if isinstance(module, nn.TransformerEncoder) and not getattr(module, "is_asked", False):
+                module.__dict__["use_nested_tensor"] = False  # in eval mode, what it hands on would have no shape
         self._user = Followed(model, self._root)
         twins = dict(self._root.named_modules())
         self._twins = [(twins[name], own) for name, own in model.named_modules() if twins.get(name, own) is not own]

@@ -161,6 +161,7 @@ def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:
         and not name.startswith(inside)
         and next(module.children(), None) is None
         and next(module.parameters(), None) is None
+        and not isinstance(module, torch.jit.ScriptModule)
         and type(module).forward is not nn.Module.forward
         and not isinstance(module, nn.Identity)
     ]

@@ -83,9 +83,12 @@ def undone(model: nn.Module) -> Iterator[None]:
     ]
     lists = [(each, list(each)) for holder in holders for each in holder.__dict__.values() if isinstance(each, list)]
     state, others = random_state(), random.getstate()
+    scripted = []  # their tables are not Python's
     for holder in holders:
-        for name, value in holder._buffers.items():
+        for name, value in list(holder._buffers.items()):
             holder._buffers[name] = None if value is None else value.detach().clone()
+            if isinstance(holder, torch.jit.ScriptModule):
+                scripted.append((holder, name, value))
     try:
         yield
     finally:
@@ -97,5 +100,7 @@ def undone(model: nn.Module) -> Iterator[None]:
             table.update(items)
         for each, entries in lists:
             each[:] = entries
+        for holder, name, value in scripted:
+            holder._buffers[name] = value
         restore_random(state)
         random.setstate(others)

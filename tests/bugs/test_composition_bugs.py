@@ -43,6 +43,41 @@ class Picky(Layer):
         return out + self.rare(x) if x.sum() > 1e3 else out
 
 
+class Outside(nn.Module):
+    """Parameters that the model's own code reads, outside of the layers that it is cut into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.both = (nn.Parameter(torch.randn(4, WIDTH)) for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first.sum(0) + self.both.mean(0)
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.last.sum(0) + self.both.mean(0)
+
+
+def trained(mesh: Any, kind: str) -> dict[str, Tensor]:
+    """Three steps of SGD on what the two replicas share."""
+    x, y = (value.chunk(2)[mesh.get_local_rank("dp")] for value in small())
+    given = {"microbatches": M, "loss_fn": F.mse_loss, "mesh": mesh, "timeout": 20, "replicate": kind}
+    with penstock.Pipeline(Outside(), stages=2, example=(x[:2],), **given) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(3):
+            pipe.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe.evaluate(x, target=y)
+        return {name: whole_of(value).clone() for name, value in pipe.state_dict().items()}
+
+
+def small() -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(2)
+    return torch.randn(ROWS, WIDTH, generator=made), torch.randn(ROWS, WIDTH, generator=made)
+
+
 def stages(count: int = 4, tied: bool = False, picky: bool = False) -> list[Any]:
     torch.manual_seed(0)
     made: list[Any] = [Picky() if picky else Layer() for _ in range(count)]
@@ -92,6 +127,7 @@ def everything() -> dict[str, Any]:
         found[kind, "looped"] = run(mesh, stages(tied=True), schedule="looped-bfs", replicate=kind)
         found[kind, "evaluated"] = run(mesh, stages(), steps=2, evaluate=True, schedule="zb-v", replicate=kind)
         found[kind, "picky"] = run(mesh, stages(picky=True), schedule="1f1b", replicate=kind)
+        found[kind, "outside"] = trained(mesh, kind)
     for family in ("dualpipe-v", "interleaved-1f1b"):
         stages_of = 8 if family == "interleaved-1f1b" else 4
         found["fsdp", family] = run(mesh, stages(stages_of), schedule=family, replicate="fsdp", window=1)
@@ -171,3 +207,20 @@ def test_a_narrow_window_gathers_also_for_the_second_half_of_a_pair(told: Any, f
     """A pass that opened only one kind of pair left 8 to 12 computes a rank on sharded parameters; and a window fixed
     at 3 never freed anything on ranks with fewer stages."""
     check(told, ("fsdp", family), plain(stages(8 if family == "interleaved-1f1b" else 4)))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_parameters_outside_of_layers_are_trained_where_they_are_sharded(told: Any, kind: str) -> None:
+    """Ours: stages went on reading the whole parameter from before, which no optimizer had any more."""
+    plain, (x, y) = Outside(), small()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+    seen = set()
+    for rank in told:
+        for name, value in rank[kind, "outside"].items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6, msg=f"{kind} {name}")
+            seen.add(name)
+    assert seen == set(plain.state_dict())

@@ -27,6 +27,25 @@ class Recurrent(nn.Module):
         return x
 
 
+class Marked(nn.Module):
+    """Parameters that the model's own code reads: its own, a container's, and the weight of a layer elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Parameter(torch.ones(W)), nn.Parameter(torch.ones(1))
+        self.layers = Recurrent().layers
+        self.inner = nn.Module()
+        self.inner.scale, self.inner.norms = nn.Parameter(torch.ones(W)), nn.ModuleList(nn.LayerNorm(W) for _ in (0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first
+        for layer in self.layers:
+            x = layer(x)[0]
+        for norm in self.inner.norms:
+            x = norm(x) * self.inner.scale
+        return x * self.last + self.layers[0].bias_hh_l0[:W]
+
+
 def ids() -> Tensor:
     return torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(1))
 
@@ -67,7 +86,9 @@ def test_the_cut_is_that_of_the_model_in_memory(stages: int) -> None:
         assert eager.split.topology == lazily.split.topology
 
 
-@pytest.mark.parametrize(("net", "x"), [(Tied, ids()), (Recurrent, torch.randn(4, 3, W))])
+@pytest.mark.parametrize(
+    ("net", "x"), [(Tied, ids()), (Recurrent, torch.randn(4, 3, W)), (Marked, torch.randn(4, 3, W))]
+)
 def test_values_by_name_or_from_a_state_train_as_the_plain_model(net: type[nn.Module], x: Tensor) -> None:
     plain = filled(net())
     results = []
@@ -103,6 +124,11 @@ def own_part() -> tuple[float, list[str], int]:
     with piped(model, ids(), stages=None, split_at=["blocks.2"], init=by_name) as pipe:
         loss = pipe.step(ids()).loss
         assert loss is not None
+        with penstock.lazy():
+            marked = Marked()
+        x = torch.ones(4, 3, W)
+        with piped(marked, x, init=by_name) as other:
+            torch.testing.assert_close(other.step(x).loss, square(filled(Marked())(x)).detach())
         held = {
             p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta
         }

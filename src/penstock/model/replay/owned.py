@@ -1,4 +1,4 @@
-"""What a stage of a replayed model owns, as one module."""
+"""What a stage of a replayed model owns, as one module, and where its glue reads of that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["StageUnits"]
+__all__ = ["Outside", "StageUnits"]
 
 
 class StageUnits(nn.Module):
@@ -45,3 +45,42 @@ class StageUnits(nn.Module):
         for module in self.__dict__["_others"]:
             module.training = mode
         return self
+
+
+class Outside:
+    """Parameters that the glue reads (`self.class_token`), in the stage's tree, and which its module owns.
+
+    Others may take their place in the module: a shard and what is gathered of it, or values for one that was built
+    without. The tree has to follow, or the glue would go on with what it was made with.
+    """
+
+    def __init__(self, root: nn.Module, owned: StageUnits) -> None:
+        owners = {
+            id(parameter): (owner, name)
+            for owner in nn.Module.modules(owned)
+            for name, parameter in owner._parameters.items()
+            if parameter is not None
+        }
+        self._places = [
+            (holder, name, *owners[id(parameter)], parameter)
+            for holder in root.modules()
+            for name, parameter in holder._parameters.items()
+            if parameter is not None
+            and id(parameter) in owners
+            and owners[id(parameter)][0]._parameters is not holder._parameters
+        ]
+
+    def look(self) -> None:
+        """Before the glue runs."""
+        for holder, name, owner, own_name, first in self._places:
+            now = owner._parameters[own_name]
+            if now is not first and holder._parameters[name] is not now:
+                holder.__dict__["_parameters"] = {**holder._parameters, name: now}  # the user's module has the old one
+
+    def fill(self, model: nn.Module) -> None:
+        """Values for parameters that were built without are the model's own, as those of units are."""
+        made = {id(first): owner._parameters[name] for _, _, owner, name, first in self._places if first.is_meta}
+        for holder in model.modules():
+            for name, parameter in holder._parameters.items():
+                if id(parameter) in made:
+                    holder._parameters[name] = made[id(parameter)]

@@ -29,7 +29,7 @@ from penstock.model.part import OUTPUT, WHOLE, no_stream, state_names
 from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.marks import Absent
-from penstock.model.replay.owned import StageUnits
+from penstock.model.replay.owned import Outside, StageUnits
 from penstock.model.replay.paths import diverged, stale
 from penstock.model.replay.plan import GLUE, Plan
 from penstock.model.replay.shapes import Shapes, stand_in, stand_in_parameter
@@ -77,8 +77,7 @@ class ReplayPart:
         defaults: Mapping[str, Any],
     ) -> None:
         self.index = index
-        self._plan = plan
-        self._shapes = shapes
+        self._model, self._plan, self._shapes = model, plan, shapes
         self._defaults = dict(defaults)
         self._is_last = index == plan.stages - 1
         self._local = threading.local()
@@ -104,6 +103,7 @@ class ReplayPart:
         self._modes = [module for module in others if not getattr(module, "is_asked", False)]
         self.units = list(units)
         self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others)
+        self._outside = Outside(self._root, self.module)
         self.names = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
             for number, (unit, module) in enumerate(units.items())
@@ -122,6 +122,7 @@ class ReplayPart:
         Glue reads types and devices off parameters (`self.head.weight.dtype`); one element on a real
         device, expanded, answers that.
         """
+        self._outside.fill(self._model)
         home = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
         for module in self._root.modules():
             table = module._parameters
@@ -147,6 +148,7 @@ class ReplayPart:
             for mark, tensor in zip(marks, arrived[source], strict=True)
         }
         kwargs = {**self._defaults, **kwargs}
+        self._outside.look()
         if self._user.look():
             self._followed.clear()
         kind = self._kind(args, kwargs)

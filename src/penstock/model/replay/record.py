@@ -28,6 +28,7 @@ from penstock.model.replay.again import check_reentrant
 from penstock.model.replay.calls import Call, Recording, shapes_of
 from penstock.model.replay.carried import Carried, kept_by, own_state, updates_itself
 from penstock.model.replay.marks import Reads, fresh
+from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.sinks import Sinks, install_collectors
 from penstock.model.replay.structure import tensors_in
 from penstock.model.replay.tree import stage_tree
@@ -73,6 +74,8 @@ def record(
             nonlocal marks
             mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
             marks = Marks(Recording(), model, tensors_in((mine, named)), carried.tensors())
+            for parameter, standing in without_memory.values():
+                marks.marks[marks.storages.key(standing)] = marks.of(parameter)
             marks.left = {marks.storages.key(tensor): name for name, tensor in left}
             with Reads(marks.read), marks, _explained(model):
                 output = tree(*mine, **named)
@@ -83,6 +86,7 @@ def record(
 
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tree = stage_tree(model, {*units, *free}, answer, apart=False)
+        without_memory = {} if instead is None else _stand_in(tree)
         carried, left = Carried(tree), list[tuple[str, Tensor]]()
         generator = torch.get_rng_state()
         first = run()
@@ -100,6 +104,23 @@ def record(
         _tell_of_losses(tree, first)
     install()
     return first.recording
+
+
+def _stand_in(tree: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+    """Parameters without memory that the glue may read get one element, expanded: (parameter, what stands for it)."""
+    found: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    watched = [module for module in tree.modules() if getattr(module, "is_asked", False)]
+    inside = {id(inner) for module in watched for inner in module.modules() if inner is not module}
+    for module in tree.modules():
+        if id(module) in inside:  # the model's own
+            continue
+        table = dict(module._parameters)
+        for name, parameter in table.items():
+            standing = stand_in_parameter(parameter, torch.device("cpu"))
+            if parameter is not None and standing is not None and standing is not parameter:
+                table[name] = found.setdefault(id(parameter), (parameter, standing))[1]
+        module.__dict__["_parameters"] = table
+    return found
 
 
 def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:

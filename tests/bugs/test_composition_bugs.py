@@ -44,11 +44,13 @@ class Picky(Layer):
 
 
 class Outside(nn.Module):
-    """Parameters that the model's own code reads, outside of the layers that it is cut into."""
+    """Parameters that the model's own code reads, outside of the layers that it is cut into; some of odd kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, turning: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64)) if turning else None
         self.first, self.last, self.both = (nn.Parameter(torch.randn(4, WIDTH)) for _ in range(3))
         self.layers = nn.ModuleList(Layer() for _ in range(4))
 
@@ -56,14 +58,15 @@ class Outside(nn.Module):
         x = x + self.first.sum(0) + self.both.mean(0)
         for layer in self.layers:
             x = layer(x)
-        return x * self.last.sum(0) + self.both.mean(0)
+        x = x * self.last.sum(0) + self.both.mean(0) + self.nothing.sum()
+        return x if self.turn is None else (x * self.turn).abs()
 
 
 def trained(mesh: Any, kind: str) -> dict[str, Tensor]:
     """Three steps of SGD on what the two replicas share."""
     x, y = (value.chunk(2)[mesh.get_local_rank("dp")] for value in small())
     given = {"microbatches": M, "loss_fn": F.mse_loss, "mesh": mesh, "timeout": 20, "replicate": kind}
-    with penstock.Pipeline(Outside(), stages=2, example=(x[:2],), **given) as pipe:
+    with penstock.Pipeline(Outside(kind == "ddp"), stages=2, example=(x[:2],), **given) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for _ in range(3):
             pipe.step(x, target=y)
@@ -212,7 +215,7 @@ def test_a_narrow_window_gathers_also_for_the_second_half_of_a_pair(told: Any, f
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_parameters_outside_of_layers_are_trained_where_they_are_sharded(told: Any, kind: str) -> None:
     """Ours: stages went on reading the whole parameter from before, which no optimizer had any more."""
-    plain, (x, y) = Outside(), small()
+    plain, (x, y) = Outside(kind == "ddp"), small()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()

@@ -91,7 +91,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
 
 
 def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int, str]]]) -> set[nn.Parameter]:
-    """What is not sharded: parameters that several stages hold, and scalars."""
+    """What is not sharded: parameters that several stages hold, scalars, and what has no numbers."""
     tied = {
         modules[stage].get_parameter(name)
         for group in places
@@ -99,7 +99,8 @@ def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int
         for stage, name in group
         if stage in modules
     }
-    return tied | {each for module in modules.values() for each in module.parameters() if not each.dim()}
+    every = (each for module in modules.values() for each in module.parameters())
+    return tied | {each for each in every if not each.dim() or not each.numel()}
 
 
 def _agree(pipe: Pipeline, link: Link, wanted: Composition) -> None:

@@ -49,6 +49,7 @@ def alike(one: tuple[float, ...] | list[float], other: tuple[float, ...] | list[
 
 def sample(values: Tensor, count: int) -> list[float]:
     """Some numbers of a tensor, evenly spread."""
+    values = torch.view_as_real(values) if values.is_complex() else values
     flat = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True)).reshape(-1)  # without a copy
     return [float(value) for value in flat[:: max(1, flat.numel() // count)][:count].tolist()]
 
@@ -60,8 +61,7 @@ def fingerprint(value: Any) -> Fingerprint | None:
         found = True
         checksum = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), checksum)
         if leaf.is_floating_point() or leaf.is_complex():
-            real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-            samples.append(tuple(sample(real.contiguous(), SAMPLE)))
+            samples.append(tuple(sample(leaf.contiguous(), SAMPLE)))
         elif leaf.numel():
             whole = leaf.cpu().contiguous()
             octets = (ctypes.c_char * (whole.numel() * whole.element_size())).from_address(whole.data_ptr())

@@ -140,6 +140,12 @@ def test_a_loss_that_leads_nowhere_is_an_error(loss: Any) -> None:
         pipeline(loss_fn=loss).step(X, target=Y)
 
 
+def test_a_loss_that_is_not_there_is_an_error() -> None:
+    """A loss_fn without `return`: the step trained nothing and said nothing."""
+    with pytest.raises(PeerFailure, match=r"the loss from .*<lambda> is None, so nothing would be trained"):
+        pipeline(loss_fn=lambda o, t: None).step(X, target=Y)
+
+
 def test_a_loss_that_fails_for_want_of_a_target_says_so() -> None:
     with pytest.raises(PeerFailure, match=r"step\(\) got no target on this rank"):
         pipeline().step(X)

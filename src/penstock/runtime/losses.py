@@ -152,6 +152,8 @@ def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
             if target is None:
                 error.add_note("step() got no target on this rank, so loss_fn was called with target=None")
             raise
+        if loss is None:
+            raise ModelError(f"the loss from {_called(loss_fn)} is None, so nothing would be trained; return a scalar")
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise ModelError(
                 f"the loss ({loss.dtype}, from {_called(loss_fn)}) does not require grad, so nothing would be trained; "

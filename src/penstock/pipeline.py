@@ -125,6 +125,7 @@ class Pipeline(Batching):
         self._passed = set()
         self._closed = False
         self._recorder: Recorder | None = None
+        self._recorded: Timeline | None = None
         self._undone: list[nn.Parameter] = []  # by the last step, which failed
         self._undisturbed = Undisturbed()
 
@@ -247,9 +248,9 @@ class Pipeline(Batching):
 
     # -- a better cut
 
-    def rebalance(self, timeline: Timeline) -> Proposal:
-        """A better cut from a measured step (`pipe.record()`), with what it would gain; changes nothing."""
-        return propose_cut(self, timeline)
+    def rebalance(self, timeline: Timeline | None = None) -> Proposal:
+        """A better cut from a measured step (by default the last `pipe.record()`), with its gain; changes nothing."""
+        return propose_cut(self, self._recorded if timeline is None else timeline)
 
     def apply(self, proposal: Proposal, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Cut as proposed and go on. On every rank; parameters and the optimizer's state move along.
@@ -269,6 +270,7 @@ class Pipeline(Batching):
         move_state(before, after, schedule.placement, self.world.transport, optimizer)
         self.split = after
         self._prove(align(schedule))
+        self._recorded = None  # it was of the cut before
         self.crew = self.crew.successor(after, schedule.placement)
         self._materialise(None)
         self.tied = TiedParameters(after, schedule.placement, self.world.transport, tied_places(after))
@@ -295,6 +297,7 @@ class Pipeline(Batching):
                 yield timeline
         finally:
             self._recorder = None
+        self._recorded = timeline
         if recorder.silent:
             raise UsageError(f"rank {recorder.silent[0]} did not record the step; enter pipe.record() on every rank")
 

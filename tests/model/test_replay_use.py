@@ -113,8 +113,13 @@ def test_a_model_without_parameters_or_that_calls_none_of_its_modules_is_told_so
 
 def test_a_proposal_and_a_timeline_are_what_they_say() -> None:
     with piped(Chain(), torch.randn(4, W), stages=2) as pipe:
-        with pytest.raises(UsageError, match=r"timeline=None: pass what .*record"):
-            pipe.rebalance(None)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"nothing was measured with this cut.*record"):
+            pipe.rebalance()
+        with pytest.raises(UsageError, match=r"timeline=3: pass what .*record"):
+            pipe.rebalance(3)  # type: ignore[arg-type]
+        with pipe.record() as timeline:
+            pipe.step(torch.randn(4, W))
+        assert pipe.rebalance() == pipe.rebalance(timeline)
         with pytest.raises(UsageError, match=r"proposal=\[1, 3\]: pass what pipe\.rebalance"):
             pipe.apply([1, 3])  # type: ignore[arg-type]
 

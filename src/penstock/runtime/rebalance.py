@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["move_state", "propose_cut"]
 
 
-def propose_cut(pipe: Feed, timeline: Timeline) -> Proposal:
+def propose_cut(pipe: Feed, timeline: Timeline | None) -> Proposal:
     """What a measured step says about the cut; the same on every rank."""
     split = pipe.split
     if split.recut is None:
         raise UsageError(f"{split.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
+    if timeline is None:
+        raise UsageError("nothing was measured with this cut; run a step inside `with pipe.record():` first")
     if not isinstance(timeline, Timeline):
         raise UsageError(f"timeline={timeline!r}: pass what `with pipe.record() as timeline:` gives")
     if not timeline.spans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from typing import Any
@@ -77,6 +78,27 @@ def test_a_state_that_does_not_fit_is_an_error_that_names_what_is_missing_and_un
     with pytest.raises(ModelError, match=r"missing \['3.bias'\], unknown \['other.weight'\]"):
         pipe.load_state_dict({name: value + 1 for name, value in wrong.items()})
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_state_of_other_shapes_is_refused_before_anything_is_loaded() -> None:
+    pipe = penstock.Pipeline(sequential(), stages=2, microbatches=2, loss_fn=F.mse_loss)
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    shape = tuple(before["3.bias"].shape)
+    wrong = {name: value + 1 for name, value in before.items()} | {"3.bias": torch.ones(7)}
+    with pytest.raises(ModelError, match=re.escape(f"of another shape ['3.bias (7,), not {shape}']")):
+        pipe.load_state_dict(wrong)
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+
+
+def test_a_layer_that_loads_other_shapes_in_its_own_way_may() -> None:
+    class Cropped(nn.Linear):
+        def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
+            state[prefix + "weight"] = state[prefix + "weight"][: self.out_features]
+            super()._load_from_state_dict(state, prefix, *others)
+
+    pipe = penstock.Pipeline([Cropped(2, 2), nn.Linear(2, 2)], microbatches=2, loss_fn=F.mse_loss)
+    pipe.load_state_dict({**pipe.state_dict(), "0.weight": torch.arange(6.0).reshape(3, 2)})
+    assert torch.equal(pipe.state_dict()["0.weight"], torch.arange(4.0).reshape(2, 2))
 
 
 def test_state_that_only_the_module_knows_is_saved_and_loaded() -> None:

@@ -109,9 +109,11 @@ class OwnedState:
             for name in self.crew.modules()[index].state_dict()
             if names.get(name, name) not in state
         )
-        if foreign or missing:
+        wrong = [text for index, names in own.items() for text in _misfits(self.crew.modules()[index], names, state)]
+        if foreign or missing or wrong:
             raise ModelError(
-                f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}"
+                f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}, "
+                f"of another shape {wrong or 'none'}; nothing was loaded here"
             )
         for index, module in self.crew.modules().items():
             names = self.split.parts[index].names
@@ -201,3 +203,19 @@ class OwnedState:
                 f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
                 f"call load_state_dict(...), or pass init=function(name, tensor)"
             )
+
+
+def _misfits(module: nn.Module, names: Mapping[str, str], state: Mapping[str, Any]) -> Iterator[str]:
+    """Tensors of another shape than the module's. A module that loads in its own way may know what to do with them."""
+    for place, holder in module.named_modules():
+        own_way = type(holder)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if own_way or holder._load_state_dict_pre_hooks:
+            continue
+        for table in (holder._parameters, holder._buffers):
+            for name, own in table.items():
+                full = names.get(f"{place}.{name}" if place else name, name)
+                given = state.get(full)
+                if not isinstance(own, Tensor) or not isinstance(given, Tensor):
+                    continue
+                if own.shape != given.shape and (own.dim(), *given.shape) != (0, 1):  # as torch had scalars once
+                    yield f"{full} {tuple(given.shape)}, not {tuple(own.shape)}"

@@ -113,7 +113,8 @@ def _recorded(
                     f"({', '.join(units[:8])}{', ...' if len(units) > 8 else ''}), so that there is nowhere to cut"
                 ) from error
             raise ModelError(
-                f"{type(model).__name__} calls units with parameters {count} times ({', '.join(units[:8])}"
+                f"{type(model).__name__} calls units with parameters {'once' if count == 1 else f'{count} times'} "
+                f"({', '.join(unit or 'the model as a whole' for unit in units[:8])}"
                 f"{', ...' if len(units) > 8 else ''})"
                 + (f" where no cut would tear apart the calls of {why}, which update themselves" if why else "")
                 + f", too few for {wanted} stages; pass stages={count} or fewer"

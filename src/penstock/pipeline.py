@@ -237,6 +237,7 @@ class Pipeline(Batching):
         try:
             with self._undisturbed(self.crew.modules().values()):
                 reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
+            self.crew.give_back()
         finally:
             self.clock.evaluations += 1
             self.clock.training = True

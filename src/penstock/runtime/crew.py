@@ -23,6 +23,8 @@ import torch
 
 from penstock.errors import PeerFailure, RunError, UsageError
 from penstock.model.part import StagePart
+from penstock.model.replay.part import ReplayPart
+from penstock.model.replay.tree import give_back
 from penstock.model.split import Split
 from penstock.runtime.executor import Executor, StepInput, StepReport
 from penstock.runtime.mailbox import Mailbox
@@ -238,10 +240,17 @@ class Crew:
 
     def commit(self) -> None:
         """A batch has gone forward: the statistics that wait for a whole batch are updated."""
-        for executor in self.executors.values():
-            for stage in executor.stages.values():
-                if stage.statistics is not None:
-                    stage.statistics.commit()
+        for stage in self._stages():
+            if stage.statistics is not None:
+                stage.statistics.commit()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What replayed units have set on themselves is set on the user's, too."""
+        give_back(stage.part.user for stage in self._stages() if isinstance(stage.part, ReplayPart))
+
+    def _stages(self) -> list[Stage]:
+        return [stage for executor in self.executors.values() for stage in executor.stages.values()]
 
     def reset(self) -> None:
         """Forget what a failed step left behind."""

@@ -4,7 +4,7 @@ Between its forward and its backward a microbatch is a `Record`: the leaves that
 `.grad` is what goes back), and the graph's roots by consumer. Roots are edges of the graph, not
 tensors, so an output's memory is gone as soon as it has been sent, unless the graph itself
 needs it. With recompute the record is only what arrived, and the forward runs again, with the
-same random numbers and on the same buffers, when the backward is due.
+same random numbers and on the same state, when the backward is due.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
+from penstock.runtime.attributes import Attributes
 from penstock.runtime.backward import DeferredWeights, StageParameters
 from penstock.runtime.batch_norm import Statistics, whole_norms
 from penstock.runtime.buffers import Buffers
@@ -57,6 +58,7 @@ class Stage:
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
         self._buffers = Buffers(part.index, part.module)
+        self._attributes = Attributes(part.index, part.module)
         self._outgoing = Outgoing(part.index, part.module)
         self._received = Received(part.index)
 
@@ -104,8 +106,14 @@ class Stage:
             raise RunError(f"stage {self.part.index} has run microbatch {microbatch} forward already in this step")
         record = Record({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
         self.records[microbatch] = record
-        run = self._run_to_forget if recompute else self._run
-        return run(record, microbatch, arrived, args, kwargs, split, loss_of)
+        if recompute:
+            return self._run_to_forget(record, microbatch, arrived, args, kwargs, split, loss_of)
+        if not any(other.again for other in self.records.values()):
+            return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+        attributes = self._attributes.before()  # what this forward changes, others that run again must not see
+        results = self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+        self._attributes.after(attributes)
+        return results
 
     def _run_to_forget(
         self,
@@ -117,23 +125,25 @@ class Stage:
         split: bool,
         loss_of: LossOf | None,
     ) -> Forward:
-        """A forward that will run again: on the same tensors, in containers of its own, and on the same buffers."""
+        """A forward that will run again: on the same tensors, in containers of its own, and on the same state."""
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
         # so that the gradients of all microbatches are added in W, in their order
         learns = split and not self._parameters.known
         buffers, inputs = self._buffers.before(), versions((args, kwargs))
+        attributes = self._attributes.before()
         with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
             own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
             results = self._run(record, microbatch, own, own_args, own_kwargs, learns, loss_of, "checkpointing")
         check_unwritten(self.part.index, inputs)
         self._buffers.after(buffers)
+        self._attributes.after(attributes)
         record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
         precision = self.precision
 
         def again() -> None:
             self.precision = precision
-            with self._buffers.as_they_were(buffers):
+            with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
                 own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
                 self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of, "recomputing")
 

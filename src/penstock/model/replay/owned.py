@@ -12,7 +12,9 @@ __all__ = ["Outside", "StageUnits"]
 class StageUnits(nn.Module):
     """The units that a stage owns, as one module: what is trained, moved, saved."""
 
-    def __init__(self, units: list[nn.Module], loose: list[Tensor], others: list[nn.Module]) -> None:
+    def __init__(
+        self, units: list[nn.Module], loose: list[Tensor], others: list[nn.Module], twins: list[nn.Module]
+    ) -> None:
         super().__init__()
         for number, unit in enumerate(units):
             self.add_module(str(number), unit)
@@ -26,6 +28,7 @@ class StageUnits(nn.Module):
         }
         self.__dict__["_others"] = others  # containers and glue modules of the stage's tree, and stand-ins for units
         self.__dict__["_glue"] = [module for module in others if id(module) not in foreign]
+        self.__dict__["_running"] = {id(unit): twin for unit, twin in zip(units, twins, strict=True)}
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Also those of the tree that hold no parameter: they too know whether they are training."""
@@ -39,6 +42,11 @@ class StageUnits(nn.Module):
         """
         yield from super().modules()
         yield from self.__dict__["_glue"]
+
+    def running_modules(self) -> Iterator[nn.Module]:
+        """The same, with the copy of a unit that runs, and has its attributes, in the place of the unit."""
+        running = self.__dict__["_running"]
+        yield from (running.get(id(module), module) for module in self.own_modules() if module is not self)
 
     def train(self, mode: bool = True) -> StageUnits:
         super().train(mode)

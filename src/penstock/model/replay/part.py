@@ -90,7 +90,6 @@ class ReplayPart:
                 module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
             if isinstance(module, nn.TransformerEncoder) and not getattr(module, "is_asked", False):
                 module.__dict__["use_nested_tensor"] = False  # in eval mode, what it hands on would have no shape
-        self._user = Followed(model, self._root)
         twins = dict(self._root.named_modules())
         self._twins = [(twins[name], own) for name, own in model.named_modules() if twins.get(name, own) is not own]
         self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
@@ -98,11 +97,13 @@ class ReplayPart:
         self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
+        self.user = Followed(model, self._root, units.values())
         inside = {id(module) for unit in units.values() for module in unit.modules()}
         others = [module for module in self._root.modules() if id(module) not in inside]
         self._modes = [module for module in others if not getattr(module, "is_asked", False)]
         self.units = list(units)
-        self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others)
+        running = [twins.get(name, unit) for name, unit in units.items()]
+        self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others, running)
         self._outside = Outside(self._root, self.module)
         self.names = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
@@ -149,7 +150,7 @@ class ReplayPart:
         }
         kwargs = {**self._defaults, **kwargs}
         self._outside.look()
-        if self._user.look():
+        if self.user.look():
             self._followed.clear()
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself

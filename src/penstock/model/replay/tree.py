@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OWN", "Answer", "Followed", "hollow_copy", "stage_tree"]
+__all__ = ["OWN", "Answer", "Followed", "give_back", "hollow_copy", "stage_tree"]
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
 OWN = frozenset(nn.Module().__dict__)  # what every module has
+_ABSENT = object()
 
 
 def stage_tree(model: nn.Module, watched: set[str], answer: Answer, *, apart: bool = True) -> nn.Module:
@@ -141,16 +142,19 @@ def _mapped(value: Any, made: dict[int, Any], apart: bool, depth: int) -> Any:
 class Followed:
     """What the user sets on the model after it was copied (a temperature, a flag) reaches the copies.
 
-    Only what has changed on the original since the last look: what the model's code has set on a copy stays.
+    Only what has changed on the original since the last look: what the model's code has set on a copy stays. The
+    other way, between steps, what a unit's code has set on its copy is given back to the unit (`give_back`).
     """
 
-    def __init__(self, model: nn.Module, tree: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tree: nn.Module, owned: Iterable[nn.Module] = ()) -> None:
         twins = dict(tree.named_modules())
         self._pairs = [
             (own, twins[name], dict(vars(own)))
             for name, own in model.named_modules()
             if twins.get(name, own) is not own and not isinstance(twins[name], _Scripted)
         ]
+        mine = set(map(id, owned))
+        self._owned = [pair for pair in self._pairs if id(pair[0]) in mine]
 
     def look(self) -> bool:
         """Take over what has changed; whether anything has."""
@@ -161,3 +165,34 @@ class Followed:
                     seen[name] = twin.__dict__[name] = value
                     changed = True
         return changed
+
+    def give_back(self) -> list[tuple[nn.Module, str, Any]]:
+        """Put what the units' code has set since the last time on the units; returns what that was."""
+        found = []
+        for own, twin, seen in self._owned:
+            table = vars(own)
+            for name, value in list(vars(twin).items()):
+                now = table.get(name, _ABSENT)
+                if name not in OWN and now is not value and now is seen.get(name, _ABSENT):  # the user's word counts
+                    seen[name] = table[name] = value
+                    found.append((own, name, value))
+        return found
+
+    def know(self, given: Iterable[tuple[nn.Module, str, Any]]) -> None:
+        """Another stage has given this back: it is none of the user's settings, which all stages take over."""
+        by_module = {id(own): seen for own, _, seen in self._pairs}
+        for own, name, value in given:
+            if id(own) in by_module:
+                by_module[id(own)][name] = value
+
+
+def give_back(stages: Iterable[Followed]) -> None:
+    """While no stage runs: the model's units get what their code has set, as if they had run themselves.
+
+    So a unit's own state (`get_extra_state`), a new cut and the user find it where the plain model has it.
+    """
+    all_of_them = list(stages)
+    given = [each for stage in all_of_them for each in stage.give_back()]
+    if given:
+        for stage in all_of_them:
+            stage.know(given)

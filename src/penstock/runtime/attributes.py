@@ -12,8 +12,8 @@ look costs a comparison of pointers, and all microbatches share what was seen.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -22,12 +22,11 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.model.replay.tree import OWN
+from penstock.model.replay.undo import CONTAINERS, DEPTH
 from penstock.runtime.buffers import SMALL_BYTES, version_of
 
 __all__ = ["Attributes", "Seen"]
 
-_KINDS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})
-_DEPTH = 4  # of containers in containers
 _ABSENT = object()
 Key = tuple[int, str]  # the table of a module's attributes, and a name there
 
@@ -65,9 +64,10 @@ class _Box:
 
     def __init__(self, place: Any) -> None:
         self.place = place
-        self.keys = tuple(place) if isinstance(place, dict) else ()
-        self.members = tuple(place.values()) if isinstance(place, dict) else tuple(place)
-        self.seen: list[Any] = []
+        taken = dict(place) if isinstance(place, dict) else {}  # in one go: other ranks' threads may have it too
+        self.keys = tuple(taken)
+        self.members = tuple(taken.values()) if isinstance(place, dict) else tuple(place)
+        self.seen: Sequence[Any] = self.members
         self.deep = False
 
     def has_the_same(self) -> bool:
@@ -176,11 +176,11 @@ class Attributes:
         if last is None or last.table is not table or not last.has_the_same():
             old = {} if last is None else last.seen
             values = {name: value for name, value in table.items() if name not in OWN}
-            seen = {name: self._see((number, name), value, old.get(name), _DEPTH) for name, value in values.items()}
+            seen = {name: self._see((number, name), value, old.get(name), DEPTH) for name, value in values.items()}
             return _Module(table, values, seen)
         changed = {}
         for name in last.deep:
-            seen = self._see((number, name), table[name], last.seen[name], _DEPTH)
+            seen = self._see((number, name), table[name], last.seen[name], DEPTH)
             if seen is not last.seen[name]:
                 changed[name] = seen
         return last.with_other(changed) if changed else last
@@ -189,7 +189,7 @@ class Attributes:
         """What was seen before, if nothing has changed."""
         if isinstance(value, Tensor):
             return self._see_tensor(key, value, before)
-        if type(value) in _KINDS and depth:
+        if type(value) in CONTAINERS and depth:
             return self._see_box(key, value, before, depth)
         if isinstance(value, torch.Generator):
             drawn = _Drawn(value)
@@ -217,6 +217,9 @@ class Attributes:
         if known and not before.deep:
             return before
         box = _Box(value)
+        kinds = set(map(type, box.members))
+        if kinds.isdisjoint(CONTAINERS) and not any(issubclass(kind, (Tensor, torch.Generator)) for kind in kinds):
+            return value if isinstance(value, tuple) else box  # a long list of numbers need not be gone through
         old = before.seen if isinstance(before, _Box) else []
         old = [*old[: len(box.members)], *[None] * (len(box.members) - len(old))]
         box.seen = [self._see(key, one, other, depth - 1) for one, other in zip(box.members, old, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.replay.tree import OWN
 
-__all__ = ["Elsewhere", "patched", "random_state", "restore_random", "undone"]
+__all__ = ["CONTAINERS", "DEPTH", "Elsewhere", "patched", "random_state", "restore_random", "undone"]
+
+CONTAINERS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})
+DEPTH = 4  # of containers in containers that a module has as attributes
 
 
 class Elsewhere:
@@ -75,13 +79,13 @@ def undone(model: nn.Module) -> Iterator[None]:
     """Buffers, attributes and the random generators as they were."""
     holders = list(model.modules())
     attributes = [dict(holder.__dict__) for holder in holders]
-    tables = [
-        (table, dict(table))
-        for holder in holders
-        for table in holder.__dict__.values()
-        if type(table) in (dict, OrderedDict)
+    inside = [
+        each
+        for kept in attributes
+        for name, value in kept.items()
+        for each in ([value] if name in OWN and type(value) in CONTAINERS else _changeable(value, DEPTH))
     ]
-    lists = [(each, list(each)) for holder in holders for each in holder.__dict__.values() if isinstance(each, list)]
+    before = [(each, _contents(each)) for each in {id(each): each for each in inside}.values()]
     state, others = random_state(), random.getstate()
     scripted = []  # their tables are not Python's
     for holder in holders:
@@ -95,12 +99,50 @@ def undone(model: nn.Module) -> Iterator[None]:
         for holder, kept in zip(holders, attributes, strict=True):
             holder.__dict__.clear()
             holder.__dict__.update(kept)
-        for table, items in tables:
-            table.clear()
-            table.update(items)
-        for each, entries in lists:
-            each[:] = entries
+        for each, contents in before:
+            _refill(each, contents)
         for holder, name, value in scripted:
             holder._buffers[name] = value
         restore_random(state)
         random.setstate(others)
+
+
+def _changeable(value: Any, depth: int) -> Iterator[Any]:
+    """What in an attribute's value could be changed in place, itself included."""
+    if isinstance(value, Tensor):
+        if not (isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta or value.is_inference()):
+            yield value
+    elif isinstance(value, torch.Generator):
+        yield value
+    elif depth and (type(value) in CONTAINERS or isinstance(value, list)):
+        if type(value) is not tuple:
+            yield value
+        for each in list(value.values() if isinstance(value, dict) else value):
+            yield from _changeable(each, depth - 1)
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value._version, value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    return list(value.items()) if isinstance(value, dict) else list(value)
+
+
+def _refill(value: Any, contents: Any) -> None:
+    if isinstance(value, Tensor):
+        version, copy = contents
+        if value._version != version:
+            with torch.no_grad():
+                value.copy_(copy)
+    elif isinstance(value, torch.Generator):
+        value.set_state(contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    else:
+        value.clear()
+        if isinstance(value, dict):
+            for key, item in contents:
+                value[key] = item
+        else:
+            (value.update if isinstance(value, set) else value.extend)(contents)

@@ -213,6 +213,25 @@ def test_the_model_has_what_its_units_have_set_and_the_user_may_set_it() -> None
         assert (model.first.calls, model.last.calls) == (MICROBATCHES, 3 * MICROBATCHES)
 
 
+@pytest.mark.parametrize("how", ["load_state_dict", "load"])
+def test_a_state_is_loaded_after_a_step_that_failed(how: str, tmp_path: Path) -> None:
+    """The unit itself had the loaded value already; its copy had gone on in the step that failed."""
+    x, y = batch()
+    trained = plain(made("replayed"), 1)
+    with piped(made("replayed"), "replayed", "1f1b", "never") as pipe:
+        state = {
+            name: value.clone() if isinstance(value, Tensor) else value for name, value in pipe.state_dict().items()
+        }
+        penstock.save(tmp_path / "first", pipe)
+        with pytest.raises(PeerFailure):
+            pipe.step(x, target=y[:, :3])  # only the loss finds that it does not fit
+        if how == "load":
+            penstock.load(tmp_path / "first", pipe)
+        else:
+            pipe.load_state_dict(state)
+        assert list(pipe.step(x, target=y).losses or ()) == pytest.approx(trained, rel=1e-6)
+
+
 # -- GPipe
 
 

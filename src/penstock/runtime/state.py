@@ -115,6 +115,7 @@ class OwnedState:
                 f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}, "
                 f"of another shape {wrong or 'none'}; nothing was loaded here"
             )
+        self.crew.give_back()  # of a step that failed; else a value that a unit had before it would not count as new
         for index, module in self.crew.modules().items():
             names = self.split.parts[index].names
             part_of = self.replicas.part_of

@@ -176,6 +176,7 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
     wanted = {name for name, value in model_entries(pipe) if name in saved}
     if not wanted:
         return
+    pipe.crew.give_back()  # as before load_state_dict()
     for index, module in pipe.crew.modules().items():
         names = pipe.split.parts[index].names
         for place, holder in module.named_modules():

@@ -38,7 +38,7 @@ from penstock.runtime.world import World
 from penstock.runtime.wrapped import refuse_wrapped
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, verify
 from penstock.schedule.builders import forward_program
-from penstock.schedule.gather import gather
+from penstock.schedule.gather import gather, in_turn
 from penstock.schedule.timeline import peaks
 
 __all__ = ["Pipeline", "StepResult"]
@@ -131,8 +131,9 @@ class Pipeline(Batching):
 
     def _prove(self, schedule: Schedule) -> None:
         """Take a schedule: lowered, and proved to end, before anything runs."""
-        self.schedule = schedule
-        self.program = gather(self.composition.lowered(schedule), whole_stages(self.split.parts))
+        whole = whole_stages(self.split.parts)
+        self.schedule = in_turn(schedule, whole)
+        self.program = gather(self.composition.lowered(self.schedule), whole)
         verify(self.program)
         self.microbatches = schedule.microbatches
         self._inference: dict[int, Schedule] = {}

@@ -119,6 +119,23 @@ def test_a_pipeline_trains_as_the_plain_model_on_whole_batches(schedule: str, re
     torch.testing.assert_close(losses[0].loss, F.mse_loss(network(everywhere)(x), y).detach())
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_stages_of_one_rank_wait_for_those_that_take_their_batch_whole(ranks: int, recompute: str) -> None:
+    model, wanted = network(), plain_run(network())
+    options: dict[str, Any] = {"ranks": ranks, "recompute": recompute, "loss_fn": F.mse_loss}
+    with penstock.Pipeline(
+        model, balance=[1, 2, 2, 1], microbatches=4, schedule="gpipe", batch_norm="exact", **options
+    ) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(2):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            pipe.step(x, target=y)
+            optimizer.step()
+    assert_close(model, wanted)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v", "zb-h1"])
 def test_schedules_that_would_wait_for_ever_are_refused_with_those_that_can(schedule: str) -> None:
     stages = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2

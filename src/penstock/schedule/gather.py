@@ -9,6 +9,9 @@ program that is: every compute of the stage has its place as ever, and what the 
 Receives are posted before the first forward, those of gradients before the first backward: what a gathering stage sends
 comes in one burst, and one message of it that is not awaited yet must not hold up another that is.
 
+Where a rank has several stages, those that follow a gathering one on the same rank wait for its last compute: `in_turn`
+puts the computes in that order, before the transfers are added.
+
 That ends only where no backward stands before a forward, on any rank: a rank that wants a gradient before it has sent
 all microbatches would wait for ever.
 """
@@ -19,9 +22,10 @@ from collections.abc import Collection
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op
+from penstock.schedule.align import align
 from penstock.schedule.schedule import Row, Schedule
 
-__all__ = ["gather"]
+__all__ = ["gather", "in_turn"]
 
 CAN = ("gpipe", "looped-bfs", "forward-only")
 
@@ -44,6 +48,33 @@ def gather(program: Schedule, stages: Collection[int]) -> Schedule:
                 f"W as {program.name or 'the schedule'} does; use {' or '.join(CAN[:2])}"
             )
     return program.replace([_posted_early(_gathered(row, stages)) for row in program.rows])
+
+
+def in_turn(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The computes in an order in which, on each rank, nothing stands between those of these stages that needs them all.
+
+    gpipe with two stages on a rank goes microbatch by microbatch, 0F0 1F0 0F1 1F1: of a gathering stage 0, nothing is
+    there for 1F0 yet. A schedule that `gather` refuses, or that has its transfers, is returned as it is.
+    """
+    if not stages or schedule.microbatches == 1 or schedule.passes:
+        return schedule
+    rows = [[action for action in row if action is not None] for row in schedule.rows]
+    if any(_late_forwards(row) or any(action.op not in (Op.F, Op.B) for action in row) for row in map(tuple, rows)):
+        return schedule
+    turned = [_row_in_turn(row, stages) for row in rows]
+    return schedule if turned == rows else align(schedule.replace(turned))
+
+
+def _row_in_turn(row: list[Action], stages: Collection[int]) -> list[Action]:
+    here = {action.stage for action in row} & set(stages)
+
+    def turn(action: Action) -> tuple[bool, int]:
+        """How many of the gathering stages here it comes after, among forwards and among backwards."""
+        if action.op is Op.F:
+            return False, sum(stage < action.stage for stage in here)
+        return True, sum(stage > action.stage for stage in here)
+
+    return sorted(row, key=turn)
 
 
 def _late_forwards(row: Row) -> list[Action]:

@@ -261,3 +261,31 @@ def test_counters_count_what_the_plain_model_would(run: Callable[..., None], aga
     model, x = nn.Sequential(nn.Linear(4, 4), counts, nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(7, 4)
     run(model, x, again)
     assert (int(counts.rows), int(counts.batches)) == (14, 2)
+
+
+class Residual(nn.Module):
+    """No Sequential, so it is cut by its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norms = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm in self.norms:
+            x = x + norm(x)
+        return self.last(x)
+
+
+def test_a_look_at_the_shape_of_what_another_stage_returns_is_no_batch() -> None:
+    """The example has another number of rows: later stages ask once what the norms before them return."""
+    torch.manual_seed(0)
+    model, x = Residual().double(), torch.randn(8, 4).double()
+    options: dict[str, Any] = {"batch_norm": "deferred", "loss_fn": F.mse_loss}
+    with penstock.Pipeline(model, stages=4, microbatches=2, example=(torch.randn(3, 4).double(),), **options) as pipe:
+        pipe.step(x, target=x)
+    wanted = nn.BatchNorm1d(4, momentum=None).double()
+    wanted(model.norms[0][0](model.first(x)))  # type: ignore[index]
+    for name, value in wanted.named_buffers():
+        torch.testing.assert_close(model.norms[0][1].get_buffer(name), value, msg=name)  # type: ignore[index]

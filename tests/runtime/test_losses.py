@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ModelError, PeerFailure, UsageError
+from penstock.runtime.losses import ExtraLosses
 from penstock.schedule import Schedule
 
 IGNORED = -100
@@ -204,6 +205,69 @@ def test_losses_from_inside_any_stage_are_reported_and_their_gradient_flows(sche
     close(found, gradients(pipe))
     assert dict(result.extra_losses) == pytest.approx(sums, rel=1e-12)
     close(dict(pipe.evaluate(x, target=y).extra_losses), sums)
+
+
+class ByForward(nn.Module):
+    """No Sequential, so it is cut by its forward."""
+
+    def __init__(self, between: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.between = nn.ModuleList(Balanced() for _ in range(3)), between
+        self.blocks.append(nn.Linear(6, 6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.between and number == 1 and penstock.current_microbatch() is not None:
+                penstock.add_loss("between", x.pow(2).mean())
+        return x
+
+
+class Reads(Balanced):
+    """What it does, meta tensors cannot."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.detach().sum().isfinite().item()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("balance", ["parameters", "time"])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_losses_inside_a_model_that_is_cut_by_its_forward_count_once(rows: int, reads: bool, balance: str) -> None:
+    """Not in the look at the example, and not where a stage asks only for the shape of what another one returns."""
+    torch.manual_seed(1)
+    model = ByForward()
+    if reads:
+        for number in range(3):
+            model.blocks[number] = Reads()
+    x, y = torch.randn(6, 6).double(), torch.randn(6, 6).double()
+    example = (torch.randn(rows, 6).double(),)
+    with penstock.Pipeline(
+        model, stages=4, microbatches=3, loss_fn=F.mse_loss, example=example, balance=balance
+    ) as pipe:
+        result = pipe.step(x, target=y)
+        found = gradients(pipe)
+        pipe.zero_grad()
+        expected = 0.0
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            with ExtraLosses() as extra:
+                loss = F.mse_loss(model(a), b)
+            assert len(extra.found) == 3
+            total = sum((value for _, value in extra.found), torch.zeros((), dtype=torch.float64))
+            ((loss + total) / 3).backward()
+            expected += total.item() / 3
+        close(found, gradients(pipe))
+    assert result.extra_losses["balance"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_between_the_units_of_a_model_is_refused_since_every_stage_would_add_it() -> None:
+    x = torch.randn(6, 6).double()
+    with (
+        penstock.Pipeline(ByForward(True), stages=4, microbatches=3, loss_fn=F.mse_loss, example=(x,)) as pipe,
+        pytest.raises(penstock.errors.PeerFailure, match=r"add_loss\('between'\) was called between the units"),
+    ):
+        pipe.step(x, target=x)
 
 
 def test_extra_losses_of_an_evaluation_are_the_mean_over_its_own_microbatches() -> None:

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.aside import DRY, run_kind
 from penstock.model.part import StagePart
 from penstock.runtime.phase import Phase, here
 from penstock.runtime.replicas import Replicas, over_replicas, track
@@ -61,6 +62,8 @@ class Deferred(Converted):
         phase = here()
         if phase is None or phase.statistics is None or not self.training or not self.track_running_stats:
             return super().forward(input)
+        if run_kind() == DRY:
+            return super().forward(input)
         if self.running_mean is None or self.running_var is None:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
@@ -86,7 +89,7 @@ class Exact(Converted):
         """As ever, on what is the whole batch."""
         group = self.__dict__.get("group")
         normalises = self.training or self.running_mean is None
-        if group is None or not normalises:
+        if group is None or not normalises or run_kind() == DRY:
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         return over_replicas(self, input, group.group)

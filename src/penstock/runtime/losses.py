@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, RunError, UsageError
+from penstock.model.aside import DRY, EVERYWHERE, run_kind
 from penstock.runtime.microbatch import Batch
 
 __all__ = [
@@ -199,6 +200,14 @@ def add_loss(name: str, value: Tensor) -> None:
     The batch's loss of that name is the mean over microbatches, whatever `loss_reduction` says (and the sum
     over the calls in one microbatch); its gradient flows, and `result.extra_losses` reports it on every rank.
     """
+    kind = run_kind()
+    if kind == DRY:
+        return
+    if kind == EVERYWHERE:
+        raise ModelError(
+            f"add_loss({name!r}) was called between the units of a model that is cut by its forward; every stage runs "
+            f"that code, so the loss would count several times: call it in the forward of a submodule with parameters"
+        )
     collector = getattr(ExtraLosses._current, "collector", None)
     if collector is None:
         raise RunError(f"add_loss({name!r}) was called outside of a pipeline's forward")

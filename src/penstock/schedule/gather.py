@@ -51,7 +51,7 @@ def gather(program: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def in_turn(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The computes in an order in which, on each rank, nothing stands between those of these stages that needs them all.
+    """The computes in an order in which, on each rank, what needs all of such a stage stands after the last of it.
 
     gpipe with two stages on a rank goes microbatch by microbatch, 0F0 1F0 0F1 1F1: of a gathering stage 0, nothing is
     there for 1F0 yet. A schedule that `gather` refuses, or that has its transfers, is returned as it is.

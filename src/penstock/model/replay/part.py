@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
+from penstock.model.aside import EVERYWHERE, aside
 from penstock.model.part import OUTPUT, WHOLE, no_stream, state_names
 from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
@@ -159,7 +160,7 @@ class ReplayPart:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         result: dict[int, Any] = {}
         try:
-            with run.absent or nullcontext():
+            with run.absent or nullcontext(), aside(EVERYWHERE):
                 output = self._root(*args, **kwargs)
             if not self._is_last or run.number != len(self._plan.recording.calls):
                 raise self._diverged("the forward ended", run.number)
@@ -225,7 +226,7 @@ class ReplayPart:
         sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
         try:
-            with self.around(number), nullcontext() if run.absent is None else run.absent.paused():
+            with self.around(number), nullcontext() if run.absent is None else run.absent.paused(), aside(None):
                 output = own(*args, **kwargs)
         finally:
             run.inside = False

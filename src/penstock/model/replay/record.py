@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.model.aside import DRY, EVERYWHERE, aside
 from penstock.model.replay.again import check_reentrant
 from penstock.model.replay.calls import Call, Recording, shapes_of
 from penstock.model.replay.carried import Carried, kept_by, own_state, updates_itself
@@ -77,7 +78,7 @@ def record(
             for parameter, standing in without_memory.values():
                 marks.marks[marks.storages.key(standing)] = marks.of(parameter)
             marks.left = {marks.storages.key(tensor): name for name, tensor in left}
-            with Reads(marks.read), marks, _explained(model):
+            with Reads(marks.read), marks, _explained(model), aside(EVERYWHERE):
                 output = tree(*mine, **named)
             elsewhere.check()
             marks.recording.output = marks.of(output)
@@ -211,7 +212,8 @@ def _watch(
         before = own_state(unit)
     begin = perf_counter()
     try:
-        output = run(*args, **kwargs)
+        with aside(DRY):
+            output = run(*args, **kwargs)
     finally:
         call.needs |= marks.leave(module)
     call.seconds = perf_counter() - begin
@@ -241,7 +243,8 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Ma
     for buffer, _ in buffers:
         marks.buffers.pop(marks.storages.key(buffer), None)
     marks.in_free = True
-    output = own(*args, **kwargs)
+    with aside(DRY):
+        output = own(*args, **kwargs)
     marks.buffers, marks.in_free = known, False
     unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))
     has_state = any(buffer._version != version for buffer, version in buffers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.aside import DRY, aside
 from penstock.model.replay.calls import Call, Leaf, shapes_of
 from penstock.model.replay.sinks import Sinks
 from penstock.model.replay.structure import flatten, tensors_in, unflatten
@@ -100,7 +101,7 @@ def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) ->
             return nn.Parameter(torch.zeros_like(tensor, device=device), requires_grad=tensor.requires_grad)
         return tensor.detach().to(device, copy=True)
 
-    with torch.no_grad():
+    with torch.no_grad(), aside(DRY):
         copy = hollow_copy(module, fill)
         return Sinks(args, kwargs).run(lambda: copy(*args, **kwargs))
 

@@ -108,6 +108,35 @@ def test_training_goes_on_as_if_nothing_had_happened_on_processes() -> None:
         assert moved == pytest.approx(plain, rel=1e-6)
 
 
+def moved_frozen() -> tuple[dict[str, bool], str]:
+    """(which parameters are trained after a move, what is said of groups that only some ranks have)."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with penstock.Pipeline(net, balance=[1, 3], microbatches=2, loss_fn=F.mse_loss, timeout=20) as pipe:
+        for name, parameter in pipe.named_parameters():
+            parameter.requires_grad_(name not in ("1.weight", "3.bias"))
+        x, proposal = torch.randn(4, 4), Proposal((1,), (2,), (1.0,) * 4, (1.0, 3.0), (2.0, 2.0))
+        named = list(pipe.named_parameters())
+        groups = [[p for n, p in named if n.endswith("weight")], [p for n, p in named if n.startswith("0.b")]]
+        uneven = torch.optim.SGD([{"params": group} for group in groups if group], lr=0.1)
+        try:
+            pipe.apply(proposal, uneven)
+            said = ""
+        except UsageError as error:
+            said = str(error)
+        pipe.apply(proposal, torch.optim.SGD(pipe.parameters(), lr=0.1))
+        pipe.step(x, target=x)
+        return {name: parameter.grad is not None for name, parameter in pipe.named_parameters()}, said
+
+
+def test_what_moves_stays_frozen_and_groups_that_differ_are_refused() -> None:
+    (first, said), (second, also) = on_processes(2, moved_frozen)
+    assert set(first) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert [name for name, trained in {**first, **second}.items() if not trained] == ["1.weight", "3.bias"]
+    assert said == also
+    assert "an optimizer with 2 groups on rank 0 and an optimizer with 1 groups on rank 1" in said
+
+
 def test_a_slow_stage_is_proposed_to_shrink() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=F.mse_loss) as pipe:

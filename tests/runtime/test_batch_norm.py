@@ -263,7 +263,7 @@ def test_counters_count_what_the_plain_model_would(run: Callable[..., None], aga
     assert (int(counts.rows), int(counts.batches)) == (14, 2)
 
 
-class Residual(nn.Module):
+class Deep(nn.Module):
     """No Sequential, so it is cut by its forward."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ class Residual(nn.Module):
 def test_a_look_at_the_shape_of_what_another_stage_returns_is_no_batch() -> None:
     """The example has another number of rows: later stages ask once what the norms before them return."""
     torch.manual_seed(0)
-    model, x = Residual().double(), torch.randn(8, 4).double()
+    model, x = Deep().double(), torch.randn(8, 4).double()
     options: dict[str, Any] = {"batch_norm": "deferred", "loss_fn": F.mse_loss}
     with penstock.Pipeline(model, stages=4, microbatches=2, example=(torch.randn(3, 4).double(),), **options) as pipe:
         pipe.step(x, target=x)

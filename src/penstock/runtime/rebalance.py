@@ -52,6 +52,7 @@ def move_state(
     """Everything that a rank needs under the new cut and did not own under the old one."""
     if transport is None:
         return
+    _check_groups(transport.exchange(_groups_of(optimizer)))
     owners, wanted = _owners(before, placement), _owners(after, placement)
     moves = [
         (name, min(owners[name]), rank)
@@ -73,6 +74,24 @@ def move_state(
     for held in old.values():
         if isinstance(held, Tensor) and id(held) not in kept:
             _give_up(optimizer, held)
+
+
+def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[str] | None:
+    """A moved parameter joins the group with the number that it had: what has to be alike on all ranks."""
+    return None if optimizer is None else [str(group.get("name", "")) for group in optimizer.param_groups]
+
+
+def _check_groups(told: list[list[str] | None]) -> None:
+    for rank, groups in enumerate(told):
+        if groups != told[0]:
+            said = [
+                "no optimizer" if each is None else f"an optimizer with {len(each)} groups {' '.join(each)}".rstrip()
+                for each in (told[0], groups)
+            ]
+            raise UsageError(
+                f"apply() got {said[0]} on rank 0 and {said[1]} on rank {rank}, so a parameter that moves would join "
+                f"another group; make the groups with pipe.parameter_groups(), which has all of them on every rank"
+            )
 
 
 def _held(part: StagePart) -> Iterator[tuple[str, Tensor | nn.Module]]:
@@ -99,20 +118,22 @@ def _here(split: Split, placement: Placement, rank: int) -> dict[str, Tensor | n
     return {name: held for index in placement.stages_of(rank) for name, held in _held(split.parts[index])}
 
 
-def _packed(held: Tensor | nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Any, Any]:
-    """What is sent: a value, and the optimizer's state of it."""
+def _packed(held: Tensor | nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Any, bool, Any]:
+    """What is sent: a value, whether it is trained, and the optimizer's state of it."""
     if isinstance(held, Tensor):
-        return held.detach(), _state_of(optimizer, held)
-    return held.get_extra_state(), None
+        return held.detach(), held.requires_grad, _state_of(optimizer, held)
+    return held.get_extra_state(), False, None
 
 
-def _unpack(held: Tensor | nn.Module, sent: tuple[Any, Any], optimizer: torch.optim.Optimizer | None) -> None:
-    value, state = sent
+def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    value, trained, state = sent
     if not isinstance(held, Tensor):
         held.set_extra_state(value)
         return
     with torch.no_grad():
         held.copy_(value)
+    if isinstance(held, nn.Parameter):
+        held.requires_grad_(trained)  # frozen or not where it comes from
     _take_over(optimizer, held, state)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import ModelError
+from penstock.errors import ModelError, PenstockError
 from penstock.model.cut import cut_model
 from penstock.model.split import split_model
 
@@ -146,6 +146,45 @@ def test_what_hangs_on_the_container_itself_is_owned_too() -> None:
         assert {name for name, _ in pipe.named_parameters()} == {name for name, _ in model.named_parameters()}
         assert {name for name, _ in pipe.named_buffers()} == {"mean", "cache"}
         pipe.load_state_dict(model.state_dict())
+
+
+class Mean(nn.Module):
+    """Moves a buffer at each call; or, where it does not move, only reads it."""
+
+    def __init__(self, moves: bool) -> None:
+        super().__init__()
+        self.scale, self.moves = nn.Parameter(torch.ones(4)), moves
+        self.register_buffer("mean", torch.full((4,), torch.nan) if not moves else torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.moves and self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("face", ["list", "sequential", "gpipe"])
+def test_one_layer_in_two_stages_may_have_buffers_and_not_change_them(face: str) -> None:
+    """On processes each rank had its own, and on threads they moved in another order than plainly."""
+    x = torch.randn(4, 4)
+
+    def run(moves: bool, balance: list[int], training: bool = True) -> None:
+        mean = Mean(moves).train(training)
+        layers = [mean, nn.Linear(4, 4), nn.Linear(4, 4), mean]
+        if face == "gpipe":
+            penstock.GPipe(nn.Sequential(*layers), balance=balance, chunks=2)(x).sum().backward()
+            return
+        options: dict[str, Any] = {"microbatches": 2, "loss_fn": F.mse_loss, "recompute": "always"}
+        if face == "list":
+            model: Any = [nn.Sequential(*layers[: balance[0]]), nn.Sequential(*layers[balance[0] :])]
+        else:
+            model, options["balance"] = nn.Sequential(*layers), balance
+        with penstock.Pipeline(model, **options) as pipe:
+            pipe.step(x, target=x)
+
+    with pytest.raises(PenstockError, match=r"(?s)have one Mean, which changes its buffer .*mean at each call"):
+        run(True, [2, 2])
+    run(False, [2, 2])
+    run(True, [2, 2], training=False)
 
 
 @pytest.mark.parametrize("as_list", [False, True])

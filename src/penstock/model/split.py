@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, StagePart, no_stream, state_names
+from penstock.model.torn import SharedBuffers, refuse_torn_norms
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
@@ -56,6 +56,7 @@ class Part:
         *,
         spread: bool,
         entrances: Sequence[str] = (),
+        shared: SharedBuffers | None = None,
     ) -> None:
         self.index = self.stream = index
         self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
@@ -66,6 +67,7 @@ class Part:
         self._skips_out = frozenset(stage for stage in topology.consumers(index) if stage != index + 1)
         self._next = index + 1 if index + 1 < topology.stages else OUTPUT
         self._spread = spread
+        self.shared = shared
         self.takes = _keywords(module)
         self._order = tuple(name if name in entrances else None for name in _positional(module))
 
@@ -85,7 +87,10 @@ class Part:
                 for name, value in kwargs.items()
                 if (self.takes is None or name in self.takes) and name not in filled
             }
-        result = self.module(*inputs, **kwargs)
+        if self.shared:
+            result = self.shared.kept(lambda: self.module(*inputs, **kwargs))
+        else:
+            result = self.module(*inputs, **kwargs)
         if not self._skips_out and type(result) is not Routed:
             return {self._next: result}
         return self._routes(result)
@@ -174,30 +179,22 @@ def split_model(
             f"{type(model).__name__} is neither an nn.Sequential nor a list of stage modules; "
             f"pass nn.Sequential(...) with stages=, or a list with one module for each stage"
         )
-    _check_torn(modules, names)
+    refuse_torn_norms(modules, names)
     topology = Topology.chain(len(modules), skips)
     entrances = _positional(modules[0])
     parts = tuple(
-        Part(index, module, names[index], topology, spread=spread, entrances=entrances)
+        Part(
+            index,
+            module,
+            names[index],
+            topology,
+            spread=spread,
+            entrances=entrances,
+            shared=SharedBuffers(index, modules, names[index]),
+        )
         for index, module in enumerate(modules)
     )
     return Split(parts, topology, how)
-
-
-def _check_torn(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
-    """Running statistics have one order of updates, which two stages that share them would not keep."""
-    where: dict[int, tuple[int, str]] = {}
-    for index, module in enumerate(modules):
-        for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training:
-                whole = names[index][f"{name}.running_mean" if name else "running_mean"].removesuffix(".running_mean")
-                first, known = where.setdefault(id(layer), (index, whole))
-                if first != index:
-                    raise ModelError(
-                        f"layers {known} and {whole} are one batch norm, on stages {first} and {index}, which would "
-                        f"update its running statistics in another order; cut so that both are on one stage "
-                        f"(balance=[...]), use a copy for each place, or put it in eval mode"
-                    )
 
 
 def _check_list(modules: Sequence[Any], stages: int | None, balance: Sequence[int] | None) -> None:

@@ -102,7 +102,12 @@ class Pipeline(Batching):
                 return choose_schedule(schedule, Topology.chain(count), microbatches, ranks, world)
 
             prepare_batch_norm(model, batch_norm, self.composition.norm_group(batch_norm, batch_norm_group))
-            balancing = Balancing(balance, speeds, optimizer, schedule_for, world.first_says, world.is_first)
+
+            def measured(numbers: list[float]) -> list[float]:
+                return self.composition.first_says(world.first_says(numbers))
+
+            measures = world.is_first and self.composition.is_first
+            balancing = Balancing(balance, speeds, optimizer, schedule_for, measured, measures)
             self.split = cut_model(
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
             )

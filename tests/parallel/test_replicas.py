@@ -496,7 +496,50 @@ def one_replica_in_low_precision(mesh: Any) -> Any:
     return set(computed), dtypes, losses
 
 
+class Slow(nn.Module):
+    def __init__(self, slow: bool) -> None:
+        super().__init__()
+        self.linear, self.slow = nn.Linear(WIDTH, WIDTH), slow
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.004 if self.slow else 0)
+        out: Tensor = self.linear(x)
+        return out
+
+
+class Uneven(nn.Module):
+    """Each replica finds another part of it slow: the first one its beginning."""
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Slow((number < 3) == (replica == 0)) for number in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def measured(mesh: Any) -> list[int]:
+    """How many layers each stage has where times say so."""
+    torch.manual_seed(0)
+    x, y = batch()
+    with penstock.Pipeline(
+        Uneven(mesh.get_local_rank("dp")),
+        stages=2,
+        microbatches=2,
+        balance="time",
+        example=(x[:2],),
+        loss_fn=F.mse_loss,
+        mesh=mesh,
+        timeout=30,
+    ) as pipe:
+        pipe.step(x, target=y)
+        return [len(part.units) for part in pipe.split.parts]
+
+
 SCENARIOS = [
+    measured,
     frozen_at_first,
     set_apart,
     one_replica_in_low_precision,
@@ -849,6 +892,12 @@ def test_names_are_the_models_own_and_sharded_state_is_a_part_of_it(told: Any) -
 def test_arguments_that_do_not_fit_together(options: dict[str, Any], words: str) -> None:
     with pytest.raises(penstock.errors.UsageError, match=words):
         penstock.Pipeline(stages(2), microbatches=2, loss_fn=F.mse_loss, **options)
+
+
+def test_all_replicas_cut_by_the_times_of_the_first(told: Any) -> None:
+    cuts = [rank["measured"] for rank in told]
+    assert cuts == [cuts[0]] * 4
+    assert cuts[0][0] < cuts[0][1]
 
 
 def test_a_mesh_needs_processes() -> None:

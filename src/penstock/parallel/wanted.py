@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Composition"]
 
+BESIDE = ("dp", "tp")  # the axes beside the pipeline's own
 WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, and the next
 
 
@@ -80,6 +81,22 @@ class Composition:
     def norm_group(self, how: str, given: Any) -> Any:
         """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""
         return self.axes.group("dp") if how == "exact" and given is None and self.axes.size("dp") > 1 else given
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this pipeline's measurements count for all replicas and parts of tensors."""
+        return all(self.axes.index(axis) == 0 for axis in BESIDE)
+
+    def first_says(self, numbers: list[float]) -> list[float]:
+        """The first replica's numbers, in all of them: each would measure other times, and so cut in other places."""
+        for axis in BESIDE:
+            if self.axes.size(axis) > 1:
+                import torch.distributed as dist
+
+                box = [numbers]
+                dist.broadcast_object_list(box, group=self.axes.group(axis), group_src=0)
+                numbers = box[0]
+        return numbers
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:
         """What runs beside the steps of this rank."""

@@ -259,8 +259,10 @@ class Pipeline(Batching):
         """A better cut from a measured step (by default the last `pipe.record()`), with its gain; changes nothing."""
         return propose_cut(self, self._recorded if timeline is None else timeline)
 
-    def apply(self, proposal: Proposal, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Cut as proposed and go on. On every rank; parameters and the optimizer's state move along.
+    def apply(
+        self, proposal: Proposal, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
+    ) -> None:
+        """Cut as proposed and go on. On every rank; parameters and their state in the optimizer, or in several, move.
 
         Gradients do not: call it between `optimizer.step()` and the next `step()`.
         """

@@ -134,7 +134,25 @@ def test_what_moves_stays_frozen_and_groups_that_differ_are_refused() -> None:
     assert set(first) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert [name for name, trained in {**first, **second}.items() if not trained] == ["1.weight", "3.bias"]
     assert said == also
-    assert "an optimizer with 2 groups on rank 0 and an optimizer with 1 groups on rank 1" in said
+    assert "optimizers with 2 groups on rank 0 and optimizers with 1 groups on rank 1" in said
+
+
+def moved_with_two_optimizers() -> list[set[str]]:
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with penstock.Pipeline(net, balance=[1, 3], microbatches=2, loss_fn=F.mse_loss, timeout=20) as pipe:
+        optimizers = [
+            kind([p for n, p in pipe.named_parameters() if n.endswith(end)], lr=0.1)
+            for kind, end in ((torch.optim.AdamW, "weight"), (torch.optim.SGD, "bias"))
+        ]
+        pipe.apply(Proposal((1,), (2,), (1.0,) * 4, (1.0, 3.0), (2.0, 2.0)), optimizers)
+        names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+        return [{names[id(p)] for group in each.param_groups for p in group["params"]} for each in optimizers]
+
+
+def test_each_parameter_stays_with_its_optimizer_where_there_are_several() -> None:
+    first, second = on_processes(2, moved_with_two_optimizers)
+    assert first == [{"0.weight", "1.weight"}, {"0.bias", "1.bias"}]
+    assert second == [{"2.weight", "3.weight"}, {"2.bias", "3.bias"}]
 
 
 def test_a_slow_stage_is_proposed_to_shrink() -> None:

@@ -8,7 +8,7 @@ the rank that has them to the rank that will. The next step is what it would hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from penstock.runtime.feed import Feed
 
 __all__ = ["move_state", "propose_cut"]
+
+Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
 
 
 def propose_cut(pipe: Feed, timeline: Timeline | None) -> Proposal:
@@ -47,12 +49,13 @@ def move_state(
     after: Split,
     placement: Placement,
     transport: Transport | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
 ) -> None:
     """Everything that a rank needs under the new cut and did not own under the old one."""
     if transport is None:
         return
-    _check_groups(transport.exchange(_groups_of(optimizer)))
+    groups = _groups_of(optimizer)
+    _check_groups(transport.exchange([str(group.get("name", "")) for _, group in groups]))
     owners, wanted = _owners(before, placement), _owners(after, placement)
     moves = [
         (name, min(owners[name]), rank)
@@ -65,27 +68,28 @@ def move_state(
     old, new = _here(before, placement, transport.rank), _here(after, placement, transport.rank)
     for number, (name, source, target) in enumerate(moves):
         if transport.rank == source:
-            transport.send(number, 0, _packed(old[name], optimizer))
+            transport.send(number, 0, _packed(old[name], groups))
         elif transport.rank == target:
-            _unpack(new[name], transport.receive(number, 0), optimizer)
+            _unpack(new[name], transport.receive(number, 0), groups)
     transport.flush()
     transport.exchange(None)
     kept = set(map(id, new.values()))
     for held in old.values():
         if isinstance(held, Tensor) and id(held) not in kept:
-            _give_up(optimizer, held)
+            _give_up(groups, held)
 
 
-def _groups_of(optimizer: torch.optim.Optimizer | None) -> list[str] | None:
-    """A moved parameter joins the group with the number that it had: what has to be alike on all ranks."""
-    return None if optimizer is None else [str(group.get("name", "")) for group in optimizer.param_groups]
+def _groups_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> Groups:
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer or ()
+    return [(each, group) for each in optimizers for group in each.param_groups]
 
 
-def _check_groups(told: list[list[str] | None]) -> None:
+def _check_groups(told: list[list[str]]) -> None:
+    """A moved parameter joins the group with the number that it had: they have to be alike on all ranks."""
     for rank, groups in enumerate(told):
         if groups != told[0]:
             said = [
-                "no optimizer" if each is None else f"an optimizer with {len(each)} groups {' '.join(each)}".rstrip()
+                f"optimizers with {len(each)} groups {' '.join(each)}".rstrip() if each else "no optimizer"
                 for each in (told[0], groups)
             ]
             raise UsageError(
@@ -118,14 +122,14 @@ def _here(split: Split, placement: Placement, rank: int) -> dict[str, Tensor | n
     return {name: held for index in placement.stages_of(rank) for name, held in _held(split.parts[index])}
 
 
-def _packed(held: Tensor | nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[Any, bool, Any]:
-    """What is sent: a value, whether it is trained, and the optimizer's state of it."""
+def _packed(held: Tensor | nn.Module, groups: Groups) -> tuple[Any, bool, Any]:
+    """What is sent: a value, whether it is trained, and its optimizer's state of it."""
     if isinstance(held, Tensor):
-        return held.detach(), held.requires_grad, _state_of(optimizer, held)
+        return held.detach(), held.requires_grad, _state_of(groups, held)
     return held.get_extra_state(), False, None
 
 
-def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], optimizer: torch.optim.Optimizer | None) -> None:
+def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], groups: Groups) -> None:
     value, trained, state = sent
     if not isinstance(held, Tensor):
         held.set_extra_state(value)
@@ -134,23 +138,22 @@ def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], optimizer: to
         held.copy_(value)
     if isinstance(held, nn.Parameter):
         held.requires_grad_(trained)  # frozen or not where it comes from
-    _take_over(optimizer, held, state)
+    _take_over(groups, held, state)
 
 
-def _state_of(optimizer: torch.optim.Optimizer | None, tensor: Tensor) -> tuple[int, Mapping[str, Any]] | None:
+def _state_of(groups: Groups, tensor: Tensor) -> tuple[int, Mapping[str, Any]] | None:
     """(number of its parameter group, its state) of a parameter that is trained."""
-    if optimizer is not None:
-        for number, group in enumerate(optimizer.param_groups):
-            if any(tensor is parameter for parameter in group["params"]):
-                return number, dict(optimizer.state.get(tensor, {}))
+    for number, (optimizer, group) in enumerate(groups):
+        if any(tensor is parameter for parameter in group["params"]):
+            return number, dict(optimizer.state.get(tensor, {}))
     return None
 
 
-def _take_over(optimizer: torch.optim.Optimizer | None, tensor: Tensor, state: Any) -> None:
-    if optimizer is None or state is None or not isinstance(tensor, nn.Parameter):
+def _take_over(groups: Groups, tensor: Tensor, state: Any) -> None:
+    if state is None or not isinstance(tensor, nn.Parameter):
         return
     number, values = state
-    group = optimizer.param_groups[number]
+    optimizer, group = groups[number]
     if not any(tensor is parameter for parameter in group["params"]):
         group["params"].append(tensor)
     optimizer.state[tensor] = {
@@ -158,9 +161,7 @@ def _take_over(optimizer: torch.optim.Optimizer | None, tensor: Tensor, state: A
     }
 
 
-def _give_up(optimizer: torch.optim.Optimizer | None, tensor: Tensor) -> None:
-    if optimizer is None:
-        return
-    for group in optimizer.param_groups:
+def _give_up(groups: Groups, tensor: Tensor) -> None:
+    for optimizer, group in groups:
         group["params"] = [parameter for parameter in group["params"] if parameter is not tensor]
-    optimizer.state.pop(tensor, None)
+        optimizer.state.pop(tensor, None)

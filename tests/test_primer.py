@@ -227,14 +227,14 @@ def test_tensor_parallelism_sends_one_sum_a_pair_each_way_and_none_for_the_data(
     assert [count("tensor_pairs", way) for way in "FB"] == [2, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_slips_are_noticed(tmp_path: Path) -> None:
     paths = spoiled(MORE_SLIPS, tmp_path / "primer")
     for name, ran in zip(paths, run_all([(path, 4) for path in paths.values()]), strict=True):
         assert noticed(ran), (name, ran)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_programs_run_on_other_numbers_of_ranks_or_say_why_not() -> None:
     refused = ("sharded", "tensor_columns", "pipeline", "pipeline_overlap", "penstock")
     jobs = [(path, ranks) for ranks in (1, 3) for path in PROGRAMS.values()]

@@ -46,7 +46,7 @@ BENCHES = {
     ),
     "transport": Bench("", ("2 processes, one message",), "how", {"ping-pong", "streamed"}, 0),
 }
-SLOW = ("checkpoint", "overhead", "schedules")
+SLOW = ("overhead",)
 
 
 def rows_printed(text: str) -> int:

@@ -18,7 +18,7 @@ def run(folder: Path, steps: int, *launcher: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_it_resumes_where_it_stopped(tmp_path: Path) -> None:
     (line,) = run(tmp_path, 10).splitlines()

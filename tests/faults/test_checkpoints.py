@@ -156,7 +156,7 @@ def train_until_killed(say: Say, folder: str, victim: int, delay: float | None) 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.exhaustive)]
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.exhaustive)]
 )
 def test_a_rank_killed_at_random_moments_changes_no_loss(kills: int, tmp_path: Path) -> None:
     chance = random.Random(kills)

@@ -20,6 +20,15 @@ SOON = 5.0  # seconds in which every rank must know
 M = 4
 RANKS = 4
 TRANSPORTS = ["shared", "distributed"]
+TRANSPORTS_AND_STORES = [
+    pytest.param(transport, tcp, marks=marks, id=f"{transport}-{'store-on-rank-0' if tcp else 'file-store'}")
+    for transport, tcp, marks in [
+        ("shared", False, pytest.mark.slow),
+        ("distributed", True, pytest.mark.slow),
+        ("shared", True, pytest.mark.exhaustive),
+        ("distributed", False, pytest.mark.exhaustive),
+    ]
+]
 Say = Callable[[Any], None]
 
 
@@ -222,22 +231,18 @@ def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
     assert endings[2].code == -KILL
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tcp", [False, True], ids=["file-store", "store-on-rank-0"])
+@pytest.mark.parametrize(("transport", "tcp"), TRANSPORTS_AND_STORES)
 @pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (1, "backward"), (3, "backward"), (1, "between")])
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_wherever_a_rank_is_killed(victim: int, where: str, tcp: bool, transport: str) -> None:
     check_lost(launch(RANKS, lose, victim, where, KILL, 30.0, transport, tcp=tcp), victim, SOON)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tcp", [False, True], ids=["file-store", "store-on-rank-0"])
+@pytest.mark.parametrize(("transport", "tcp"), TRANSPORTS_AND_STORES)
 @pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (2, "backward"), (3, "between")])
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stopped_rank_is_named_at_the_timeout(victim: int, where: str, tcp: bool, transport: str) -> None:
     endings = launch(RANKS, lose, victim, where, STOP, 2.0, transport, tcp=tcp)
     assert endings[victim].code is None
-    assert check_lost(endings, victim, 2.0 + SOON) > 1.5
+    assert check_lost(endings, victim, 2.0 + 2 * SOON) > 1.5
 
 
 def leave(say: Say, where: str) -> None:

@@ -80,7 +80,7 @@ def test_ctrl_c_finishes_the_step_saves_and_the_run_goes_on(tmp_path: Path, want
         assert run.losses == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
     with job(tmp_path, "training.steps=100000", plan()) as run:
         run.until(lambda: checkpoints_in(run.output / "checkpoints"))
@@ -100,7 +100,7 @@ def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: P
         assert_whole(run.output)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stall_an_exit_and_too_many_failures(tmp_path: Path, wanted: list[float]) -> None:
     with job(tmp_path, "training.steps=24", "pipeline.timeout=4", plan((7, 1, "stall"), (13, 0, "exit"))) as run:
         assert run.wait() == 0, run.log
@@ -154,7 +154,7 @@ def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(10, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+    "kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
 )
 def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
     """One job, killed again and again: while it starts, loads, trains and, every third time, while it saves."""

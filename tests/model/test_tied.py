@@ -59,8 +59,9 @@ def plainly(steps: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
 def test_copies_are_bitwise_equal_after_a_hundred_steps(ranks: int) -> None:
     states = on_processes(ranks, train, ranks, 100, "1f1b")
     expected = plainly(100)

@@ -43,9 +43,14 @@ def test_the_listed_families_train_as_in_one_process(family: str, stages: int, s
     check(family, stages, schedule)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stages", "schedule"), CUTS[1::2])
-@pytest.mark.parametrize("family", sorted(set(EVERY) - set(LISTED)))
+@pytest.mark.parametrize(
+    ("family", "stages", "schedule"),
+    [  # by turns
+        pytest.param(family, *cut, marks=pytest.mark.slow if (row + column) % 2 == 0 else pytest.mark.exhaustive)
+        for row, family in enumerate(sorted(set(EVERY) - set(LISTED)))
+        for column, cut in enumerate(CUTS[1::2])
+    ],
+)
 def test_many_more_families_train_as_in_one_process(family: str, stages: int, schedule: str) -> None:
     check(family, stages, schedule)
 

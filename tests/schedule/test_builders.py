@@ -35,7 +35,7 @@ def build_and_prove(name: str, ranks: int, microbatches: int, stages_per_rank: i
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_stride_through_all_sizes_is_built_and_proved(name: str) -> None:
-    for ranks, microbatches, stages_per_rank in cases(name, stride=23 if FAMILIES[name].layout != "v" else 7):
+    for ranks, microbatches, stages_per_rank in cases(name, stride=43 if FAMILIES[name].layout != "v" else 13):
         build_and_prove(name, ranks, microbatches, stages_per_rank)
 
 
@@ -48,7 +48,7 @@ def test_the_smallest_sizes_are_built_and_proved(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "stride", [pytest.param(5, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "stride", [pytest.param(11, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)

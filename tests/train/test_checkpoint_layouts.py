@@ -90,8 +90,9 @@ def on_each_process(folder: str, after: dict[str, list[float]], ranks: int) -> d
     return mine
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_threads_and_processes_resume_from_each_other(
     ranks: int, on_threads: tuple[Path, dict[str, list[float]]]
 ) -> None:

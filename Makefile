@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # For two cores: many tests wait for processes and timeouts. Who is idle takes over tests of others.
-WORKERS := -n 3 --dist worksteal
+WORKERS := -n 4 --dist worksteal
 
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE

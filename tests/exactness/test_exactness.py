@@ -30,6 +30,14 @@ def by_turns(slow: str) -> list[Any]:
     ]
 
 
+def halved(cases: list[Case]) -> list[Any]:
+    """Each family and model with or without an optimizer by turns; the other half in the exhaustive tests."""
+    turns = [TRAINING.index(case.family) + list(MODELS).index(case.model) + case.optimizer for case in cases]
+    return [
+        pytest.param(case, marks=[pytest.mark.exhaustive] * (turn % 2)) for case, turn in zip(cases, turns, strict=True)
+    ]
+
+
 def odd_sizes() -> list[Case]:
     """Rows that do not divide, fewer microbatches than ranks, one microbatch, one rank."""
     found = []
@@ -66,7 +74,7 @@ def test_only_looped_bfs_adds_gradients_in_another_order_than_the_plain_loop() -
     assert out_of_order == {"looped-bfs"}
 
 
-@pytest.mark.parametrize("case", [*EVERY, *SEARCHED], ids=str)
+@pytest.mark.parametrize("case", [*halved(EVERY), *SEARCHED], ids=str)
 def test_threads(case: Case) -> None:
     check(case)
 

@@ -85,7 +85,7 @@ def process(families: list[str], transport: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("transport", ["shared", pytest.param("distributed", marks=pytest.mark.slow)])
 def test_a_rank_on_a_process_holds_what_the_schedule_says(transport: str) -> None:
     families = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-min"]
     told = on_processes(2, process, families, transport)

@@ -9,10 +9,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+LONG = ("overlap_moe",)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=getattr(pytest.mark, "exhaustive" if path.stem in LONG else "slow"))
+        for path in EXAMPLES
+    ],
+)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(path)]
     result = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=110)

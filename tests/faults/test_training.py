@@ -154,7 +154,7 @@ def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
 )
 def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
     """One job, killed again and again: while it starts, loads, trains and, every third time, while it saves."""

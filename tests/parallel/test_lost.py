@@ -155,13 +155,12 @@ def test_a_killed_process(replicate: str, how: int, rank: int, replica: int, sch
     check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, SOON)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicate", "how", "rank", "replica", "schedule"),
     [
-        ("ddp", STOP, 1, 1, "1f1b"),
-        ("fsdp", STOP, 0, 1, "1f1b"),
-        ("fsdp", "stick", 1, 0, "zb-v"),
+        pytest.param("ddp", STOP, 1, 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param("fsdp", STOP, 0, 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param("fsdp", "stick", 1, 0, "zb-v", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_process_that_stops(replicate: str, how: Any, rank: int, replica: int, schedule: str) -> None:
@@ -175,7 +174,7 @@ def test_a_process_that_stops_while_it_waits_for_other_replicas_is_found_by_its_
     assert f"silent for {TIMEOUT:g} s, stopped or dead" in endings[3].said[0][3]  # not by the replicas' later watch
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_who_waits_in_its_pipeline_is_not_blamed_by_the_other_replicas() -> None:
     """Rank 0 of replica 1 is stuck; its pipeline takes it for waiting, and its neighbour there is not at fault."""
     check(launch(4, lose, "ddp", "stick elsewhere", 0, 1, "1f1b"), 0, 1, TIMEOUT + LATER + SETTLED)

@@ -98,7 +98,7 @@ def test_the_command_for_several_hosts_has_all_ranks() -> None:
     assert "--nnodes=2 --nproc-per-node=3" in torchrun_command(replicas, [])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_replicas_train_as_one_and_ranks_are_heard_by_filter(tmp_path: Path) -> None:
     """Two replicas of two ranks: the losses of one pipeline on the whole batch, saved and gone on with."""
     chatty = tmp_path / "chatty.py"

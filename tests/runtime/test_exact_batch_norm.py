@@ -53,6 +53,16 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {**model.state_dict(), **gradients}
 
 
+def train(pipe: penstock.Pipeline) -> None:
+    """The two steps that `plain_run` makes."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        pipe.step(x, target=y)
+        optimizer.step()
+
+
 def assert_close(found: nn.Module, wanted: dict[str, Tensor]) -> None:
     state = state_of(found)
     assert set(state) == set(wanted)
@@ -127,12 +137,7 @@ def test_stages_of_one_rank_wait_for_those_that_take_their_batch_whole(ranks: in
     with penstock.Pipeline(
         model, balance=[1, 2, 2, 1], microbatches=4, schedule="gpipe", batch_norm="exact", **options
     ) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        for step in range(2):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            pipe.step(x, target=y)
-            optimizer.step()
+        train(pipe)
     assert_close(model, wanted)
 
 
@@ -299,12 +304,7 @@ def stages() -> dict[str, dict[str, Tensor]]:
     for how, recompute in (("deferred", "never"), ("exact", "never"), ("exact", "always")):
         options: dict[str, Any] = {"recompute": recompute, "batch_norm": how, "loss_fn": F.mse_loss}
         with penstock.Pipeline(network(), stages=2, microbatches=4, schedule="gpipe", **options) as pipe:
-            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            for step in range(2):
-                x, y = batch(step)
-                optimizer.zero_grad()
-                pipe.step(x, target=y)
-                optimizer.step()
+            train(pipe)
             found[f"{how} {recompute}"] = pipe.state_dict()
     return found
 
@@ -365,12 +365,7 @@ def test_over_replicas_and_with_stages_on_processes() -> None:
     with penstock.Pipeline(
         deferred, stages=2, microbatches=4, schedule="gpipe", batch_norm="deferred", loss_fn=F.mse_loss
     ) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        for step in range(2):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            pipe.step(x, target=y)
-            optimizer.step()
+        train(pipe)
     for _, found in answers:
         for name, value in found["deferred never"].items():
             assert torch.equal(value, deferred.state_dict()[name]), name

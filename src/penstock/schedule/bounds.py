@@ -44,6 +44,7 @@ from penstock.errors import UsageError
 from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
+from penstock.schedule.whole import check_count
 
 __all__ = ["caps_of", "lower_bound"]
 
@@ -66,8 +67,7 @@ def lower_bound(
     """
     if not isinstance(placement, Placement):
         raise UsageError(f"the placement must be a Placement, such as Placement.loop(4); got {placement!r}")
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise UsageError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_count("microbatches", microbatches)
     costs = (costs or Costs()).recomputed(placement.stages, recompute)
     costs.check_edges(Topology.chain(placement.stages))
     caps = caps_of(memory, placement.ranks)

@@ -14,6 +14,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import forwards_seen, passes_seen
 from penstock.schedule.topology import Topology
+from penstock.schedule.whole import check_count
 
 __all__ = ["check_facts", "taken"]
 
@@ -28,8 +29,8 @@ def taken(facts: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"there is no fact {', '.join(odd)} of a schedule; known: {', '.join(sorted(KNOWN))}")
     for name in ("ranks", "stages", "microbatches"):
         value = facts.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if value is not None:
+            check_count(name, value)
     topology = facts.get("topology")
     if topology is not None and not isinstance(topology, Topology):
         raise UsageError(f"topology is a Topology, such as Topology(stages, edges); got {topology!r}")

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
+from penstock.schedule.whole import check_count, is_index
 
-__all__ = ["Placement", "is_index"]
+__all__ = ["Placement"]
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,6 @@ class Placement:
         return " ".join(map(str, self.by_stage))
 
 
-def is_index(number: object, count: int) -> bool:
-    """Is it a whole number from 0 to count - 1?"""
-    return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count
-
-
 def _check_sizes(ranks: int, stages_per_rank: int) -> None:
     for name, value in (("ranks", ranks), ("stages_per_rank", stages_per_rank)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_count(name, value)

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.schedule.action import Action
-from penstock.schedule.placement import Placement, is_index
+from penstock.schedule.placement import Placement
 from penstock.schedule.seen import (
     PASSES,
     Row,
@@ -31,6 +31,7 @@ from penstock.schedule.seen import (
     skips_seen,
 )
 from penstock.schedule.topology import Topology
+from penstock.schedule.whole import check_count, is_index
 
 __all__ = ["Row", "Schedule", "expect_schedule"]
 
@@ -69,8 +70,8 @@ class Schedule:
             placement = Placement(placement)
         if microbatches is None:
             microbatches = microbatches_seen(filled)
-        elif isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-            raise UsageError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+        else:
+            check_count("microbatches", microbatches)
         if topology is None:
             topology = Topology.chain(placement.stages, skips_seen(filled, placement.stages))
         if not isinstance(topology, Topology):
@@ -269,7 +270,7 @@ def _stages_of(recompute: Iterable[int], stages: int) -> frozenset[int]:
         found = frozenset(recompute)
     except TypeError:
         raise UsageError(f"recompute is a list of stages, such as [0, 1]; got {recompute!r}") from None
-    odd = [stage for stage in found if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < stages]
+    odd = [stage for stage in found if not is_index(stage, stages)]
     if odd:
         raise UsageError(f"recompute names stage {odd[0]!r}; the stages are 0 to {stages - 1}")
     return found

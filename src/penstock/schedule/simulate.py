@@ -21,6 +21,7 @@ from penstock.schedule.costs import Costs, is_number, memory_by_op
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.timeline import Span, Timeline, peaks
+from penstock.schedule.whole import check_count
 from penstock.schedule.wires import Wires
 
 __all__ = ["Spread", "simulate", "what_if"]
@@ -162,8 +163,7 @@ def what_if(
     schedule: Schedule, costs: Costs | None = None, *, jitter: float, draws: int = 100, seed: int = 0
 ) -> Spread:
     """How the makespan spreads when each compute's time is drawn around its cost; seeded."""
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
-        raise UsageError(f"draws must be a whole number of at least 1, got {draws!r}")
+    check_count("draws", draws)
     return Spread(tuple(_draws(schedule, costs, jitter, draws, seed)))
 
 

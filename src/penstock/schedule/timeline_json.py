@@ -21,6 +21,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import from_json as schedule_from_json
 from penstock.schedule.text import to_json as schedule_to_json
 from penstock.schedule.timeline import Span, Timeline, Wall
+from penstock.schedule.whole import is_index
 
 __all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
 
@@ -127,7 +128,7 @@ def _spans(
             continue
         if not (all(map(_is_time, (start, end, wait))) and start <= end and wait >= 0):
             faults.append(Fault(f"{name}[{position}], {text}: {start!r} to {end!r} after {wait!r} is no span of time"))
-        elif isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < schedule.ranks:
+        elif not is_index(rank, schedule.ranks):
             faults.append(Fault(f"{name}[{position}], {text}: there is no rank {rank!r}"))
         elif any(
             part.stage >= schedule.stages or schedule.placement.rank_of(part.stage) != rank for part in action.parts()

@@ -20,6 +20,7 @@ from penstock.schedule.lower import lower
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.topology import Topology
+from penstock.schedule.whole import check_count
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
 
@@ -130,8 +131,7 @@ def build(
     if stages_per_rank is None:
         stages_per_rank = entry.stages_per_rank
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{what} must be a whole number of at least 1, got {value!r}")
+        check_count(what, value)
     if entry.layout == "v" and stages_per_rank != 2:
         raise UsageError(
             f"{entry.name} has 2 stages on each rank, one on the way down the V and one on the way up; "

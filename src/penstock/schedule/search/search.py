@@ -42,6 +42,7 @@ from penstock.schedule.search.space import (
 from penstock.schedule.search.unsplit import Unsplit, best_unsplit
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
+from penstock.schedule.whole import check_count
 
 __all__ = ["Found", "Progress", "Tried", "search", "search_report"]
 
@@ -229,8 +230,7 @@ def _uncollected() -> Iterator[None]:
 def _check(ranks: int, microbatches: int, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> None:
     numbers = [("ranks", ranks), ("microbatches", microbatches), *(("stages_per_rank", size) for size in sizes)]
     for name, value in numbers:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_count(name, value)
     for kind in kinds:
         if kind not in PLACEMENTS:
             raise UsageError(f"there is no placement {kind!r} to search; known: {', '.join(PLACEMENTS)}")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import slow_if
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
@@ -14,10 +15,7 @@ LONG = ("overlap_moe",)
 
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=getattr(pytest.mark, "exhaustive" if path.stem in LONG else "slow"))
-        for path in EXAMPLES
-    ],
+    [pytest.param(path, id=path.stem, marks=slow_if(path.stem not in LONG)) for path in EXAMPLES],
 )
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", str(path)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from tiers import slow_if
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "penstock")
 
@@ -58,7 +59,7 @@ def rows_printed(text: str) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.exhaustive) for name in BENCHES],
+    [pytest.param(name, marks=slow_if(name in SLOW)) for name in BENCHES],
 )
 def test_a_bench_prints_its_tables_and_has_their_rows_in_its_document(name: str, tmp_path: Path) -> None:
     told = BENCHES[name]

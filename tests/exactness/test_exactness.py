@@ -13,6 +13,7 @@ import pytest
 from exactness.cases import TRAINING, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
 from processes import on_processes
+from tiers import slow_if
 
 from penstock.runtime.transport import ThreadTransport
 from penstock.runtime.world import World
@@ -25,9 +26,7 @@ WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v
 
 def by_turns(slow: str) -> list[Any]:
     """This transport in the slow tests and the other in the exhaustive ones; the fast tests have both."""
-    return [
-        pytest.param(kind, marks=pytest.mark.slow if kind == slow else pytest.mark.exhaustive) for kind in PROCESSES
-    ]
+    return [pytest.param(kind, marks=slow_if(kind == slow)) for kind in PROCESSES]
 
 
 def halved(cases: list[Case]) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from faults.fleet import launch
+from tiers import tiers
 from train_runs import LAYOUTS, Run
 
 import penstock
@@ -155,9 +156,7 @@ def train_until_killed(say: Say, folder: str, victim: int, delay: float | None) 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(14, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("kills", tiers(3, 14))
 def test_a_rank_killed_at_random_moments_changes_no_loss(kills: int, tmp_path: Path) -> None:
     chance = random.Random(kills)
     losses: dict[int, set[float]] = {}

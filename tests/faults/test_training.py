@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import free_port
+from tiers import tiers
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_manifest
@@ -153,9 +154,7 @@ def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path) -> None:
         assert "restart 1" not in run.log
 
 
-@pytest.mark.parametrize(
-    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("kills", tiers(3, 50))
 def test_kills_at_random_moments_change_nothing(kills: int, tmp_path: Path) -> None:
     """One job, killed again and again: while it starts, loads, trains and, every third time, while it saves."""
     chance = random.Random(8)

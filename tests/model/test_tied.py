@@ -9,6 +9,7 @@ import pytest
 import torch
 from model.nets import Tied, square
 from processes import on_processes
+from tiers import tiers
 from torch import Tensor, nn
 
 import penstock
@@ -59,9 +60,7 @@ def plainly(steps: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("ranks", tiers(2, 4))
 def test_copies_are_bitwise_equal_after_a_hundred_steps(ranks: int) -> None:
     states = on_processes(ranks, train, ranks, 100, "1f1b")
     expected = plainly(100)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from model.zoo import CAUSAL, DIFFUSERS, IMAGES, MASKED, SEQUENCES, SOUNDS, TWO_TOWERS, S, compared, make
+from tiers import slow_if
 
 import penstock
 from penstock.errors import PeerFailure
@@ -46,7 +47,7 @@ def test_the_listed_families_train_as_in_one_process(family: str, stages: int, s
 @pytest.mark.parametrize(
     ("family", "stages", "schedule"),
     [  # by turns
-        pytest.param(family, *cut, marks=pytest.mark.slow if (row + 2 * column) % 4 == 0 else pytest.mark.exhaustive)
+        pytest.param(family, *cut, marks=slow_if((row + 2 * column) % 4 == 0))
         for row, family in enumerate(sorted(set(EVERY) - set(LISTED)))
         for column, cut in enumerate(CUTS[1::2])
     ],

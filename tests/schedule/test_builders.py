@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
+from tiers import tiers
 
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Op, build, family, lower, simulate, verify
@@ -47,9 +48,7 @@ def test_the_smallest_sizes_are_built_and_proved(name: str) -> None:
                 build_and_prove(name, ranks, microbatches, stages_per_rank)
 
 
-@pytest.mark.parametrize(
-    "stride", [pytest.param(11, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("stride", tiers(11, 1))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_size_is_built_and_proved(name: str, stride: int) -> None:

@@ -10,6 +10,7 @@ from itertools import islice, product
 import pytest
 from schedule.mutants import KINDS, mutants
 from schedule.reference_executor import still_right
+from tiers import tiers
 
 from penstock.schedule import FAMILIES, Schedule, build, faults, lower, verify
 from penstock.schedule.text import from_csv, rows_to_csv
@@ -95,9 +96,7 @@ def test_mutants_that_went_through_a_csv_file_are_judged_the_same(name: str) -> 
         assert (not faults(loaded)) == still_right(mutant.schedule), mutant
 
 
-@pytest.mark.parametrize(
-    "stride", [pytest.param(13, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("stride", tiers(13, 1))
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_schedule_up_to_4_ranks_6_microbatches_3_stages(name: str, stride: int) -> None:
@@ -107,9 +106,7 @@ def test_every_schedule_up_to_4_ranks_6_microbatches_3_stages(name: str, stride:
             check(program, f"slow {name} {ranks} {microbatches} {stages_per_rank}", per_kind=5)
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(4, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("count", tiers(4, 12))
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_of_larger_schedules(name: str, count: int) -> None:

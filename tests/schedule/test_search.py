@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule.exact_optimum import optimum
+from tiers import tiers
 
 from penstock.errors import UsageError
 from penstock.schedule import (
@@ -304,9 +305,7 @@ def test_small_pipelines_get_the_best_schedule_there_is(seed: int) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "count", [pytest.param(12, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("count", tiers(12, 40))
 def test_many_small_pipelines_get_the_best_schedule_there_is(count: int) -> None:
     for seed in range(100, 100 + count):
         check_small_case(seed, seconds=15.0)

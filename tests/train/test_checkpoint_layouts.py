@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import on_processes
+from tiers import tiers
 from train_runs import LAYOUTS, Run
 
 import penstock
@@ -90,9 +91,7 @@ def on_each_process(folder: str, after: dict[str, list[float]], ranks: int) -> d
     return mine
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", tiers(4, 3))
 def test_threads_and_processes_resume_from_each_other(
     ranks: int, on_threads: tuple[Path, dict[str, list[float]]]
 ) -> None:

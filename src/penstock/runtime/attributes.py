@@ -133,6 +133,11 @@ class Attributes:
         self._untold: list[tuple[Key, _Tensor]] = []
         self._copying = True
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any forward of this stage was looked at: where nothing is recomputed, none is."""
+        return bool(self._last)
+
     def before(self) -> Seen:
         """Ahead of a forward that will run again: what the attributes are."""
         running = getattr(self._module, "running_modules", self._module.modules)

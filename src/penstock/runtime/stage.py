@@ -108,7 +108,7 @@ class Stage:
         self.records[microbatch] = record
         if recompute:
             return self._run_to_forget(record, microbatch, arrived, args, kwargs, split, loss_of)
-        if not any(other.again for other in self.records.values()):
+        if not self._attributes.in_use or not any(other.again for other in self.records.values()):
             return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
         attributes = self._attributes.before()  # what this forward changes, others that run again must not see
         results = self._run(record, microbatch, arrived, args, kwargs, split, loss_of)

@@ -150,6 +150,58 @@ def test_microbatches_may_come_split() -> None:
         schedule._step_microbatches(parts[:1], None, [y])
 
 
+class Scaled(nn.Module):
+    """Its arguments besides the first may be left out."""
+
+    def forward(self, x: Any, shift: Any = None, scale: Any = None) -> Any:
+        x = x if shift is None else x + shift
+        return x if scale is None else x * scale
+
+
+def test_each_microbatch_has_its_own_keywords_and_its_own_number_of_arguments() -> None:
+    """Those of microbatch 0 decided for all: what others had beyond it was dropped, and what they lacked a KeyError."""
+    made = [ours.PipelineStage(module, index, 2, "cpu") for index, module in enumerate((Scaled(), nn.Linear(4, 4)))]
+    schedule = ours.ScheduleInterleaved1F1B(made, 3, loss_fn=nn.functional.mse_loss)
+    x, y, shift = torch.randn(6, 4), torch.randn(6, 4), torch.randn(2, 4)
+    parts: list[tuple[Any, ...]] = [(piece,) for piece in x.split(2)]
+    parts[1] = (*parts[1], shift)
+    named = [{}, {"scale": 3.0}, {"shift": 2 * shift}]
+    output = schedule._step_microbatches(parts, named, list(y.split(2)))
+    wanted = [Scaled()(*args, **kwargs) for args, kwargs in zip(parts, named, strict=True)]
+    torch.testing.assert_close(output, made[1].submod(torch.cat(wanted)).detach())
+
+
+def test_a_microbatch_that_is_no_tuple_of_arguments_is_refused() -> None:
+    """Its rows would be taken for arguments."""
+    schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=nn.functional.mse_loss)
+    parts: Any = list(torch.randn(4, 4).split(2))
+    with pytest.raises(UsageError, match=r"arg_mbs\[0\] is a Tensor; pass a tuple of arguments"):
+        schedule._step_microbatches(parts, None, parts)
+
+
+def test_arguments_of_the_loss_go_whole_to_each_microbatch() -> None:
+    """As with torch; they were cut by rows where they happened to have as many as the batch."""
+    seen: list[int] = []
+
+    def loss(output: Any, target: Any, *, table: Any) -> Any:
+        seen.append(len(table))
+        return nn.functional.mse_loss(output, target)
+
+    schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=loss)
+    schedule.step(torch.randn(4, 4), target=torch.randn(4, 4), loss_kwargs={"table": torch.ones(4)})
+    assert seen == [4, 4]
+
+
+def test_ranks_of_stages_are_those_of_the_order_or_refused() -> None:
+    schedule = schedules._PipelineScheduleRuntime(
+        stages(2), 2, loss_fn=nn.functional.mse_loss, stage_index_to_group_rank={0: 0, 1: 1}
+    )
+    rows = ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]
+    schedule.pipeline_order = {0: [schedules._Action.from_str(cell) for cell in rows]}
+    with pytest.raises(UsageError, match="has stage 1 on rank 1, but the order runs it on rank 0"):
+        schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
+
+
 def test_files_of_torch_load_and_run(tmp_path: Path) -> None:
     class Mock:
         def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from penstock.compat.pipelining.actions import Orders, orders_of, schedule_of
 from penstock.compat.pipelining.chunks import CustomFunctions
-from penstock.compat.pipelining.microbatch import batch_dims, one_each
+from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, one_each
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
-from penstock.runtime.microbatch import Microbatches
+from penstock.runtime.microbatch import Shared
 from penstock.schedule import Op, Schedule, build, lower
 from penstock.schedule.text import from_csv, rows_to_csv
 
@@ -49,6 +49,7 @@ class _PipelineSchedule(CustomFunctions):
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
         self.options: dict[str, Any] = {}
+        self._given_ranks: dict[int, int] | None = None  # of stages, where they were said
         self._all_stages = list(stages)
         self._num_stages = stages[0].num_stages
         self.pp_group_size, self.rank = stages[0].group_size, stages[0].group_rank
@@ -195,6 +196,13 @@ class _PipelineSchedule(CustomFunctions):
                 f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are "
                 f"{self._num_stages} on {self.pp_group_size}"
             )
+        placed = dict(enumerate(schedule.placement))
+        for stage, rank in ({} if self._given_ranks is None else self._given_ranks).items():
+            if placed.get(stage) != rank:
+                raise UsageError(
+                    f"stage_index_to_group_rank has stage {stage} on rank {rank}, but the order runs it on "
+                    f"{f'rank {placed[stage]}' if stage in placed else 'no rank'}; give both the same placement"
+                )
         wanted = sorted(schedule.placement.stages_of(self.rank))
         if mine != wanted:
             raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")
@@ -242,13 +250,7 @@ class _PipelineSchedule(CustomFunctions):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """A step on microbatches that are split already."""
-        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
-            if given is not None and (not isinstance(given, list) or len(given) != self._n_microbatches):
-                raise UsageError(f"{name}: pass a list of {self._n_microbatches}, one for each microbatch")
-        args = [Microbatches(column) for column in zip(*(arg_mbs or []), strict=True)]
-        names = list((kwarg_mbs or [{}])[0])
-        kwargs = {name: Microbatches([each[name] for each in kwarg_mbs or []]) for name in names}
-        target = None if target_mbs is None else Microbatches(target_mbs)
+        args, kwargs, target = as_arguments(self._n_microbatches, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(self._trains(), args, kwargs, target, losses, return_outputs, loss_kwargs)
 
     def _trains(self) -> bool:
@@ -259,7 +261,7 @@ class _PipelineSchedule(CustomFunctions):
         self,
         training: bool,
         args: Sequence[Any],
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, Any],
         target: Any,
         losses: list[Any] | None,
         return_outputs: bool,
@@ -277,8 +279,9 @@ class _PipelineSchedule(CustomFunctions):
             stage.clear_runtime_states()
         pipe.batch_dims = batch_dims(args, kwargs, self._args_chunk_spec, self._kwargs_chunk_spec)
         args, kwargs = one_each(self._n_microbatches, args, kwargs, target, pipe.batch_dims)
+        extra = {name: Shared(value) for name, value in (loss_kwargs or {}).items()}  # each loss gets it whole
         run = pipe.step if training else pipe.evaluate
-        result = run(*args, target=target, loss_kwargs=loss_kwargs, outputs=return_outputs, **kwargs)
+        result = run(*args, target=target, loss_kwargs=extra, outputs=return_outputs, **kwargs)
         last = next((stage for stage in self._all_stages if stage.is_last), None)
         if last is None:
             return None

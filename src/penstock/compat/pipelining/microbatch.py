@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.microbatch import Microbatches, merge, split_batch
+from penstock.runtime.microbatch import Batch, Microbatches, merge, split_batch
 
 __all__ = [
     "TensorChunkSpec",
+    "as_arguments",
     "dims_of",
     "merge_chunks",
+    "present",
     "split_args_kwargs_into_chunks",
     "sum_reducer",
 ]
@@ -118,6 +121,39 @@ def one_each(
         [parted(place, value) for place, value in enumerate(args)],
         {name: parted(name, value) for name, value in kwargs.items()},
     )
+
+
+class Absent:
+    """Stands, as a class, for an argument that a microbatch does not have though others have it."""
+
+
+def as_arguments(
+    chunks: int, arg_mbs: Sequence[Any] | None, kwarg_mbs: Sequence[Any] | None, target_mbs: Sequence[Any] | None
+) -> tuple[list[Microbatches], dict[str, Microbatches], Microbatches | None]:
+    """A batch that is split already, as a step's arguments; each microbatch has what it was given and no more."""
+    for name, given, kind in (
+        ("arg_mbs", arg_mbs, tuple),
+        ("kwarg_mbs", kwarg_mbs, dict),
+        ("target_mbs", target_mbs, object),
+    ):
+        if given is None:
+            continue
+        if not isinstance(given, list) or len(given) != chunks:
+            raise UsageError(f"{name}: pass a list of {chunks}, one for each microbatch")
+        for number, each in enumerate(given):
+            if not isinstance(each, kind):
+                raise UsageError(f"{name}[{number}] is a {type(each).__name__}; pass a {kind.__name__} of arguments")
+    args = [Microbatches(column) for column in zip_longest(*(arg_mbs or ()), fillvalue=Absent)]
+    names = dict.fromkeys(name for each in kwarg_mbs or () for name in each)
+    kwargs = {name: Microbatches(each.get(name, Absent) for each in kwarg_mbs or ()) for name in names}
+    return args, kwargs, None if target_mbs is None else Microbatches(target_mbs)
+
+
+def present(batch: Batch) -> Batch:
+    """The same batch without what single microbatches do not have."""
+    batch.args = [tuple(value for value in args if value is not Absent) for args in batch.args]
+    batch.kwargs = [{name: value for name, value in kw.items() if value is not Absent} for kw in batch.kwargs]
+    return batch
 
 
 def split_args_kwargs_into_chunks(

@@ -67,7 +67,10 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
 
 class PipelineScheduleMulti(_PipelineSchedule):
-    """Any stages on each rank. `defer_pp_recv` and the like change nothing: receives are posted early as it is."""
+    """Any stages on each rank. `defer_pp_recv` and the like change nothing: receives are posted early as it is.
+
+    `stage_index_to_group_rank` must be what the order, which decides, says too.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads=scale_grads)
+        self._given_ranks = stage_index_to_group_rank
         self._stages = self._all_stages
         self.n_local_stages = len(self._stages)
 

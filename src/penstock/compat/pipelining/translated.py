@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
 from penstock.compat.pipelining.chunks import Running
-from penstock.compat.pipelining.microbatch import merge_chunks
+from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.pipeline import Pipeline
 from penstock.runtime.handler import Context, Handler
@@ -25,7 +25,7 @@ class Translated(Pipeline):
 
     def _cut(self, *given: Any) -> Batch:
         """Ranks in the middle may pass keyword arguments of any rows; what the batch has is for its ends to say."""
-        batch = super()._cut(*given)
+        batch = present(super()._cut(*given))
         if not any(index in (0, self.split.stages - 1) for index in self.crew.modules()):
             batch.rows = None
         return batch

@@ -260,11 +260,14 @@ def refused(mesh: Any) -> Any:
     tied = stages(2)
     tied[1].linear.weight = tied[0].linear.weight
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    turned = stages(2)
+    turned[1].linear.weight.data = turned[1].linear.weight.data.t().contiguous().t()
     found = [
         attempt(pipeline, mesh, microbatches=M + second, replicate="ddp"),
         attempt(pipeline, mesh, replicate="fsdp" if second else "ddp"),
         attempt(pipeline, mesh, mixed, schedule="1f1b", replicate="fsdp"),
         attempt(pipeline, mesh, tied, schedule="1f1b", replicate="fsdp", shard_precision=policy),
+        attempt(pipeline, mesh, turned, schedule="1f1b", replicate="fsdp"),
         attempt(penstock.mesh, 3, 2),
         attempt(penstock.mesh, 3, -1),
     ]
@@ -827,7 +830,7 @@ def test_a_failed_step_keeps_the_gradients_of_earlier_ones(told: Any) -> None:
 
 def test_what_cannot_work_is_refused_by_name(told: Any) -> None:
     for place, rank in enumerate(told):
-        counts, kinds, mixed, tied, product, rest, sparse = rank["refused"]
+        counts, kinds, mixed, tied, turned, product, rest, sparse = rank["refused"]
         assert counts[0] == kinds[0] == product[0] == rest[0] == "UsageError"
         assert "microbatches: replica 1 has 5, replica 0 has 4" in counts[1]
         assert "replicate: replica 1 has fsdp, replica 0 has ddp" in kinds[1]
@@ -835,6 +838,8 @@ def test_what_cannot_work_is_refused_by_name(told: Any) -> None:
         assert "stage 0 has trained parameters of torch.float32 and torch.float64" in mixed[1]
         assert tied[0] == "ModelError"
         assert "tied across stages" in tied[1]
+        assert turned[0] == ("PeerFailure" if place < 2 else "ModelError")
+        assert "1.linear.weight of stage 1 has shape (6, 6) with strides (1, 6)" in turned[1]
         assert "pp=3 x dp=2 x tp=1 = 6 processes, but there are 4" in product[1]
         assert "pp=3 x tp=1 = 3 does not divide the 4 processes" in rest[1]
         assert sparse[0] == "PeerFailure"

@@ -69,7 +69,9 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
                 stage.part.keep_shapes()
                 break  # they share them
         whole = _whole(modules, places)
-        check_shardable(modules, wanted.precision is not None, whole)
+        check_shardable(
+            {index: stage.part for index, stage in executor.stages.items()}, wanted.precision is not None, whole
+        )
         sharder = Sharder(executor, axes.along("dp"), wanted.window, wanted.precision, whole)
     mark_replaced(before, (parameter for module in modules.values() for parameter in module.parameters()))
     pipe.clock.first = axes.index("dp") * pipe.microbatches

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
+from penstock.model.part import StagePart
 from penstock.runtime.executor import Executor
 from penstock.runtime.stage import Run
 from penstock.schedule import Action, Op
@@ -32,9 +33,10 @@ from penstock.schedule import Action, Op
 __all__ = ["Sharder", "check_shardable"]
 
 
-def check_shardable(modules: Mapping[int, nn.Module], precise: bool, shared: set[nn.Parameter]) -> None:
+def check_shardable(parts: Mapping[int, StagePart], precise: bool, shared: set[nn.Parameter]) -> None:
     """Refuse, before anything is changed, what FSDP2 would refuse in words of its own or get wrong."""
-    for stage, module in modules.items():
+    for stage, part in parts.items():
+        module = part.module
         own = [parameter for parameter in module.parameters() if parameter not in shared]
         dtypes = {str(parameter.dtype) for parameter in own if parameter.requires_grad}
         if len(dtypes) > 1:
@@ -47,6 +49,13 @@ def check_shardable(modules: Mapping[int, nn.Module], precise: bool, shared: set
                 f"stage {stage} has parameters that are tied across stages (or scalars), which stay whole and are not "
                 f"cast by shard_precision=; use precision='bf16' instead"
             )
+        for name, parameter in module.named_parameters():
+            if parameter not in shared and not getattr(parameter, "_local_tensor", parameter).is_contiguous():
+                raise ModelError(
+                    f"{part.names.get(name, name)} of stage {stage} has shape {tuple(parameter.shape)} with strides "
+                    f"{parameter.stride()} (a transposed or channels_last weight), and FSDP shards contiguous "
+                    f"parameters only; set parameter.data = parameter.data.contiguous(), or use replicate='ddp'"
+                )
 
 
 class Sharder:

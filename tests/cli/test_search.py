@@ -39,6 +39,13 @@ def test_what_it_saves_is_what_it_priced(tmp_path: Path) -> None:
     assert document["placement"] == list(schedule.placement)
 
 
+def test_an_effort_gives_the_same_answer_every_time() -> None:
+    options = ("-r", 3, "-m", 6, "--hop", 0.2, "--memory", 2, "--effort", 300, "--json")
+    first, again = (json.loads(run(*options).stdout) for _ in range(2))
+    del first["seconds"], again["seconds"]
+    assert first == again
+
+
 def test_it_draws_on_demand() -> None:
     assert "rank 1 .   1F0" in run("-r", 2, "-m", 2, "-v", 1, "--seconds", 0, "--draw").stdout
 
@@ -50,6 +57,7 @@ def test_it_draws_on_demand() -> None:
         (("--stages-per-rank", "two"), "not a list of whole numbers"),
         (("--placements", "loop,w"), "no placement 'w'"),
         (("--objective", "memory"), "makespan or span"),
+        (("--effort", 0), "effort must be a whole number of at least 1"),
         (("--seconds", "soon"), "--seconds: 'soon' is not a number"),
     ],
 )

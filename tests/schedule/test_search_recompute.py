@@ -61,8 +61,8 @@ def test_a_measured_run_tells_the_costs_without_the_forward_that_ran_again() -> 
 
 
 def test_a_tight_cap_is_worth_some_recomputing() -> None:
-    never = search_report(4, 12, COSTS, memory=1.5, seconds=0.3)
-    free = search_report(4, 12, COSTS, memory=1.5, seconds=0.3, recompute=True)
+    never = search_report(4, 12, COSTS, memory=1.5, effort=2000)
+    free = search_report(4, 12, COSTS, memory=1.5, effort=2000, recompute=True)
     assert not never.schedule.recompute
     assert free.schedule.recompute == frozenset(free.chosen.recompute) != frozenset()
     assert free.value < 0.9 * never.value
@@ -70,7 +70,7 @@ def test_a_tight_cap_is_worth_some_recomputing() -> None:
 
 
 def test_where_memory_suffices_nothing_is_recomputed() -> None:
-    found = search_report(4, 12, COSTS, memory=8, seconds=0.1, stages_per_rank=1, recompute=True)
+    found = search_report(4, 12, COSTS, memory=8, effort=500, stages_per_rank=1, recompute=True)
     assert not found.schedule.recompute
     assert found.proved
     assert not search(4, 12, COSTS, seconds=0, recompute=True).recompute  # no cap at all
@@ -80,7 +80,7 @@ def test_a_cap_that_only_recomputing_can_meet() -> None:
     costs = Costs(forward=2.0, input=2.0, weight=1.0, activation=1.0, held=0.0, kept=0.1)
     with pytest.raises(UsageError, match=r"one microbatch alone holds .*, recompute=True, or cut the model"):
         search(3, 6, costs, memory=0.7, seconds=0)
-    found = search_report(3, 6, costs, memory=0.7, seconds=0.1, recompute=True)
+    found = search_report(3, 6, costs, memory=0.7, effort=500, recompute=True)
     assert max(found.timeline.peak_memory) <= 0.7 + 1e-9
 
 
@@ -100,7 +100,7 @@ def test_the_answer_keeps_to_the_cap_and_above_the_bound(data: st.DataObject) ->
     memory = data.draw(st.integers(16, 60)) / 10
     span = data.draw(st.booleans())
     found = search_report(
-        ranks, microbatches, costs, memory, seconds=0.02, recompute=True, objective="span" if span else "makespan"
+        ranks, microbatches, costs, memory, effort=200, recompute=True, objective="span" if span else "makespan"
     )
     verify(lower(found.schedule))
     timeline = simulate(found.schedule, found.costs)

@@ -50,6 +50,10 @@ Sizes = Annotated[
 ]
 Placements = Annotated[str, typer.Option(metavar="NAME[,...]", help="Placements to try: loop, v.")]
 Seconds = Annotated[str, typer.Option(metavar="TIME", help="How long to search.")]
+Effort = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="How many orders to price, in place of --seconds: the same answer everywhere."),
+]
 Objective = Annotated[str, typer.Option(metavar="makespan|span", help="span: the longest time of one rank.")]
 Seed = Annotated[int, typer.Option(metavar="N", help="Where the random numbers start.")]
 Save = Annotated[str | None, typer.Option(metavar="FILE", help="Write the schedule to a .csv or .json file.")]
@@ -72,6 +76,7 @@ def search(
     stages_per_rank: Sizes = "1,2,3,4",
     placements: Placements = "loop,v",
     seconds: Seconds = "5",
+    effort: Effort = None,
     objective: Objective = "makespan",
     seed: Seed = 0,
     save: Save = None,
@@ -97,7 +102,7 @@ def search(
         kept=_each("--kept", kept),
     )
     limit = amount("--seconds", seconds)
-    with _Bar(limit) as bar:
+    with _Bar(limit if effort is None else effort) as bar:
         found = search_report(
             ranks,
             microbatches,
@@ -106,6 +111,7 @@ def search(
             sizes,
             tuple(name.strip() for name in placements.split(",")),
             seconds=limit,
+            effort=effort,
             objective=objective,  # type: ignore[arg-type]  # refused there
             recompute=recompute,
             seed=seed,
@@ -149,11 +155,11 @@ def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
 class _Bar:
     """A progress bar on stderr, with the best so far; only a terminal sees it."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, total: float) -> None:
         columns = (TextColumn("searching"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         console = Console(stderr=True)
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self.task = self.progress.add_task("", total=seconds or None)
+        self.task = self.progress.add_task("", total=total or None)
 
     def __enter__(self) -> _Bar:
         self.progress.start()
@@ -162,9 +168,9 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self.progress.stop()
 
-    def __call__(self, seconds: float, value: float, bound: float) -> None:
+    def __call__(self, spent: float, value: float, bound: float) -> None:
         best = "" if value == math.inf else f"best {number(value)}, bound {number(bound)}"
-        self.progress.update(self.task, completed=seconds, description=best)
+        self.progress.update(self.task, completed=spent, description=best)
 
 
 def _sentences(found: Found) -> list[str]:

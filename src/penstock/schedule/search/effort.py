@@ -1,25 +1,25 @@
-"""The time there is, and how the placements share it."""
+"""How the placements share what a search may spend."""
 
 from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable
 
+from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.hunt import Hunt
 from penstock.schedule.search.problem import ROUNDING
 
 __all__ = ["Effort", "Progress"]
 
-Progress = Callable[[float, float, float], None]  # seconds so far, the best value so far, the lower bound
+Progress = Callable[[float, float, float], None]  # spent so far, the best value so far, the lower bound
 
 
 class Effort:
-    """The time there is, and the placements that share it."""
+    """The budget of a search, and the placements that share it."""
 
-    def __init__(self, hunts: list[Hunt], begin: float, seconds: float, progress: Progress | None) -> None:
-        self.hunts, self.begin, self.seconds, self.progress = hunts, begin, seconds, progress
+    def __init__(self, hunts: list[Hunt], budget: Budget, progress: Progress | None) -> None:
+        self.hunts, self.budget, self.progress = hunts, budget, progress
         self.bound = min(hunt.bound for hunt in hunts)
         self.open = hunts
 
@@ -33,9 +33,9 @@ class Effort:
         return leader
 
     def run(self, generator: random.Random) -> Hunt:
-        """Search until the time is up or nothing can be better."""
+        """Search until the budget is spent or nothing can be better."""
         promising = sorted(self.hunts, key=lambda hunt: hunt.bound)
-        for hunt in promising:  # a promise, so whatever the time: never worse than any family
+        for hunt in promising:  # a promise, so whatever the budget: never worse than any family
             if hunt.bound < self.best.value * (1 - ROUNDING):
                 for _ in hunt.families(lambda: self.best.value):
                     self._tell()
@@ -44,31 +44,28 @@ class Effort:
                 self._tell()
                 if not self._worth(hunt):
                     break
-        while self.seconds and self._narrow():
+        while self.budget.limit and self._narrow():
             leaders = sorted(self.open, key=lambda hunt: hunt.value)
             hunt = leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)]
-            hunt.step(self.begin + self.seconds)
+            hunt.step()
             self._tell()
         return self.best
 
     def _worth(self, hunt: Hunt) -> bool:
-        """Are the first rules worth their time here? Where there is no answer yet, always."""
+        """Are the first rules worth what they take here? Where there is no answer yet, always."""
         best = self.best.value
         if best == math.inf:
             return True
         if hunt.bound >= best * (1 - ROUNDING):
             return False
-        return hunt.step_seconds < self._left() if self.seconds else not hunt.large
-
-    def _left(self) -> float:
-        return self.seconds - (time.thread_time() - self.begin)
+        return hunt.rule_takes < self.budget.left if self.budget.limit else not hunt.large
 
     def _narrow(self) -> bool:
-        """Leave out the placements that cannot win any more, and those too large for the time left."""
-        value, left = self.best.value, self._left()
-        self.open = [hunt for hunt in self.hunts if hunt.bound < value * (1 - ROUNDING) and hunt.step_seconds < left]
+        """Leave out the placements that cannot win any more, and those too large for what is left."""
+        value, left = self.best.value, self.budget.left
+        self.open = [hunt for hunt in self.hunts if hunt.bound < value * (1 - ROUNDING) and hunt.rule_takes < left]
         return left > 0 and bool(self.open)
 
     def _tell(self) -> None:
         if self.progress is not None:
-            self.progress(time.thread_time() - self.begin, self.best.value, self.bound)
+            self.progress(self.budget.spent, self.best.value, self.bound)

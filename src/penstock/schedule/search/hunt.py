@@ -1,4 +1,4 @@
-"""The search on one placement: known orders, then rules, then changes, for as long as there is time.
+"""The search on one placement: known orders, then rules, then changes, for as long as the budget lasts.
 
 First what is known: every family's own schedule, so that the answer is never worse than one
 of them, and its order with W filled in anew for the true costs. Then orders made by a few
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
 from penstock.schedule.bounds import lower_bound
 from penstock.schedule.builders import FAMILIES, Family
+from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.dispatch import Rule, dispatch
 from penstock.schedule.search.evaluate import Candidate, Score, complete, price
 from penstock.schedule.search.improve import OVERRUNS, improve
@@ -37,14 +37,13 @@ KEPT = 4  # of the best orders, for changes
 MARGIN = 1.005  # an estimate must be this far off before it decides
 SMALL = 500  # computes
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
-SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
 
 
 class Hunt:
     """The best orders of one placement so far."""
 
-    def __init__(self, problem: Problem, kind: str, generator: random.Random) -> None:
-        self.problem, self.kind, self.generator = problem, kind, generator
+    def __init__(self, problem: Problem, kind: str, generator: random.Random, budget: Budget) -> None:
+        self.problem, self.kind, self.generator, self.budget = problem, kind, generator, budget
         self.bound = lower_bound(
             problem.placement,
             problem.microbatches,
@@ -81,9 +80,9 @@ class Hunt:
         return 3 * self.problem.size > LARGE
 
     @property
-    def step_seconds(self) -> float:
-        """About how long a rule takes."""
-        return 3 * self.problem.size * SECONDS
+    def rule_takes(self) -> float:
+        """About what a rule takes of the budget."""
+        return self.budget.for_a_rule(3 * self.problem.size)
 
     # -- what is known
 
@@ -124,12 +123,16 @@ class Hunt:
         return math.inf if score is None else score[0] + (problem.microbatches - microbatches) * problem.busiest
 
     def _offer(self, orders: Orders, overrun: float | None) -> Score:
-        self.orders += 1
+        self._count(1)
         score = price(self.problem, orders, overrun)
         if score is None:
             return NOTHING
         self._keep(Candidate(score, orders, overrun))
         return score
+
+    def _count(self, orders: int) -> None:
+        self.orders += orders
+        self.budget.orders += orders
 
     def _keep(self, found: Candidate) -> None:
         if found.score < NOTHING and all(found.score != other.score for other in self.best):
@@ -153,15 +156,16 @@ class Hunt:
             score = self._refill(dispatch(self.problem, rule))
         else:
             trial = dispatch(short, rule)
+            self._count(len(OVERRUNS))
             score = min(price(short, trial, overrun) or NOTHING for overrun in OVERRUNS)
             if score <= self.rule_score:
                 self._refill(dispatch(self.problem, rule))
         if score <= self.rule_score:
             self.rule, self.rule_score = rule, score
 
-    def step(self, deadline: float) -> None:
-        """Rules or a run of changes, whichever has had less than its share of the time so far."""
-        begin = time.thread_time()
+    def step(self) -> None:
+        """Rules or a run of changes, whichever has had less than its share of what was spent so far."""
+        begin = self.budget.spent
         share = 0.1 if self.small else 0.5
         spent = self.spent["rules"] + self.spent["changes"]
         what = "rules" if self.spent["rules"] <= share * spent or not self.best else "changes"
@@ -169,10 +173,10 @@ class Hunt:
             like = self.rule if self.generator.random() < 0.7 else None
             self._try(_drawn(self.problem, like, self.generator))
         else:
-            self._change(deadline)
-        self.spent[what] += time.thread_time() - begin
+            self._change()
+        self.spent[what] += self.budget.spent - begin
 
-    def _change(self, deadline: float) -> None:
+    def _change(self) -> None:
         """A run of changes to one of the best orders, with its W filled in or in their places."""
         chosen = self.best[min(int(self.generator.expovariate(1.0)), len(self.best) - 1)]
         if self.small and self.generator.random() < 0.5:
@@ -181,8 +185,9 @@ class Hunt:
         if chosen.overrun is not None and self.generator.random() < 0.3:
             chosen = Candidate(chosen.score, complete(self.problem, chosen), None)
         tries = max(10, min(1000, LARGE // self.problem.size))
-        self.orders += tries
-        self._keep(improve(self.problem, chosen, tries, deadline, self.generator))
+        before = self.budget.orders
+        self._keep(improve(self.problem, chosen, tries, self.budget, self.generator))
+        self.orders += self.budget.orders - before
 
 
 def _drawn(problem: Problem, like: Rule | None, generator: random.Random) -> Rule:

@@ -13,8 +13,8 @@ Within a stage, microbatches stay in order: they cost the same, so nothing is lo
 from __future__ import annotations
 
 import random
-import time
 
+from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.evaluate import Candidate, price
 from penstock.schedule.search.problem import Problem
 
@@ -25,8 +25,8 @@ REACH = 12  # how far an action moves at most
 MEMORIES = (1, 1, 20, 100)  # how many changes ago counts; 1 never goes uphill
 
 
-def improve(problem: Problem, candidate: Candidate, tries: int, deadline: float, generator: random.Random) -> Candidate:
-    """The best order seen in `tries` changes, made one after the other."""
+def improve(problem: Problem, candidate: Candidate, tries: int, budget: Budget, generator: random.Random) -> Candidate:
+    """The best order seen in `tries` changes, made one after the other for as long as the budget lasts."""
     gaps: list[tuple[int, int]] = []
     score = price(problem, candidate.orders, candidate.overrun, gaps)
     if score is None:
@@ -35,8 +35,9 @@ def improve(problem: Problem, candidate: Candidate, tries: int, deadline: float,
     orders, overrun = [*candidate.orders], candidate.overrun
     past = [score] * generator.choice(MEMORIES)
     for turn in range(tries):
-        if time.thread_time() > deadline:
+        if budget.left <= 0:
             break
+        budget.orders += 1
         rank, other = 0, overrun
         changed: list[int] | None = orders[0]
         if overrun is not None and generator.random() < 0.02:

@@ -7,8 +7,9 @@ takes 1 / v of the time and holds 1 / v of the memory, while a hop costs what it
 given stage by stage say how many stages there are, and only that number is tried.
 
 More time only makes the answer better. `seconds` are of this thread's own computing, so that a
-busy machine does not make the answer worse. With `seconds=0` the families and, on pipelines
-that are not large, a few rules are tried and nothing depends on the clock.
+busy machine does not make the answer worse. `effort` is a number of orders to price instead: the
+answer is then the same on every machine. With `seconds=0` the families and, on pipelines that are
+not large, a few rules are tried, and nothing depends on the clock either.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from penstock.errors import UsageError
 from penstock.schedule.bounds import caps_of
 from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.effort import Effort, Progress
 from penstock.schedule.search.evaluate import complete
 from penstock.schedule.search.hunt import Hunt
@@ -123,6 +124,7 @@ def search(
     placements: str | Iterable[str] = ("loop", "v"),
     *,
     seconds: float = 5.0,
+    effort: int | None = None,
     objective: Objective = "makespan",
     recompute: bool = False,
     seed: int = 0,
@@ -134,10 +136,11 @@ def search(
                stages that they are for is tried
     memory     the cap on a rank's peak memory, one number or one for each rank, in the unit of `costs.activation`:
                microbatches of a whole rank where that is 1. What F takes is held until I, `costs.held` until W
+    effort     how many orders to price, in place of `seconds`: the same answer on every machine
     objective  "makespan", or "span" for the longest time from a rank's own first start to its own end
     recompute  also try to run the forwards of some or all stages again in their backwards, which then keep only
                `costs.kept` until there; the schedule's `recompute` names these stages
-    progress   called with (seconds so far, best value so far, lower bound)
+    progress   called with (seconds so far, or orders where `effort` is given; best value so far; lower bound)
     """
     return search_report(
         ranks,
@@ -147,6 +150,7 @@ def search(
         stages_per_rank,
         placements,
         seconds=seconds,
+        effort=effort,
         objective=objective,
         recompute=recompute,
         seed=seed,
@@ -163,6 +167,7 @@ def search_report(
     placements: str | Iterable[str] = ("loop", "v"),
     *,
     seconds: float = 5.0,
+    effort: int | None = None,
     objective: Objective = "makespan",
     recompute: bool = False,
     seed: int = 0,
@@ -171,13 +176,15 @@ def search_report(
     """As `search`, with what was tried, the lower bound and the gap to it."""
     if not (is_number(seconds) and seconds >= 0):
         raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
+    if effort is not None:
+        check_count("effort", effort)
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     if not isinstance(recompute, bool):
         raise UsageError(f"recompute is True or False, got {recompute!r}")
     if objective not in ("makespan", "span"):
         raise UsageError(f"the objective is makespan or span, got {objective!r}")
-    begin = time.thread_time()
+    budget = Budget(seconds, effort)
     sizes = tuple(stages_per_rank) if isinstance(stages_per_rank, Iterable) else (stages_per_rank,)
     kinds = tuple(placements) if isinstance(placements, Iterable) and not isinstance(placements, str) else (placements,)
     _check(ranks, microbatches, sizes, kinds)
@@ -191,19 +198,19 @@ def search_report(
     except NoRoom:
         if unsplit is None:
             raise
-        return _found(unsplit, objective, (), time.thread_time() - begin)
+        return _found(unsplit, objective, (), budget.seconds)
     generator = random.Random(seed)
-    effort = Effort([Hunt(problem, kind, generator) for kind, problem in problems], begin, seconds, progress)
-    if effort.bound == math.inf:
+    shared = Effort([Hunt(problem, kind, generator, budget) for kind, problem in problems], budget, progress)
+    if shared.bound == math.inf:
         raise UsageError("the costs are too large to be added up; give them in a larger unit")
     with _uncollected():
-        hunt = effort.run(generator)
+        hunt = shared.run(generator)
         schedule = hunt.problem.schedule(complete(hunt.problem, hunt.best[0]), "auto")
-    tried, seconds = tuple(_tried(hunt) for hunt in effort.hunts), time.thread_time() - begin
+    tried = tuple(_tried(hunt) for hunt in shared.hunts)
     if unsplit is not None and unsplit.value < hunt.value * (1 - ROUNDING):
-        return _found(unsplit, objective, tried, seconds)
-    bound = effort.bound if unsplit is None else min(effort.bound, unsplit.bound)
-    return Found(schedule, hunt.problem.costs, objective, hunt.value, bound, tried, seconds)
+        return _found(unsplit, objective, tried, budget.seconds)
+    bound = shared.bound if unsplit is None else min(shared.bound, unsplit.bound)
+    return Found(schedule, hunt.problem.costs, objective, hunt.value, bound, tried, budget.seconds)
 
 
 def _found(best: Unsplit, objective: str, tried: tuple[Tried, ...], seconds: float) -> Found:

@@ -1,0 +1,43 @@
+"""How long a search goes on: for some seconds of computing, or until so many orders are priced.
+
+Seconds are what a user has. They are of this thread's own computing, but a slower processor still gets less done in
+them, so the answer may differ from machine to machine. A number of orders is the same work, and the same answer,
+everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Budget"]
+
+SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
+
+
+class Budget:
+    """What a search may spend, and what it has spent so far: seconds, or with `effort` orders."""
+
+    def __init__(self, seconds: float, effort: int | None = None) -> None:
+        self.counts_orders = effort is not None
+        self.limit = float(seconds if effort is None else effort)
+        self.begin = time.thread_time()
+        self.orders = 0
+
+    @property
+    def seconds(self) -> float:
+        """This thread's seconds so far, whatever the limit is of."""
+        return time.thread_time() - self.begin
+
+    @property
+    def spent(self) -> float:
+        """In the unit of the limit."""
+        return self.orders if self.counts_orders else time.thread_time() - self.begin
+
+    @property
+    def left(self) -> float:
+        """In the unit of the limit."""
+        return self.limit - self.spent
+
+    def for_a_rule(self, computes: int) -> float:
+        """About what making an order of this size by a rule takes, in the unit of the limit."""
+        return 0.0 if self.counts_orders else computes * SECONDS

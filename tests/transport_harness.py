@@ -20,11 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from deadlines import TIMEOUT
 from processes import free_port, is_stopped
 
 from penstock.errors import PeerFailure
 
-LIMIT = 30.0  # seconds for a scenario, whatever happens
+LIMIT = 100.0  # seconds for a scenario, whatever happens
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Outcome:
         return self.value
 
 
-def run(kind: str, scenario: Any, ranks: int = 2, timeout: float = 10.0, **options: Any) -> list[Outcome]:
+def run(kind: str, scenario: Any, ranks: int = 2, timeout: float = TIMEOUT, **options: Any) -> list[Outcome]:
     """The outcomes by rank. `kind`: "threads", "threads-0" (nothing buffered), "gloo", "shared"; "-tcp": its store."""
     if kind.startswith("threads"):
         return _run_threads(scenario, ranks, timeout, 0 if kind.endswith("-0") else None, options)

@@ -1,4 +1,4 @@
-"""A rank that fails, dies, stops or leaves, where ranks are processes: all others know within five seconds."""
+"""A rank that fails, dies, stops or leaves, where ranks are processes: all others know at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from deadlines import SOON, TIMEOUT
 from faults.fleet import KILL, STOP, Ending, die, launch
 from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
 from torch import nn
@@ -16,7 +17,6 @@ from torch import nn
 import penstock
 from penstock.errors import PeerFailure, UsageError
 
-SOON = 5.0  # seconds in which every rank must know
 M = 4
 RANKS = 4
 TRANSPORTS = ["shared", "distributed"]
@@ -33,7 +33,7 @@ Say = Callable[[Any], None]
 
 
 def pipeline(family: str = "1f1b", stages: int = RANKS, **options: Any) -> penstock.Pipeline:
-    options = {"loss_fn": nn.functional.mse_loss, "microbatches": M, "timeout": 30.0, "seed": 3, **options}
+    options = {"loss_fn": nn.functional.mse_loss, "microbatches": M, "timeout": TIMEOUT, "seed": 3, **options}
     return penstock.Pipeline(trapped(stages), schedule=family, **options)
 
 
@@ -226,7 +226,7 @@ def check_lost(endings: list[Ending], victim: int, within: float) -> float:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
-    endings = launch(RANKS, lose, 2, "forward", KILL, 30.0, transport)
+    endings = launch(RANKS, lose, 2, "forward", KILL, TIMEOUT, transport)
     check_lost(endings, 2, SOON)
     assert endings[2].code == -KILL
 
@@ -234,7 +234,7 @@ def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
 @pytest.mark.parametrize(("transport", "tcp"), TRANSPORTS_AND_STORES)
 @pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (1, "backward"), (3, "backward"), (1, "between")])
 def test_wherever_a_rank_is_killed(victim: int, where: str, tcp: bool, transport: str) -> None:
-    check_lost(launch(RANKS, lose, victim, where, KILL, 30.0, transport, tcp=tcp), victim, SOON)
+    check_lost(launch(RANKS, lose, victim, where, KILL, TIMEOUT, transport, tcp=tcp), victim, SOON)
 
 
 @pytest.mark.parametrize(("transport", "tcp"), TRANSPORTS_AND_STORES)
@@ -242,7 +242,7 @@ def test_wherever_a_rank_is_killed(victim: int, where: str, tcp: bool, transport
 def test_a_stopped_rank_is_named_at_the_timeout(victim: int, where: str, tcp: bool, transport: str) -> None:
     endings = launch(RANKS, lose, victim, where, STOP, 2.0, transport, tcp=tcp)
     assert endings[victim].code is None
-    assert check_lost(endings, victim, 2.0 + 2 * SOON) > 1.5
+    assert check_lost(endings, victim, 2.0 + SOON) > 1.5
 
 
 def leave(say: Say, where: str) -> None:
@@ -371,7 +371,7 @@ def disagree(say: Say) -> None:
         begin = time.monotonic()
         given: dict[str, Any] = {"model": trapped(RANKS), "microbatches": M, **case}
         try:
-            penstock.Pipeline(given.pop("model"), **given, timeout=30.0)
+            penstock.Pipeline(given.pop("model"), **given, timeout=TIMEOUT)
             say("built")
         except (UsageError, PeerFailure) as error:
             say((type(error).__name__, str(error), time.monotonic() - begin))

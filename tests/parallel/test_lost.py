@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import SOON, TIMEOUT
 from faults.fleet import KILL, STOP, Ending, launch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,9 +20,7 @@ from penstock.errors import PeerFailure
 from penstock.parallel.link import LATER
 
 WIDTH, M = 4, 4
-SOON = 5.0  # after a death
-SETTLED = 10.0  # after the timeout: the others are asked what they do, on a machine that is busy with other tests
-TIMEOUT = 3.0  # of a pipeline in these tests
+SHORT = 3.0  # the timeout where it is what ends the wait
 Say = Callable[[Any], None]
 
 
@@ -49,7 +48,7 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
         loss_fn=F.mse_loss,
         mesh=mesh,
         replicate=replicate,
-        timeout=TIMEOUT,
+        timeout=TIMEOUT if how in (KILL, "exit") else SHORT,
     )
 
     def spring() -> None:
@@ -92,7 +91,7 @@ def lose_a_shard(say: Say, how: int | str, rank: int, shard: int) -> None:
         microbatches=M,
         loss_fn=F.mse_loss,
         mesh=mesh,
-        timeout=TIMEOUT,
+        timeout=SHORT if how == STOP else TIMEOUT,
         tensor_plan={"*.1": "colwise", "*.2": "rowwise"},
     )
 
@@ -126,7 +125,7 @@ def test_a_lost_shard_is_named_where_the_others_wait_in_the_middle_of_a_stage(ho
         text = endings[victim].said[1][3]
         assert "ValueError: boom" in text
         endings[victim].said = endings[victim].said[:1]
-    check(endings, rank, shard, SOON + (20 if how == STOP else 0))
+    check(endings, rank, shard, SOON + (SHORT if how == STOP else 0))
     if how == "raise":
         assert all("ValueError: boom" in ending.said[0][3] for ending in endings if len(ending.said) > 1)
 
@@ -164,20 +163,20 @@ def test_a_killed_process(replicate: str, how: int, rank: int, replica: int, sch
     ],
 )
 def test_a_process_that_stops(replicate: str, how: Any, rank: int, replica: int, schedule: str) -> None:
-    check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, TIMEOUT + SETTLED)
+    check(launch(4, lose, replicate, how, rank, replica, schedule), rank, replica, SHORT + SOON)
 
 
 @pytest.mark.slow
 def test_a_process_that_stops_while_it_waits_for_other_replicas_is_found_by_its_pipeline() -> None:
     endings = launch(4, lose, "ddp", "stop elsewhere", 0, 1, "1f1b")
-    check(endings, 0, 1, TIMEOUT + SETTLED)
-    assert f"silent for {TIMEOUT:g} s, stopped or dead" in endings[3].said[0][3]  # not by the replicas' later watch
+    check(endings, 0, 1, SHORT + SOON)
+    assert f"silent for {SHORT:g} s, stopped or dead" in endings[3].said[0][3]  # not by the replicas' later watch
 
 
 @pytest.mark.exhaustive
 def test_who_waits_in_its_pipeline_is_not_blamed_by_the_other_replicas() -> None:
     """Rank 0 of replica 1 is stuck; its pipeline takes it for waiting, and its neighbour there is not at fault."""
-    check(launch(4, lose, "ddp", "stick elsewhere", 0, 1, "1f1b"), 0, 1, TIMEOUT + LATER + SETTLED)
+    check(launch(4, lose, "ddp", "stick elsewhere", 0, 1, "1f1b"), 0, 1, SHORT + LATER + SOON)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import SOON, TIMEOUT
 from exactness.models import example
 from parallel.cases import Case, plain_step, same, tie, untied, whole_of
 from processes import on_processes
@@ -61,7 +62,7 @@ def own(mesh: Any, *values: Tensor, rows: tuple[int, int] = (ROWS // 2, ROWS // 
 
 
 def pipeline(mesh: Any, modules: Any = None, **options: Any) -> penstock.Pipeline:
-    given = {"microbatches": M, "loss_fn": F.mse_loss, "schedule": "zb-v", "timeout": 20, "mesh": mesh, **options}
+    given = {"microbatches": M, "loss_fn": F.mse_loss, "schedule": "zb-v", "timeout": TIMEOUT, "mesh": mesh, **options}
     return penstock.Pipeline(stages() if modules is None else modules, **given)
 
 
@@ -535,7 +536,7 @@ def measured(mesh: Any) -> list[int]:
         example=(x[:2],),
         loss_fn=F.mse_loss,
         mesh=mesh,
-        timeout=30,
+        timeout=TIMEOUT,
     ) as pipe:
         pipe.step(x, target=y)
         return [len(part.units) for part in pipe.split.parts]
@@ -707,12 +708,12 @@ def test_a_failure_in_one_replica_is_named_by_all_at_once_and_the_next_step_is_e
             assert (name, named, clean, exact) == ("PeerFailure", replica, True, True)
             assert f"rank {ranks[stage]} of replica {replica} failed (stage {stage}, action {stage}F0" in text
             assert "ValueError: boom" in text
-            assert seconds < 5
+            assert seconds < SOON
         for _, _, _, (name, text, _, seconds), _, exact in cases[3:]:
             assert name in ("ModelError", "PeerFailure")
             assert "argument 0 has 2 rows" in text or "'target' has 6 rows" in text or "'colour'" in text
             assert exact
-            assert seconds < 5
+            assert seconds < SOON
 
 
 def test_meshes_of_the_users_own(told: Any) -> None:

@@ -513,29 +513,34 @@ def test_a_hook_that_changes_a_parameters_gradient() -> None:
     assert_same(split.weight.grad, plain.weight.grad, "weight")
 
 
+def reduce_by_ddp() -> None:
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)))
+    reduced: list[int] = []
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and not those of strings
+        reduced.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() / 2)
+        return future
+
+    wrapped.register_comm_hook(None, reduce)
+    parameters = StageParameters()
+    for microbatch in range(4):
+        deferred = DeferredWeights(parameters)
+        with nullcontext() if microbatch % 2 else wrapped.no_sync(), deferred.recording():
+            y = wrapped(torch.randn(4, 6, requires_grad=True))
+        backward_input([y], [torch.ones_like(y)], deferred)
+        deferred.run()
+        assert sum(reduced) == (microbatch + 1) // 2 * sum(p.numel() for p in wrapped.parameters())
+
+
 def test_ddp_reduces_every_gradient_once_a_synchronised_microbatch() -> None:
     """torch's split writes `.grad` past DDP's hooks, so replicas drift apart in silence (CT-2)."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)))
-        reduced: list[int] = []
-
-        def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and not those of strings
-            reduced.append(bucket.buffer().numel())
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(bucket.buffer() / 2)
-            return future
-
-        wrapped.register_comm_hook(None, reduce)
-        parameters = StageParameters()
-        for microbatch in range(4):
-            deferred = DeferredWeights(parameters)
-            with nullcontext() if microbatch % 2 else wrapped.no_sync(), deferred.recording():
-                y = wrapped(torch.randn(4, 6, requires_grad=True))
-            backward_input([y], [torch.ones_like(y)], deferred)
-            deferred.run()
-            assert sum(reduced) == (microbatch + 1) // 2 * sum(p.numel() for p in wrapped.parameters())
+        reduce_by_ddp()
     finally:
+        gc.collect()  # a group that DDP outlives ends with it, and may then wait for its own threads for ever
         distributed.destroy_process_group()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import SOON, TIMEOUT
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -56,7 +57,7 @@ def batch(rows: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pipeline(transport: str | None = None, **options: Any) -> penstock.Pipeline:
-    given = {"microbatches": 3, "loss_fn": F.mse_loss, "schedule": "zb-v", "seed": 3, "timeout": 20, **options}
+    given = {"microbatches": 3, "loss_fn": F.mse_loss, "schedule": "zb-v", "seed": 3, "timeout": TIMEOUT, **options}
     return penstock.Pipeline(given.pop("stages", stages()), transport=transport, **given)
 
 
@@ -270,10 +271,10 @@ def test_one_ranks_mistake_is_told_to_all_at_once_and_the_next_step_is_exact(tol
         for (kind, text, seconds), name in ((first[2 * number], mine), (other[2 * number], theirs)):
             assert kind == name
             assert words in text
-            assert seconds < 5
+            assert seconds < SOON
         check([first[2 * number + 1], other[2 * number + 1]], wanted)
     assert (first[-1][0], other[-1][0]) == ("ModelError", "PeerFailure")
-    assert max(first[-1][2], other[-1][2]) < 5
+    assert max(first[-1][2], other[-1][2]) < SOON
 
 
 def test_a_mistake_in_one_of_two_batches_likewise(told: list[dict[str, Any]]) -> None:
@@ -286,7 +287,7 @@ def test_a_mistake_in_one_of_two_batches_likewise(told: list[dict[str, Any]]) ->
     ]
     assert "'target' has 5 rows along dimension 0, but argument 0 has 7" in first[2][1]
     assert "batches of different size (rank, microbatches): [(0, 2), (1, 1)]" in first[4][1]
-    assert max(found[number][2] for found in (first, other) for number in (0, 2, 4)) < 5
+    assert max(found[number][2] for found in (first, other) for number in (0, 2, 4)) < SOON
     for number in (1, 3):
         check([first[number], other[number]], wanted)
 

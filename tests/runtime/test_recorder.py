@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deadlines import SOON
 from processes import on_processes
 from recorded import pipeline, record
 from torch import nn
@@ -123,7 +124,7 @@ def test_clocks_of_several_hosts_are_aligned_within_the_stated_error() -> None:
     for thread in threads:
         thread.join()
     for shifts, error in found:
-        assert 0 < error < 0.05
+        assert 0 < error < SOON
         assert shifts == pytest.approx(ahead, abs=error)
     assert found[0] == found[1] == found[2]
 
@@ -147,8 +148,8 @@ def on_two_hosts() -> Timeline:
 
 def test_a_run_on_two_hosts_is_on_one_clock() -> None:
     one, two = on_processes(2, on_two_hosts)
-    assert 0 < one.clock_error < 1
-    assert one.makespan < 60
+    assert 0 < one.clock_error < SOON
+    assert one.makespan < 600  # and not an hour
     assert one.spans == two.spans
     for span in one.spans:
         for _, maker in one.needed_by(span):

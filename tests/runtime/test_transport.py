@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import SOON
 from transport_harness import run, values
 
 from penstock.errors import MessageError, PeerFailure, UsageError
@@ -371,18 +372,17 @@ def hears_of_it(transport: Any) -> Any:
     if transport.rank == 1:
         transport.announce(PeerFailure(1, "ValueError: boom"))
     start = time.monotonic()
-    while not transport.news and time.monotonic() < start + 5:
+    while not transport.news and time.monotonic() < start + SOON:
         time.sleep(0.01)
     heard = [failure.cause for failure in transport.news]
     transport.exchange(None)
-    return heard, time.monotonic() - start
+    return heard
 
 
 @pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
-    for heard, seconds in values(run(kind, hears_of_it)):
+    for heard in values(run(kind, hears_of_it)):
         assert heard == ["ValueError: boom"]
-        assert seconds < 5
 
 
 def two_programs_in_one_step(transport: Any) -> Any:
@@ -427,7 +427,7 @@ def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) 
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
         assert rank == 2
         assert f"silent for {timeout:g} s" in cause
-        assert timeout * 0.9 < seconds < 10
+        assert timeout * 0.9 < seconds < SOON
 
 
 Point = namedtuple("Point", "x y")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deadlines import SOON, TIMEOUT
 from transport_harness import Outcome, run, values
 
 from penstock.errors import MessageError, PeerFailure, UsageError
@@ -108,14 +109,14 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
     ("victim", "kind"),
     [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
 )
-def test_a_rank_that_is_killed_is_named_by_all_others_within_seconds(victim: int, kind: str) -> None:
-    outcomes = run(kind, loses_a_rank, ranks=3, timeout=20, victim=victim, how=signal.SIGKILL)
+def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind: str) -> None:
+    outcomes = run(kind, loses_a_rank, ranks=3, timeout=TIMEOUT, victim=victim, how=signal.SIGKILL)
     for rank, text, seconds in living(outcomes, victim):
         assert rank == victim, text
         assert "died or left" in text
         told = [f"rank {other}: {'no answer' if other == victim else f'at {other}F0'}" for other in range(3)]
         assert all(line in text for line in told), text
-        assert seconds < 10  # and not the timeout, 20
+        assert seconds < SOON
 
 
 @pytest.mark.parametrize(("victim", "kind"), [(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")])
@@ -124,7 +125,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
     for rank, text, seconds in living(outcomes, victim):
         assert rank == victim, text
         assert "silent for 1 s, stopped or dead" in text
-        assert 0.9 < seconds < 15
+        assert 0.9 < seconds < SOON
 
 
 @pytest.mark.parametrize("kind", ["gloo-tcp", "shared-tcp"])
@@ -132,7 +133,7 @@ def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str)
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):
         assert rank == 0, text
-        assert seconds < 15
+        assert seconds < SOON
 
 
 def uses_out_of_order(transport: Any) -> Any:
@@ -188,7 +189,7 @@ def in_a_subgroup(transport: Any) -> Any:
     group = dist.new_group([0, 2])
     if transport.rank == 1:
         return None
-    two = type(transport)(group, timeout=5)
+    two = type(transport)(group, timeout=TIMEOUT)
     two.open(PAIR)
     if two.rank == 0:
         two.send(0, 0, f"from world rank {transport.rank}")
@@ -241,7 +242,7 @@ def leaves_nothing(transport: Any) -> Any:
     transport.close()
     before = held()
     for _ in range(3):
-        other = type(transport)(timeout=5)
+        other = type(transport)(timeout=TIMEOUT)
         other.open(PAIR)
         if other.rank == 0:
             other.send(0, 0, torch.ones(DIRECT_BYTES))

@@ -361,10 +361,8 @@ def leaves_in_the_middle(transport: Any, how: str, folder: str) -> Any:
         raise RuntimeError("on purpose")
     if how == "interrupt" and transport.rank == 1:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):  # and not PeerFailure at the timeout
             transport.receive(FORTH, 0)
-        assert time.monotonic() - start < 5  # at once, and not at the timeout, which is 10
         return True
     if how == "interrupt":
         time.sleep(1)

@@ -15,9 +15,8 @@ and autograd itself would go that way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from torch.autograd.graph import GradientEdge
 from penstock.errors import RunError
 from penstock.model.part import StagePart
 from penstock.runtime.backward import leaves_in_graph
-from penstock.runtime.payload import Received
 from penstock.runtime.record import Record
 from penstock.runtime.stage import Stage, Turn
 
@@ -42,7 +40,6 @@ class AttachedStage(Stage):
 
     def __init__(self, part: StagePart, turn: Turn, *, is_last: bool) -> None:
         super().__init__(part, turn, is_last=is_last)
-        self._entered = Received(part.index)
         self.parameters: list[Tensor] = []  # what the call in hand wants gradients of
         self.pieces: list[list[Tensor]] = []  # of the model's inputs that want a gradient, by microbatch
         self.found: list[Tensor | None] = []  # the gradients of `parameters`, summed
@@ -50,17 +47,6 @@ class AttachedStage(Stage):
         self.foreign: dict[int, Tensor] = {}  # leaves that are no parameters of the stage, and want a gradient
 
     # -- forward
-
-    def _call(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
-        """The model's own input is the user's memory: like what arrives, it is not written to."""
-        if arrived and not kwargs and not self.part.whole_batch:
-            return super()._call(arrived, args, kwargs)
-        handed, watched = self._entered.hand({0: (args, kwargs)})
-        args, kwargs = handed[0]
-        emitted = super()._call(arrived, args, kwargs)
-        if watched is not None:
-            self._entered.learn(watched)
-        return emitted
 
     def _look_at_graph(self, record: Record, kind: str) -> None:
         if kind == "recomputing":

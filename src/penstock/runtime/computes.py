@@ -17,6 +17,7 @@ from penstock.errors import RunError
 from penstock.model.split import OUTPUT
 from penstock.runtime.losses import Seeds, own_loss, sum_in_order
 from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.ownership import Watched, check_unwritten, versions
 from penstock.runtime.replication import Alone
 from penstock.runtime.stage import LossOf, Stage
 from penstock.runtime.step import StepInput, StepReport
@@ -56,6 +57,7 @@ class Computes:
         self._split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
         self._fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
+        self._kept: dict[int, Watched] = {}  # the tensors of these outputs
         self._shares: list[float] | None = None  # not asked for yet
         self._seeds: Seeds | None = None
         self._waited = 0.0
@@ -77,6 +79,8 @@ class Computes:
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         self.report.seen = given.seen
         self._shares = self._seeds = None
+        for stage in self.stages.values():
+            stage.begin_step()
 
     def _seeded(self) -> Seeds:
         """The seeds of this step; other replicas may have a say in them, which by now has come."""
@@ -154,6 +158,7 @@ class Computes:
             if given.keep_outputs:
                 output = output if self.crossing is None else self.crossing.whole(output)
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
+                self._kept[microbatch] = versions(self._outputs[microbatch])
         if self.crossing is not None:
             emitted = {target: self.crossing.pack(payload) for target, payload in emitted.items()}
         self.mailbox.put_outputs(stage, microbatch, emitted)
@@ -210,8 +215,15 @@ class Computes:
 
     def outputs(self) -> list[Any]:
         """The outputs that were kept, in the order of microbatches; forgets them."""
-        found, self._outputs = self._outputs, {}
+        found, self._outputs, self._kept = self._outputs, {}, {}
         return [found[number] for number in sorted(found)]
+
+    def _check_outputs(self) -> None:
+        """Outputs that were kept must be as they were when they were made."""
+        for microbatch, watched in self._kept.items():
+            check_unwritten(
+                f"the output of microbatch {microbatch}", watched, "by a later one, since both are in the same memory"
+            )
 
     def _sum_losses(self) -> None:
         """The batch's loss, for the report."""
@@ -229,6 +241,7 @@ class Computes:
         self.mailbox.clear()
         self._fetched.clear()
         self._outputs.clear()
+        self._kept.clear()
         self.gathering.clear()
         self.together.clear()
         self.losses = {}

@@ -163,6 +163,7 @@ class Executor(Computes):
             self.transport.flush()
             CTRL_C.release()
             self.report.ended = perf_counter()
+            self._check_outputs()
             self._sum_losses()
         except PeerFailure as error:
             failure = copy(error)  # without the frames that it came through, which hold tensors

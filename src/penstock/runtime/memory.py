@@ -15,8 +15,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-__all__ = ["LINE", "Region", "blank", "blank_like", "copy_like", "elements_in", "once", "phase_of", "regions"]
+__all__ = [
+    "LINE",
+    "Region",
+    "blank",
+    "blank_like",
+    "copies",
+    "copy_like",
+    "elements_in",
+    "is_plain",
+    "once",
+    "phase_of",
+    "regions",
+    "storage_of",
+]
 
 LINE = 64  # bytes: a cache line, the widest alignment that kernels ask for; what torch allocates starts at one
 
@@ -120,3 +134,82 @@ def regions(tensors: Iterable[Tensor]) -> list[Region]:
             device, end = where, stop
             found.append(Region(start, stop - start, [place]))
     return sorted(found, key=lambda region: min(region.members))
+
+
+# -- copies of several tensors
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether it is an ordinary tensor with strides, and no subclass that may keep its numbers elsewhere."""
+    return (type(tensor) is Tensor or type(tensor) is Parameter) and tensor.layout is torch.strided
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells storages apart; tensors that share memory have the same one."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def copies(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+    """Copies of some tensors, laid out as they are; and whether any of them overlap that no longer do as copies.
+
+    Tensors that lie in the memory of one of the others, as views of it do, are made anew as views of its copy.
+    """
+    found = [tensor if is_plain(tensor) else tensor.clone() for tensor in tensors]
+    together: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if is_plain(tensor):
+            together.setdefault(storage_of(tensor), []).append(place)
+    parted = False
+    for places in together.values():
+        covers: list[Tensor] = []
+        while places:
+            cover = max((tensors[place] for place in places), key=_reach)
+            parted = parted or any(_overlap(cover, other) for other in covers)
+            covers.append(cover)
+            made, rest = copy_like(cover), []
+            for place in places:
+                again = _within(tensors[place], cover, made)
+                if again is None:
+                    rest.append(place)
+                else:
+                    found[place] = again
+            places = rest
+    return found, parted
+
+
+def _reach(tensor: Tensor) -> tuple[bool, int]:
+    """Which of several tensors of a storage the others may be views of: one that wants a gradient, the largest."""
+    return tensor.requires_grad, tensor.numel()
+
+
+def _within(tensor: Tensor, cover: Tensor, made: Tensor) -> Tensor | None:
+    """The tensor as a view of a copy of `cover`, if all of its memory is there."""
+    if tensor is cover:
+        return made
+    if tensor.dtype is not cover.dtype or (tensor.requires_grad and not cover.requires_grad):
+        return None
+    begin, end = _extent(tensor)
+    first, last = _extent(cover)
+    if not (first <= begin and end <= last and last - first == cover.numel()):  # no gaps that are not copied
+        return None
+    source = made if tensor.requires_grad else made.detach()
+    return source.as_strided(tensor.shape, tensor.stride(), source.storage_offset() + begin - first)
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first element of the storage that the tensor uses, and the one behind the last."""
+    begin = int(tensor.storage_offset())
+    return begin, begin + elements_in(tensor.shape, tensor.stride())
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a storage have an element in common."""
+    if one.dtype is not other.dtype:
+        return True
+    (begin, end), (first, last) = _extent(one), _extent(other)
+    if end <= first or last <= begin:
+        return False
+    low = min(begin, first)
+    used = torch.zeros(max(end, last) - low, dtype=torch.bool)
+    used.as_strided(one.shape, one.stride(), begin - low).fill_(True)
+    return bool(used.as_strided(other.shape, other.stride(), first - low).any())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
@@ -24,7 +25,7 @@ from penstock.runtime.backward import DeferredWeights, StageParameters
 from penstock.runtime.batch_norm import Statistics, whole_norms
 from penstock.runtime.buffers import Buffers
 from penstock.runtime.losses import ExtraLosses, check_loss
-from penstock.runtime.payload import Outgoing, Received, afresh, check_unwritten, versions
+from penstock.runtime.ownership import FreshGradients, Outgoing, Received, Watched, check_unwritten, versions
 from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
 from penstock.runtime.record import Record, edge_of, tensors_with_gradient
@@ -61,11 +62,17 @@ class Stage:
         self._attributes = Attributes(part.index, part.module)
         self._outgoing = Outgoing(part.index, part.module)
         self._received = Received(part.index)
+        self._entered = Received(part.index, "the model's input")
+        self._fresh = FreshGradients(part.module)
 
     @property
     def gathers(self) -> bool:
         """Whether it takes its batch in one piece, for batch norms that normalise the whole of it."""
         return any(norm.gathers for norm in self._whole_norms)
+
+    def begin_step(self) -> None:
+        """A program begins."""
+        self._fresh.begin_step()
 
     def clear(self) -> None:
         """Forget all microbatches, as after a failed step."""
@@ -130,12 +137,11 @@ class Stage:
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
         # so that the gradients of all microbatches are added in W, in their order
         learns = split and not self._parameters.known
-        buffers, inputs = self._buffers.before(), versions((args, kwargs))
+        buffers, watched = self._buffers.before(), versions((dict(arrived), args, dict(kwargs)))
         attributes = self._attributes.before()
         with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
-            own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
+            own, own_args, own_kwargs = _afresh((dict(arrived), args, dict(kwargs)))
             results = self._run(record, microbatch, own, own_args, own_kwargs, learns, loss_of, "checkpointing")
-        check_unwritten(self.part.index, inputs)
         self._buffers.after(buffers)
         self._attributes.after(attributes)
         record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
@@ -143,8 +149,10 @@ class Stage:
 
         def again() -> None:
             self.precision = precision
+            what = f"what stage {self.part.index} was given for microbatch {microbatch}"
+            check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
             with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
-                own, own_args, own_kwargs = afresh((dict(arrived), args, dict(kwargs)))
+                own, own_args, own_kwargs = _afresh((dict(arrived), args, dict(kwargs)))
                 self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of, "recomputing")
 
         record.again = again
@@ -204,23 +212,25 @@ class Stage:
         return emitted, None if loss is None else check_loss(loss)
 
     def _call(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
-        """Run the part on what may be written to, and see to it that what it emits may leave."""
+        """Run the part on what it may write to, and see to it that what it emits may leave."""
         run = self.part.run if self.wrap is None else self.wrap(self.part.run)
+        received: Watched = []
+        entered: Watched = []
         if arrived:
-            arrived, watched = self._received.hand(arrived)
-            try:
-                emitted = run(arrived, args, kwargs)
-            except RuntimeError as error:
-                if "a leaf Variable that requires grad" in str(error):
-                    raise ModelError(self._received.late()) from error
-                raise
-            if watched is not None:
-                self._received.learn(watched)
-        else:
+            arrived, received = self._received.hand(arrived)
+        if not arrived or kwargs or self.part.whole_batch:
+            (args, kwargs), entered = self._entered.hand((args, kwargs))
+        try:
             emitted = run(arrived, args, kwargs)
-        for target, payload in emitted.items():
-            if (target != OUTPUT or self.returns) and (type(payload) is not Tensor or payload.grad_fn is None):
-                emitted[target] = self._outgoing.fit(payload)
+        except RuntimeError as error:
+            if arrived and "a leaf Variable that requires grad" in str(error):
+                raise ModelError(self._received.late()) from error
+            raise
+        if received:
+            self._received.learn(received)
+        if entered:
+            self._entered.learn(entered)
+        self._outgoing.fit(emitted, None if self.returns else OUTPUT)
         return emitted
 
     # -- backward
@@ -287,14 +297,23 @@ class Stage:
 
     def _go_back(self, _: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """`torch.autograd.backward`, without its questions about tensors that are edges here."""
+        self._fresh.before()
         _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        self._fresh.after()
 
     def weights(self, microbatch: int) -> None:
         """W: the weight gradients that were put off."""
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
+        self._fresh.before()
         deferred.run()
+        self._fresh.after()
+
+
+def _afresh(value: Any) -> Any:
+    """The same tensors in containers of their own."""
+    return pytree.tree_map(lambda leaf: leaf, value)
 
 
 def _save_nothing(_: Tensor) -> None:

@@ -63,12 +63,20 @@ def trained(
     return found
 
 
-def beside_a_plain_loop(stages: list[nn.Module], schedule: str, *, microbatches: int = 4, **options: Any) -> None:
+def beside_a_plain_loop(
+    stages: list[nn.Module],
+    schedule: str,
+    *,
+    microbatches: int = 4,
+    parameters: list[nn.Parameter] | None = None,
+    **options: Any,
+) -> None:
     """Three steps of SGD: all gradients are those of the loop that takes one microbatch after the other."""
     expected = plain_gradients(copy.deepcopy(stages), microbatches)
     options = {"loss_fn": F.mse_loss, **options}
     pipe = penstock.Pipeline(stages, microbatches=microbatches, schedule=schedule, **options)
-    found = trained(partial(_step, pipe), [p for stage in stages for p in stage.parameters()])
+    own = [p for stage in stages for p in stage.parameters()] if parameters is None else parameters
+    found = trained(partial(_step, pipe), own)
     pipe.close()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
@@ -397,6 +405,33 @@ def test_the_first_stage_may_write_into_its_input(schedule: str, recompute: str)
     pipe = penstock.Pipeline(list(stages), microbatches=4, schedule=schedule, loss_fn=F.mse_loss)
     pipe.step(x, target=y)
     assert torch.equal(x, before)
+
+
+def test_a_keyword_argument_that_other_stages_take_is_not_written_to() -> None:
+    class Takes(nn.Module):
+        def __init__(self, writes: bool) -> None:
+            super().__init__()
+            self.layer, self.writes = nn.Linear(WIDTH, WIDTH).double(), writes
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x) * (mask.mul_(2.0) if self.writes else mask)
+
+    x, y = batch(ROWS)
+    pipe = penstock.Pipeline(
+        [Takes(True), nn.Identity(), nn.Linear(WIDTH, WIDTH).double()], microbatches=4, loss_fn=F.mse_loss
+    )
+    pipe.step(x, target=y, mask=torch.ones(ROWS, 1).double())  # nobody else takes it
+    pipe = penstock.Pipeline([Takes(True), Takes(False)], microbatches=4, loss_fn=F.mse_loss)
+    with pytest.raises(PeerFailure, match="writes in place into the keyword argument 'mask', which another"):
+        pipe.step(x, target=y, mask=torch.ones(ROWS, 1).double())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_parameter_of_two_threads_adopts_nothing_either(schedule: str) -> None:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Shifted("passed") for _ in range(4)]
+    stages[2].shift = stages[1].shift
+    beside_a_plain_loop(stages, schedule, parameters=[stages[number].shift for number in (0, 1, 3)])
 
 
 def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from penstock.model.replay.tree import give_back
 from penstock.model.split import Split
 from penstock.runtime.executor import Executor, StepInput, StepReport
 from penstock.runtime.mailbox import Mailbox
+from penstock.runtime.ownership import own_by_hook
 from penstock.runtime.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.randomness import Room, Turns, held, seed_generators, seed_of, unit_stream
 from penstock.runtime.recorder import Begun
@@ -96,6 +97,9 @@ class Crew:
                 )
                 for index in placement.stages_of(rank)
             }
+            for index, stage in stages.items():
+                others = (part for part in split.parts if part.index != index and not part.whole_batch)
+                stage.others_take = () if stage.part.whole_batch else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         self._workers: _Workers | None = None
@@ -194,6 +198,9 @@ class Crew:
             self._workers = _Workers(list(self.executors))
             weakref.finalize(self, self._workers.stop)
             self._patience.ranks = self._workers.ranks
+            if not self._stage_type.returns:
+                for hook in own_by_hook([stage.fresh for stage in self._stages()]):
+                    weakref.finalize(self, hook.remove)
 
         def work(executor: Executor) -> list[StepReport]:
             return executor.run(program, lambda: given[executor.rank], record=record)

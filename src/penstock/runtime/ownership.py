@@ -21,6 +21,7 @@ That is an error, and never a wrong number.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import PurePath
@@ -29,13 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelError, RunError
 from penstock.model.replay.undo import CONTAINERS
 from penstock.runtime.buffers import version_of
 from penstock.runtime.memory import copies, copy_like, is_plain, storage_of
 
-__all__ = ["FreshGradients", "Outgoing", "Received", "Watched", "check_unwritten", "holders", "versions"]
+__all__ = ["FreshGradients", "Outgoing", "Received", "Watched", "check_unwritten", "holders", "own_by_hook", "versions"]
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
@@ -61,6 +63,7 @@ class FreshGradients:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self.by_hook: set[nn.Parameter] = set()  # parameters that are seen to by `own_by_hook`
         self._waiting: list[nn.Parameter] | None = None  # None: this step has not gone back yet
 
     def begin_step(self) -> None:
@@ -70,7 +73,8 @@ class FreshGradients:
     def before(self) -> None:
         """Ahead of a backward."""
         if self._waiting is None:
-            self._waiting = [each for each in self._module.parameters() if each.requires_grad and each.grad is None]
+            trained = (each for each in self._module.parameters() if each.requires_grad and each.grad is None)
+            self._waiting = [each for each in trained if each not in self.by_hook]
 
     def after(self) -> None:
         """Behind it: copy what the parameters have adopted from others."""
@@ -81,9 +85,30 @@ class FreshGradients:
             gradient = parameter.grad
             if gradient is None:
                 waiting.append(parameter)
-            elif is_plain(gradient) and (holders(gradient) > 1 or _is_a_part(gradient)):
+            elif _has_others(gradient):
                 parameter.grad = copy_like(gradient)
         self._waiting = waiting
+
+
+def own_by_hook(fresh: Sequence[FreshGradients]) -> list[RemovableHandle]:
+    """The same, for stages on several threads, of the parameters that they share.
+
+    Between a look at a gradient and its copy another thread could add to it, so these are copied on their way in.
+    """
+    uses = Counter(each for one in fresh for each in one._module.parameters())
+    shared = {parameter for parameter, count in uses.items() if count > 1}
+    for one in fresh:
+        one.by_hook = shared
+    trained = [parameter for parameter in shared if parameter.requires_grad]
+    return [parameter.register_hook(_own) for parameter in trained]  # type: ignore[no-untyped-call]
+
+
+def _own(gradient: Tensor) -> Tensor | None:
+    return copy_like(gradient) if _has_others(gradient) else None
+
+
+def _has_others(gradient: Tensor) -> bool:
+    return is_plain(gradient) and (holders(gradient) > 1 or _is_a_part(gradient))
 
 
 def _is_a_part(tensor: Tensor) -> bool:
@@ -244,16 +269,17 @@ class Received:
         value = pytree.tree_unflatten(leaves, spec)
         return value, [] if writes else versions(value)
 
-    def learn(self, watched: Watched) -> None:
-        """After the run."""
+    def learn(self, watched: Watched) -> list[Tensor]:
+        """After the run: what it has written to."""
         mode = torch.is_grad_enabled()
-        writes = any(version_of(tensor) != version for tensor, version in watched)
+        written = [tensor for tensor, version in watched if version_of(tensor) != version]
         if mode not in self._writes:
-            self._writes[mode] = writes
-            if writes:
+            self._writes[mode] = bool(written)
+            if written:
                 self._check_together()
-        elif writes:
+        elif written:
             raise ModelError(self.late())
+        return written
 
     def _check_together(self) -> None:
         if self._parted:

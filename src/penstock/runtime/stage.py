@@ -53,6 +53,7 @@ class Stage:
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
         self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
+        self.others_take: Sequence[frozenset[str] | None] = ()  # the keyword arguments of other stages
         self.records: dict[int, Record] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
@@ -63,7 +64,7 @@ class Stage:
         self._outgoing = Outgoing(part.index, part.module)
         self._received = Received(part.index)
         self._entered = Received(part.index, "the model's input")
-        self._fresh = FreshGradients(part.module)
+        self.fresh = FreshGradients(part.module)
 
     @property
     def gathers(self) -> bool:
@@ -72,7 +73,7 @@ class Stage:
 
     def begin_step(self) -> None:
         """A program begins."""
-        self._fresh.begin_step()
+        self.fresh.begin_step()
 
     def clear(self) -> None:
         """Forget all microbatches, as after a failed step."""
@@ -228,10 +229,20 @@ class Stage:
             raise
         if received:
             self._received.learn(received)
-        if entered:
-            self._entered.learn(entered)
+        if entered and (written := self._entered.learn(entered)):
+            self._check_alone(kwargs, written)
         self._outgoing.fit(emitted, None if self.returns else OUTPUT)
         return emitted
+
+    def _check_alone(self, kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
+        """In a plain loop, what a stage writes into a keyword argument is seen by the stages behind it."""
+        shared = [name for name in kwargs if any(takes is None or name in takes for takes in self.others_take)]
+        for name in shared:
+            if any(leaf is tensor for leaf in pytree.tree_leaves(kwargs[name]) for tensor in written):
+                raise ModelError(
+                    f"stage {self.part.index} writes in place into the keyword argument {name!r}, which another stage "
+                    f"takes too and would get as it was; clone() it before it is written to, or pass it on as an output"
+                )
 
     # -- backward
 
@@ -297,18 +308,18 @@ class Stage:
 
     def _go_back(self, _: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """`torch.autograd.backward`, without its questions about tensors that are edges here."""
-        self._fresh.before()
+        self.fresh.before()
         _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        self._fresh.after()
+        self.fresh.after()
 
     def weights(self, microbatch: int) -> None:
         """W: the weight gradients that were put off."""
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
-        self._fresh.before()
+        self.fresh.before()
         deferred.run()
-        self._fresh.after()
+        self.fresh.after()
 
 
 def _afresh(value: Any) -> Any:

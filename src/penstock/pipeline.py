@@ -128,6 +128,7 @@ class Pipeline(Batching):
         self.tied.make_equal()
         self._checked_keywords = set()
         self._passed = set()
+        self._compared = set()
         self._closed = False
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None

@@ -430,7 +430,7 @@ def test_a_rank_with_another_batch_is_refused_on_all() -> None:
     for rank, ending in enumerate(endings):
         first, loss, inside, few, mask, last = ending.said
         assert (first, last) == ("exact", "exact")
-        assert loss[0] == "PeerFailure"
+        assert loss[0] == "ModelError"
         assert f"{sizes}rank 1: 12 rows, rank 2: 12 rows, rank 3: 8 rows)" in loss[1]
         assert inside[0] == "ModelError"
         assert f"{sizes}rank 1: 8 rows, rank 2: 12 rows, rank 3: 12 rows)" in inside[1]

@@ -791,7 +791,7 @@ def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -
             "4 parameters are not those" in said["exchanged"][1]
         )
         assert said["targets"][0] == "ModelError"
-        assert "rank 0 and rank 1 were given different targets" in said["targets"][1]
+        assert "the ranks were given different batches ('target': rank 0 has" in said["targets"][1]
         assert rank["set_apart"][f"then {kind}"]
 
 

@@ -25,8 +25,9 @@ from penstock.errors import ModelError, UsageError
 from penstock.parallel.link import Link
 from penstock.parallel.reduce import Reducer, local_of
 from penstock.parallel.tensor import plain_parameters
+from penstock.runtime.agreement import different_batches
 from penstock.runtime.executor import Executor
-from penstock.runtime.fingerprint import Seen, alike, sample
+from penstock.runtime.fingerprint import alike, sample
 
 __all__ = ["Checks"]
 
@@ -142,7 +143,9 @@ class Checks:
             for name, parameter in plain_parameters(self._executor.stages)
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
-        told = self._shards.told("step()", ((self._executor.report.seen, self._loads), norms))
+        seen = self._executor.seen
+        given = {} if seen is None else seen.details(seen.checksums())
+        told = self._shards.told("step()", ((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in told]) or _other_gradients([norms for _, norms in told])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
         if faults:
@@ -156,20 +159,15 @@ def _alike(one: tuple[str, list[float], float], other: tuple[str, list[float], f
 
 
 def _other_batches(seen: Sequence[Any]) -> str | None:
-    (first, loads), *others = seen
-    if all(other == loads and _fits(first, given) for given, other in others):
+    given = [each for each, _ in seen]
+    alone = {name for each in given for name in each} - set.intersection(*map(set, given))
+    if not alone and len({loads for _, loads in seen}) == 1 and not different_batches(given):
         return None
     return (
         "the ranks of the tp axis were given different batches, or loaded different states; they hold parts of the "
         "same tensors and must all get the rows of their replica, as from penstock.ReplicaSampler (torch's "
         "DistributedSampler goes by the world)"
     )
-
-
-def _fits(seen: Seen | None, other: Seen | None) -> bool:
-    if seen is None or other is None:
-        return seen is other
-    return all(one.fits(two) if one is not None else two is None for one, two in zip(seen, other, strict=True))
 
 
 def _other_gradients(told: Sequence[dict[str, float]]) -> str | None:

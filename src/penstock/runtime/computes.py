@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.model.split import OUTPUT
+from penstock.runtime.agreement import Readers
+from penstock.runtime.fingerprint import Seen
 from penstock.runtime.losses import Seeds, own_loss, sum_in_order
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.ownership import Watched, check_unwritten, versions
@@ -53,6 +55,8 @@ class Computes:
         self.crossing: Crossing | None = None
         self.given: StepInput
         self.report = StepReport()
+        self.seen: Seen | None = None  # what this rank was given for the step
+        self.readers: Readers | None = None
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
         self._split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
         self._fetched: dict[tuple[Op, int, int], Any] = {}
@@ -77,7 +81,7 @@ class Computes:
     def _prepare(self, given: StepInput) -> None:
         self.given = given
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
-        self.report.seen = given.seen
+        self.seen, self.readers = given.seen, given.readers
         self._shares = self._seeds = None
         for stage in self.stages.values():
             stage.begin_step()

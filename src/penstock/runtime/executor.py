@@ -23,6 +23,7 @@ import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
+from penstock.runtime.agreement import different_batches, tell, unlike
 from penstock.runtime.computes import Computes
 from penstock.runtime.handler import Context, Handler
 from penstock.runtime.mailbox import Mailbox
@@ -139,6 +140,7 @@ class Executor(Computes):
 
     def _run(self, program: Schedule, given: Callable[[], StepInput], record: Begun | None) -> list[StepReport]:
         self.report = StepReport(begun=record)
+        self.seen = self.readers = None
         self.losses = {}
         plan = self._plan(program)
         self._actions, self._split = plan.actions, plan.split
@@ -287,16 +289,26 @@ class Executor(Computes):
         self.report.failure = failure
         if failure is None:
             self.report.progress = self.progress()
+        if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
+            self.report.told = tell(self.seen)
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
+            batches = self._compare_batches(reports)
         except PeerFailure as lost:
             doing = [self.report.progress if rank == self.rank else "no answer" for rank in range(self.transport.ranks)]
             self.clear()
             raise (lost if lost.report else with_report(lost, doing)) from own
-        wrong = what_went_wrong(reports)
+        wrong = what_went_wrong(reports, batches, self.readers)
         if wrong is None:
             return reports
         self.clear()
         if own is not None and (not self._ready or isinstance(own, (KeyboardInterrupt, SystemExit))):
             raise own  # a wrong batch is the caller's error, and no rank's failure here
         raise wrong from own
+
+    def _compare_batches(self, reports: list[StepReport]) -> str:
+        """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
+        odd = unlike([report.told for report in reports])
+        if not odd:
+            return ""
+        return different_batches(self.transport.exchange({} if self.seen is None else self.seen.details(odd)))

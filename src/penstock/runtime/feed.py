@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.crew import Clock
 from penstock.runtime.executor import StepInput, StepReport
-from penstock.runtime.fingerprint import Seen, fingerprint
+from penstock.runtime.fingerprint import Key, Seen, look
 from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.losses import loss_weights, shares_of, trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
@@ -55,7 +55,8 @@ class Feed(OwnedState):
     _least: int = 1  # microbatches, where their number follows from the batch
     _checked_keywords: set[frozenset[str]]
     _passed: set[str | int]  # labels of batch_dims that some call has had
-    _compared = False  # whether the ranks have compared a batch
+    _training = True  # whether the batch that runs is for a step
+    _compared: set[bool]  # whether ranks have compared a whole batch, of an evaluation and of a step
 
     def _inputs(
         self,
@@ -87,7 +88,8 @@ class Feed(OwnedState):
         given = (args, kwargs, target, loss_kwargs)
         batch = self.world.carry(self, *given, cut) if self.inputs == "first" else cut(*given)
         shares = self._shares(batch, count, training)
-        seen = self._seen((args, kwargs), target) if training else None
+        self._training = training
+        seen = self._look(*given)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
         return {
             rank: StepInput(
@@ -102,16 +104,30 @@ class Feed(OwnedState):
                 recompute_stages=self.schedule.recompute if training else frozenset(),
                 replicas=self.replicas.replicas,
                 seen=seen,
+                readers=self._readers if self.inputs == "every" else None,
             )
             for rank in self.crew.executors
         }
 
-    def _seen(self, inputs: Any, target: Any) -> Seen | None:
-        """In the first step on processes: checksums of what this rank was given."""
-        if self._compared or self.world.size is None:
+    def _look(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]
+    ) -> Seen | None:
+        """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""
+        transport = self.world.transport
+        if transport is None or transport.ranks == 1:
             return None
-        self._compared = True
-        return fingerprint(inputs), fingerprint(target)
+        return look(args, kwargs, target, loss_kwargs, transport.exchanges, self._training not in self._compared)
+
+    def _readers(self, name: Key) -> set[int]:
+        """The ranks whose stages read this argument of a step."""
+        parts = self.split.parts
+        if name == "target" or isinstance(name, tuple):
+            read = [parts[-1]]
+        elif isinstance(name, int):
+            read = [part for part in parts if part.index == 0 or part.whole_batch]
+        else:
+            read = [part for part in parts if part.takes is None or name in part.takes]
+        return {self.schedule.placement.rank_of(part.index) for part in read}
 
     def _cut(
         self,
@@ -162,6 +178,7 @@ class Feed(OwnedState):
         return lambda: shares_of(weights, total())
 
     def _result(self, reports: Sequence[StepReport], outputs: bool) -> StepResult:
+        self._compared.add(self._training)
         losses: tuple[Tensor, ...] = ()
         for report in reports:
             if report.loss is not None:

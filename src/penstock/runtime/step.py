@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure
+from penstock.runtime.agreement import Readers, Told, left_out
 from penstock.runtime.fingerprint import Seen
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import Begun
@@ -36,7 +37,8 @@ class StepInput:
     returns: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
     replicas: int = 1  # that work on a batch each
-    seen: Seen | None = None  # in a first step
+    seen: Seen | None = None  # where ranks compare what they were given
+    readers: Readers | None = None  # which ranks need an argument, where each brings its own
 
 
 @dataclass
@@ -50,7 +52,7 @@ class StepReport:
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
-    seen: Seen | None = None  # in a first step
+    told: Told | None = None  # what this rank was given
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
@@ -68,20 +70,27 @@ def failure_of(rank: int, error: BaseException, action: Action | None) -> PeerFa
     )
 
 
-def what_went_wrong(reports: Sequence[StepReport]) -> Exception | None:
-    """The one error that every rank raises after a step, or None: the same everywhere, since all have all reports."""
+def what_went_wrong(
+    reports: Sequence[StepReport], batches: str = "", readers: Readers | None = None
+) -> Exception | None:
+    """The one error that every rank raises after a step, or None: the same everywhere, since all have all reports.
+
+    `batches` says how the batches of the ranks differ, if they do. That is then what is wrong, whatever failed by it.
+    """
     failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
-    sizes = _different_sizes(reports) or _different_targets(reports)
+    batches = _different_sizes(reports) or batches
     if not failures:
-        return ModelError(sizes) if sizes else None
+        if not batches and readers is not None:
+            batches = left_out([report.told for report in reports], readers)
+        return ModelError(batches) if batches else None
     origins = [failed for rank, failed in failures.items() if failed.rank == rank]
     cause = (origins or list(failures.values()))[0]
     doing = [
         report.progress + (f", failed: {failed.cause}" if failed in origins else "")
         for report, failed in zip(reports, map(failures.get, range(len(reports))), strict=True)
     ]
-    doing[-1] += f"\n  {sizes}" if sizes else ""
-    return with_report(cause, doing)
+    failure = with_report(cause, doing)
+    return ModelError(f"{batches}\nin this step, {failure}") if batches else failure
 
 
 def _different_sizes(reports: Sequence[StepReport]) -> str:
@@ -91,20 +100,6 @@ def _different_sizes(reports: Sequence[StepReport]) -> str:
         return ""
     listed = ", ".join(f"rank {rank}: {rows} rows" for rank, rows in sizes.items())
     return f"the ranks were given batches of different size ({listed}); pass the same batch on every rank"
-
-
-def _different_targets(reports: Sequence[StepReport]) -> str:
-    """Only the last stage's target counts; but where it is not the others', their inputs belong to other rows."""
-    targets = {rank: report.seen[1] for rank, report in enumerate(reports) if report.seen is not None}
-    told = {rank: target for rank, target in targets.items() if target is not None}
-    odd = [rank for rank, target in told.items() if not target.fits(next(iter(told.values())))]
-    if not odd:
-        return ""
-    return (
-        f"rank {next(iter(told))} and rank {odd[0]} were given different targets, so inputs would be trained against "
-        f"the targets of other rows; pass the same batch on every rank of a pipeline (as from penstock.ReplicaSampler; "
-        f"torch's DistributedSampler goes by the world), or the target on the last stage's rank alone"
-    )
 
 
 def _in_words(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
@@ -10,6 +10,7 @@ from penstock.compat.pipelining.chunks import Running
 from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.pipeline import Pipeline
+from penstock.runtime.fingerprint import Seen
 from penstock.runtime.handler import Context, Handler
 from penstock.runtime.microbatch import Batch
 from penstock.schedule import Action, Op
@@ -29,6 +30,10 @@ class Translated(Pipeline):
         if not any(index in (0, self.split.stages - 1) for index in self.crew.modules()):
             batch.rows = None
         return batch
+
+    def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *rest: Any) -> Seen | None:
+        """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""
+        return super()._look(args, {}, *rest)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         self._chunks = outputs

@@ -80,6 +80,11 @@ class Transport(ABC):
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
 
     @property
+    def exchanges(self) -> int:
+        """How many there were, the same on every rank between two of them; 0 where nobody needs to know."""
+        return 0
+
+    @property
     @abstractmethod
     def broken(self) -> PeerFailure | None:
         """The loss after which nothing but `send_failure`, `discard` and `close` (on threads: `reset`) is of use."""

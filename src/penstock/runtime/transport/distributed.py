@@ -109,6 +109,10 @@ class DistributedTransport(Transport):
         self._next_channel = 0
 
     @property
+    def exchanges(self) -> int:
+        return self._operations.step
+
+    @property
     def broken(self) -> PeerFailure | None:
         return self._watch.verdict
 

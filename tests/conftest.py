@@ -16,6 +16,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # of the tests that press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, and tests hang up on what they start
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A deadline per example measures the machine's load; pytest-timeout already stops what hangs.
 settings.register_profile("penstock", deadline=None)

@@ -78,7 +78,15 @@ def test_threads(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", odd_sizes(), ids=str)
+def every_other(cases: list[Case], first: int = 0) -> list[Any]:
+    """Half of the cases; the others in the slow tests."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * ((n + first) % 2)) for n, case in enumerate(cases)]
+
+
+ODD = [case for row in range(0, len(odd_sizes()), 6) for case in every_other(odd_sizes()[row : row + 6], row // 6)]
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
 def test_threads_with_odd_sizes(case: Case) -> None:
     check(case)
 
@@ -94,17 +102,29 @@ def test_threads_with_nothing_buffered(family: str, model: str, monkeypatch: pyt
     assert asked == [0]
 
 
-@pytest.mark.parametrize("recompute", ["except_last", "always"])
-@pytest.mark.parametrize("model", ["transformer", "conv"])
-@pytest.mark.parametrize("family", TRAINING)
-def test_threads_with_recompute(family: str, model: str, recompute: str) -> None:
-    check(Case(family, model, recompute=recompute))
+RECOMPUTED = [
+    Case(family, model, recompute=recompute)
+    for family in TRAINING
+    for model, recompute in [
+        ("transformer", "except_last"),
+        ("transformer", "always"),
+        ("conv", "always"),
+        ("conv", "except_last"),
+    ]
+]
+
+
+@pytest.mark.parametrize("case", every_other(RECOMPUTED), ids=str)
+def test_threads_with_recompute(case: Case) -> None:
+    check(case)
 
 
 @pytest.mark.parametrize("transport", PROCESSES)
 def test_two_processes(transport: str) -> None:
-    models = ("transformer", "several", "skip")
-    check_on_processes([*SEARCHED, *(Case(family, model) for family in TRAINING for model in models)], transport)
+    """Every family on both transports, with models by turns; the slow tests have all of them."""
+    models, turn = ("transformer", "several", "skip"), PROCESSES.index(transport)
+    cases = [Case(family, models[(row + turn) % 3]) for row, family in enumerate(TRAINING)]
+    check_on_processes([SEARCHED[turn], *cases], transport)
 
 
 def on_four() -> list[Case]:

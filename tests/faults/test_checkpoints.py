@@ -112,11 +112,8 @@ def straight(layout: dict[str, Any]) -> list[float]:
     return losses
 
 
-SHORT = ("half of the file", "the rename")
-
-
 @pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=() if point in SHORT else pytest.mark.slow) for point in POINTS]
+    "point", [pytest.param(point, marks=[pytest.mark.slow] * (point != "half of the file")) for point in POINTS]
 )
 def test_killed_in_the_middle_of_saving(point: str, tmp_path: Path) -> None:
     (ending,) = launch(1, save_until_killed, str(tmp_path), point)

@@ -89,7 +89,7 @@ def no_thread_left() -> Iterator[None]:
     assert left == set()
 
 
-@pytest.mark.parametrize("capacity", [None, 0])
+@pytest.mark.parametrize("capacity", [None, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline(
     family: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch

@@ -58,8 +58,14 @@ def check_equal(split: Split, model: nn.Module, plain: nn.Module, batch: tuple[A
         assert torch.equal(buffer, dict(model.named_buffers())[name]), name
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [  # by turns
+        pytest.param(name, stages, marks=[pytest.mark.slow] * (stages != (2, 4)[row % 2]))
+        for row, name in enumerate(MODELS)
+        for stages in (2, 4)
+    ],
+)
 def test_outputs_gradients_and_buffers_are_those_of_the_plain_model_over_two_steps(name: str, stages: int) -> None:
     model, batch = make(name)
     plain, _ = make(name)

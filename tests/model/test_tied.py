@@ -92,17 +92,25 @@ def norm_and_sums(ranks: int) -> tuple[float, dict[str, Tensor]]:
         return norm, gradients
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_norm_counts_a_tied_parameter_once_and_steps_add(ranks: int) -> None:
+def check_norm_and_sums(ranks: int, told: list[tuple[float, dict[str, Tensor]]]) -> None:
     model = made()
     plain_step(model, batch(1))
     plain_step(model, batch(2))
     norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])  # type: ignore[misc]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for found_norm, found in [*on_processes(ranks, norm_and_sums, ranks), norm_and_sums(ranks)]:
+    for found_norm, found in [*told, norm_and_sums(ranks)]:
         assert abs(found_norm - norm.item()) <= 1e-12 * norm.item()
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-12, atol=1e-14)
+
+
+def test_the_norm_counts_a_tied_parameter_once_and_steps_add(two: list[Any]) -> None:
+    check_norm_and_sums(2, [rank["norm_and_sums"] for rank in two])
+
+
+@pytest.mark.slow
+def test_so_it_is_on_four_ranks() -> None:
+    check_norm_and_sums(4, on_processes(4, norm_and_sums, 4))
 
 
 def lazily(ranks: int) -> dict[str, Tensor]:
@@ -118,9 +126,9 @@ def lazily(ranks: int) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in pipe.state_dict().items()}
 
 
-def test_parameters_built_lazily_stay_tied_across_processes() -> None:
+def test_parameters_built_lazily_stay_tied_across_processes(two: list[Any]) -> None:
     """Once a rank had given its own copy values, it was no more known to be the one that other ranks had."""
-    first, last = on_processes(2, lazily, 2)
+    first, last = (rank["lazily"] for rank in two)
     assert torch.equal(first[SHARED], last["head.weight"])
 
 
@@ -140,11 +148,11 @@ def one_side(ranks: int) -> dict[str, Tensor]:
         return {name: parameter.grad for name, parameter in pipe.named_parameters() if parameter.grad is not None}
 
 
-def test_one_side_without_a_gradient_gets_the_others() -> None:
+def test_one_side_without_a_gradient_gets_the_others(two: list[Any]) -> None:
     torch.manual_seed(0)
     model = OneSide().double()
     plain_step(model, batch())
-    for found in on_processes(2, one_side, 2):
+    for found in (rank["one_side"] for rank in two):
         torch.testing.assert_close(found[SHARED], model.embed.weight.grad, rtol=1e-12, atol=1e-14)
 
 
@@ -170,5 +178,15 @@ def failing(ranks: int) -> bool:
         return all(torch.equal(gradient, before[SHARED]) for gradient in tied if gradient is not None)
 
 
-def test_a_failed_step_leaves_the_tied_gradients_of_processes_as_they_were() -> None:
-    assert on_processes(2, failing, 2) == [True, True]
+def test_a_failed_step_leaves_the_tied_gradients_of_processes_as_they_were(two: list[Any]) -> None:
+    assert [rank["failing"] for rank in two] == [True, True]
+
+
+def all_of_them(ranks: int) -> dict[str, Any]:
+    return {function.__name__: function(ranks) for function in (norm_and_sums, lazily, one_side, failing)}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    """What two processes found, in one launch."""
+    return on_processes(2, all_of_them, 2)

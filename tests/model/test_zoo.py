@@ -38,8 +38,14 @@ def check(family: str, stages: int, schedule: str, **options: Any) -> None:
     assert far == 0.0 if family in BITWISE else far < ROUNDINGS
 
 
-@pytest.mark.parametrize(("stages", "schedule"), CUTS)
-@pytest.mark.parametrize("family", LISTED)
+@pytest.mark.parametrize(
+    ("family", "stages", "schedule"),
+    [  # each with 2 and with 4 stages, the schedules by turns
+        pytest.param(family, *cut, marks=[pytest.mark.slow] * (column % 2 != row % 2))
+        for row, family in enumerate(LISTED)
+        for column, cut in enumerate(CUTS)
+    ],
+)
 def test_the_listed_families_train_as_in_one_process(family: str, stages: int, schedule: str) -> None:
     check(family, stages, schedule)
 

@@ -8,6 +8,7 @@ gradients are at the most. What is compared is the model's own forward: no part 
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 
 import penstock
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import diffusers
-    import transformers
+
+def library(name: str) -> Any:
+    """transformers or diffusers, imported where a test needs it: that takes seconds, and warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
 
 B, S, V, H = 4, 6, 40, 16
 Batch = dict[str, Any]
@@ -143,8 +147,8 @@ def make(family: str) -> Made:
 
 def _make(family: str) -> Made:
     if family in CAUSAL:
-        config = getattr(transformers, f"{family}Config")(**{**TEXT, **CAUSAL[family]})
-        return transformers.AutoModelForCausalLM.from_config(config), _text
+        config = getattr(library("transformers"), f"{family}Config")(**{**TEXT, **CAUSAL[family]})
+        return library("transformers").AutoModelForCausalLM.from_config(config), _text
     if family in MASKED:
         return _hugging(family, "ForMaskedLM", {**TEXT, **MASKED[family]}), _text
     if family in SEQUENCES:
@@ -161,12 +165,12 @@ def _make(family: str) -> Made:
         towers = {"text_config": dict(TOWER), "vision_config": dict(EYE), "projection_dim": 8}
         return _hugging(family, "Model", towers), _pairs
     kind, inputs = DIFFUSERS[family]
-    return getattr(diffusers, family)(**kind), lambda _: {name: _diffused(name) for name in inputs}
+    return getattr(library("diffusers"), family)(**kind), lambda _: {name: _diffused(name) for name in inputs}
 
 
 def _hugging(family: str, suffix: str, options: Mapping[str, Any]) -> nn.Module:
-    config = getattr(transformers, f"{family}Config")(**options)
-    model: nn.Module = getattr(transformers, family + suffix)(config)
+    config = getattr(library("transformers"), f"{family}Config")(**options)
+    model: nn.Module = getattr(library("transformers"), family + suffix)(config)
     return model
 
 

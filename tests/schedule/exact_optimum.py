@@ -6,15 +6,20 @@ a rank, precedences along the chain, memory as demands from F to I and on to W.
 
 from __future__ import annotations
 
-from ortools.sat.python import cp_model
+from typing import TYPE_CHECKING
 
 from penstock.schedule import Costs, Placement
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 __all__ = ["optimum"]
 
 
 def optimum(placement: Placement, microbatches: int, costs: Costs, memory: int | None, span: bool = False) -> float:
     """For whole-number costs by stage; small enough that the solver ends."""
+    from ortools.sat.python import cp_model  # a second of imports, for few tests
+
     stages, ranks = placement.stages, placement.ranks
     forward, _, backward, weight = costs.by_op(stages)
     activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
@@ -65,6 +70,8 @@ def optimum(placement: Placement, microbatches: int, costs: Costs, memory: int |
 
 
 def _solved(model: cp_model.CpModel) -> float:
+    from ortools.sat.python import cp_model
+
     solver = cp_model.CpSolver()
     solver.parameters.catch_sigint_signal = False  # it would leave Ctrl-C as the end of the process
     solver.parameters.num_workers = 2

@@ -18,7 +18,7 @@ class Bench(NamedTuple):
     options: str
     titles: tuple[str, ...]  # how those of its tables begin
     column: str  # of the first table
-    cells: set[str]  # some of what is there
+    cells: set[Any]  # some of what is there
     goals: int
 
 
@@ -37,9 +37,11 @@ BENCHES = {
         1,
     ),
     "composition": Bench(TWO, ("pp=2 x dp=2: transformer",), "who", {"ours", "ours, gloo", "torch"}, 6),
+    "failures": Bench("", ("4 processes, one fails",), "failure", {"an error", "killed"}, 2),
     "overhead": Bench(
         TWO, ("Linear(8, 8), 2 gloo ranks", "one process, nothing sent"), "schedule", {"1f1b", "zb-v"}, 6
     ),
+    "page": Bench("", ("a page of one run",), "spans", {1920}, 2),
     "schedules": Bench("", ("CPU seconds", "torch / ours", "goals for 8 x 32 x 2"), "who", {"ours", "torch"}, 4),
     "search": Bench("", ("searched within a cap",), "best family", {"zb-v x2"}, 0),
     "throughput": Bench(

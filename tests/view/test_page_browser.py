@@ -1,12 +1,7 @@
-"""The page in a real Chromium. Without one these tests fail: `apt-get install chromium chromium-driver`.
-
-Budget: on a machine without a graphics card, 100,000 spans are drawn again in at most 50 ms (the median of 20 zooms;
-about 10 ms on two idle cores), and the page is up in at most 5 s.
-"""
+"""The page in a real Chromium. Without one these tests fail: `apt-get install chromium chromium-driver`."""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,8 +18,6 @@ from penstock.view.run import Run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
-REDRAW_SECONDS = 0.05
-LOAD_SECONDS = 5.0
 BAD = '</script><b id="bad">'
 
 
@@ -170,15 +163,17 @@ def test_runs_are_compared_and_a_name_stays_a_name(browser: Browser, folder: Pat
     assert "wait for rank" in browser.run('document.getElementById("books").innerText')
 
 
-def test_a_hundred_thousand_spans_stay_smooth(browser: Browser, folder: Path) -> None:
-    begin = time.perf_counter()
+def test_a_hundred_thousand_spans_are_drawn_with_few_strokes(browser: Browser, folder: Path) -> None:
+    """What keeps it smooth: a row with more spans than fit is one picture. How fast it is: penstock bench page."""
     browser.open(folder / "large.html")
-    assert time.perf_counter() - begin < LOAD_SECONDS
     assert browser.run("penstock.runs[0].rows.reduce((sum, row) => sum + row.count, 0)") > 100_000
-    times = browser.run(
-        """(() => { const found = []; for (let turn = 0; turn < 20; turn++) {
-          const begin = performance.now(); penstock.zoom(turn % 2 ? 0.7 : 1.3, 0.4); penstock.draw();
-          document.getElementById("chart").getContext("2d").getImageData(0, 0, 1, 1);
-          found.push(performance.now() - begin); } return found; })()"""
+    strokes = browser.run(
+        """(() => { const pen = document.getElementById("chart").getContext("2d"), found = [];
+          let count = 0;
+          for (const name of ["fillRect", "fillText", "drawImage", "stroke", "strokeRect"]) {
+            const made = pen[name].bind(pen); pen[name] = (...given) => { count++; return made(...given); }; }
+          for (let turn = 0; turn < 20; turn++) {
+            count = 0; penstock.zoom(turn % 2 ? 0.7 : 1.3, 0.4); penstock.draw(); found.push(count); }
+          return found; })()"""
     )
-    assert statistics.median(times) / 1000 < REDRAW_SECONDS
+    assert 16 <= max(strokes) < 200

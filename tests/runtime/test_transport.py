@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON
+from torch.utils import _pytree as pytree
 from transport_harness import run, values
 
 from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.runtime.memory import regions
 from penstock.runtime.transport import Channel
 
 KINDS = ["threads", "threads-0", "gloo", "shared"]
@@ -35,11 +37,15 @@ def pair(transport: Any) -> None:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in type, content, dtype, shape and `requires_grad`."""
+    """Equal in type, content, dtype, shape, `requires_grad`, and in how it lies in memory."""
     if isinstance(left, torch.Tensor):
-        raw = [tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
+        raw = [
+            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            for tensor in (left, right)
+        ]
         return (
             (left.dtype, left.shape, left.requires_grad) == (right.dtype, right.shape, right.requires_grad)
+            and (left.stride(), left.data_ptr() % 64) == (right.stride(), right.data_ptr() % 64)
             and right.is_leaf
             and torch.equal(*raw)
         )
@@ -50,6 +56,16 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
+
+
+def overlaps(value: Any, like: Any) -> list[Any]:
+    """Which tensors of a value share memory, and where in it they start; but for the conjugates in `like`."""
+    pairs = zip(pytree.tree_leaves(value), pytree.tree_leaves(like), strict=True)
+    tensors = [
+        leaf for leaf, other in pairs if isinstance(leaf, torch.Tensor) and not (other.is_conj() or other.is_neg())
+    ]
+    found = [(region, [tensors[member].data_ptr() for member in region.members]) for region in regions(tensors)]
+    return [(region.members, region.nbytes, [start - region.address for start in starts]) for region, starts in found]
 
 
 def sample_values() -> list[Any]:
@@ -83,6 +99,35 @@ def sample_values() -> list[Any]:
         (torch.randn(600, 500), torch.randn(3), torch.randn(600_000).half(), None),
         torch.randn(1000, 300, requires_grad=True) * 1,
         torch.randn(1000, 300).t(),
+        *(value for rows in (7, 7000) for value in strange_values(rows)),  # packed and direct
+    ]
+
+
+def strange_values(rows: int) -> list[Any]:
+    """Tensors that do not lie as torch would lay them, and tensors that share memory."""
+    x = torch.randn(rows, 45)
+    base = torch.randn(rows, 45, requires_grad=True) * 1
+    z = torch.randn(rows, 23, dtype=torch.complex64)
+    return [
+        x.flatten()[3:].view(-1),
+        x.flatten()[45:].view(rows - 1, 45),
+        x.bfloat16().flatten()[1:],
+        x.t()[1:],
+        x[:, 1:],
+        x[:, 3],
+        x[:, 1::4].t(),
+        x[1:2].expand(rows, 45),
+        x[:, 1:2].expand(rows, 45),
+        x.flatten()[1:].unfold(0, 9, 5),
+        z[:, 1:].conj(),
+        (z, z.conj(), z.conj().imag),
+        (x, x),
+        (base, base[:, :4]),
+        [base[:, :4], base],
+        (x[:, 1:5], x[:, 3:9]),  # what neither has is not sent
+        x[:, :42].chunk(3, dim=1),
+        (x[: rows // 2], x[rows // 2 :]),  # side by side: apart
+        {"x": x, "flat": x.flatten()[1:], "numbers": x.view(torch.int32)[1], "other": torch.randn(3)},
     ]
 
 
@@ -97,7 +142,7 @@ def echo_everything(transport: Any, steps: int) -> list[str]:
                 transport.post(BACK, microbatch)
                 transport.send(FORTH, microbatch, value)
                 back = transport.receive(BACK, microbatch)
-                if not same(value, back):
+                if not same(value, back) or overlaps(value, value) != overlaps(back, value):
                     faults.append(f"step {step}: {value} came back as {back}")
             else:
                 transport.send(BACK, microbatch, transport.receive(FORTH, microbatch))

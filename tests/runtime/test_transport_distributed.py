@@ -42,7 +42,7 @@ def count_calls(transport: Any) -> list[int]:
 
     operations.backend = Counting()
     small, large = torch.ones(3, 5), torch.ones(DIRECT_BYTES)
-    both = (large, small, large)
+    both = (large, small, large + 1)
     steps = [
         *([small] * 3, [small] * 3, [small, small * 2, small[:2]], [small, small, small[:2]]),
         *([large] * 3, [large] * 3, [both] * 3, [both] * 3, [small] * 3),

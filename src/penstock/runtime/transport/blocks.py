@@ -31,7 +31,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.runtime.transport.forks import EPOCH
 from penstock.runtime.transport.interrupts import finaliser
@@ -103,7 +102,7 @@ class OutBlock:
         """Copy the tensors of a value in."""
         frame = self._frame
         if frame is None or self._layout is not layout:
-            frame = self._frame = Frame(layout.frame_bytes, layout.slots, self._tensor)
+            frame = self._frame = Frame(layout.frame_bytes, layout.copies, self._tensor)
             self._layout = layout
         layout.pack(leaves, frame)
 
@@ -209,13 +208,10 @@ class InBlock:
         self._lease = watch = _Lease(lease, _give_back)
         watch.words, watch.epoch = self._words, EPOCH[0]
         lone = layout.lone
-        if lone is None or not lone.nbytes:
+        if lone is None:
             return layout.build(torch.frombuffer(lease, dtype=torch.uint8, count=layout.frame_bytes), (), None)
-        numbers = lone.nbytes // lone.dtype.itemsize
-        tensor = torch.frombuffer(lease, dtype=lone.dtype, count=numbers, offset=HEADER_BYTES).resize_(lone.shape)
-        if lone.requires_grad:
-            tensor.requires_grad_()
-        return tensor if layout.form is Tensor else [tensor] if layout.form is list else (tensor,)
+        tensor = torch.frombuffer(lease, dtype=lone.dtype, offset=layout.homes[0].offset)
+        return layout.wrap(tensor.as_strided_(lone.shape, lone.stride))
 
     def drop(self) -> None:
         """Nobody wants what lies in it."""

@@ -56,11 +56,10 @@ class Inbox:
         directs: list[Part] = []
         value = None
         if layout is not None:
-            for slot in layout.directs:
-                device = self._device if operations.travels_by_device(slot.device) else None
-                tensor = torch.empty(slot.shape, dtype=slot.dtype, device=device)
-                directs.append(operations.receive_part(tensor, link, microbatch))
-            if layout.stays:
+            for home in layout.directs:
+                device = self._device if operations.travels_by_device(home.device) else None
+                directs.append(operations.receive_part(home.make_carrier(device), link, microbatch))
+            if layout.comes_ready(operations.device_backend is not None):
                 value = layout.build(frame, [part.tensor for part in directs] if directs else (), self._device)
         pending = link.pending[microbatch] = Pending(link.count, due, value, layout, frame, work, directs)
         link.count += 1
@@ -72,7 +71,7 @@ class Inbox:
         header = self._arrive(link, microbatch, pending)
         if header is None:
             layout = pending.layout
-            if layout is None or layout.stays:
+            if layout is None or layout.comes_ready(self._operations.device_backend is not None):
                 return pending.value
             return layout.build(pending.frame, [part.tensor for part in pending.directs], self._device)
         if header.kind == CHANGED:

@@ -1,22 +1,19 @@
 """What a message looks like, apart from its numbers.
 
-Both ends of a channel keep the layout of each message of a step: the containers, the shape,
-dtype and `requires_grad` of every tensor, and the plain values. While a message looks as it
-did in the step before, only its bytes travel, in one frame::
+Both ends of a channel keep the layout of each message of a step: the containers, how every tensor lies in memory and
+whether it wants a gradient (`places`), and the plain values. While a message looks as it did in the step before, only
+its bytes travel, in one frame::
 
-    | header, 64 bytes | tensor | pad to 64 | tensor | ...        packed tensors
-    then, in messages of their own, from and into their final memory:   direct tensors
+    | header, 64 bytes | region | pad | region | ...        packed, each at its place in a cache line
+    then, in messages of their own, from and into their final memory:   direct regions
 
-Small tensors are packed, because a message costs more than a copy of them; from `DIRECT_BYTES`
-on the copy costs more (measured: penstock bench transport). The layout alone decides which, so that
-both ends agree. A new layout travels pickled: the ranks of one process group trust each other,
-as they do in torch's own object collectives.
+Small regions are packed, because a message costs more than a copy of them; large ones are not, because their copy
+costs more (measured: penstock bench transport). The layout alone decides which, so that both ends agree.
 """
 
 from __future__ import annotations
 
 import ctypes
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -27,12 +24,13 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
+from penstock.runtime.memory import LINE, once
+from penstock.runtime.transport import encoding
+from penstock.runtime.transport.encoding import Content
+from penstock.runtime.transport.places import DIRECT_BYTES, HEADER_BYTES, Copy, Slot, arrange, slots_of, view
 
-__all__ = ["ALIGNMENT", "DIRECT_BYTES", "HEADER_BYTES", "Book", "Frame", "Layout", "Leaves", "flatten"]
+__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Book", "Frame", "Layout", "Leaves", "flatten"]
 
-HEADER_BYTES = 64
-ALIGNMENT = 64
-DIRECT_BYTES = 1024 * 1024
 BOOK_LIMIT = 1024
 SPARE_FRAMES = 4  # kept for reuse, of each layout
 
@@ -58,83 +56,62 @@ def flatten(value: Any) -> Leaves:
     return Leaves(None, items, spec)
 
 
-class Slot(NamedTuple):
-    """One tensor of a layout."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    requires_grad: bool
-    device: str  # the type: each end knows its own index
-    stride: tuple[int, ...]
-    nbytes: int
-    offset: int  # in elements from the start of the frame, or -1: direct
-
-
 class Frame:
     """A packing buffer with its views, made once and reused whenever its last send is done."""
 
     __slots__ = ("header", "tensor", "views")
 
-    def __init__(self, nbytes: int, slots: Sequence[Slot | None], memory: Tensor | None = None) -> None:
+    def __init__(self, nbytes: int, copies: Sequence[Copy], memory: Tensor | None = None) -> None:
         self.tensor = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory
         self.header = (ctypes.c_char * HEADER_BYTES).from_address(self.tensor.data_ptr())
-        self.views = [view(self.tensor, slot) for slot in slots if slot is not None and slot.offset >= 0]
-
-
-def view(frame: Tensor, slot: Slot) -> Tensor:
-    """A tensor in the memory of a frame. `set_` makes it no view in the eyes of autograd."""
-    blank = torch.empty(0, dtype=slot.dtype)
-    return blank.set_(frame.untyped_storage(), slot.offset, slot.shape, slot.stride)
+        self.views = [view(self.tensor, copy) for copy in copies]
 
 
 class Layout:
     """All that both ends must know to move a value as bare bytes."""
 
-    def __init__(
-        self, form: type | None, spec: Any, slots: Sequence[Slot | None], plain: bytes, text: bytes | None = None
-    ) -> None:
-        self.form = form
-        self.spec = spec
-        self.slots = tuple(slots)  # None: the leaf is a plain value
-        self.plain = plain
+    def __init__(self, content: Content, text: bytes | None = None, *, all_packed: bool = False) -> None:
+        self.content = content
+        self.form, self.spec, self.slots, self.plain, _ = content
         # the sender's text on both ends: equal values need not pickle to equal bytes
-        self.text = pickle.dumps((form, _take_down(spec), self.slots, plain)) if text is None else text
+        self.text = encoding.dump(content) if text is None else text
         self.checksum = zlib.crc32(self.text)
-        tensors = [slot for slot in self.slots if slot is not None]
-        packed = [slot for slot in tensors if slot.offset >= 0]
-        # Whether the value can be made before its bytes have come: not if it must then be copied to a device.
-        self.stays = all(slot.device == "cpu" or slot.offset < 0 for slot in tensors)
-        self.directs = [slot for slot in tensors if slot.offset < 0]
-        self.frame_bytes = _end(packed)
-        self.payload_bytes = sum(slot.nbytes for slot in tensors)
-        # for the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)
-        self.lone = packed[0] if form is not None and len(self.slots) == len(packed) == 1 and self.stays else None
+        self.homes, self.frame_bytes = arrange(self.slots, content.device_link, all_packed)
+        self.directs = [home for home in self.homes if home.direct]
+        self.copies = [copy for home in self.homes if not home.direct for copy in home.copies]
+        self.payload_bytes = sum(home.carried for home in self.homes)
+        self.on_cpu = all(slot is None or slot.device == "cpu" for slot in self.slots)
+        self.spread = any(home.spread for home in self.homes)
+        self.lone = self._lone()
         self._spare: list[Frame] = []
+
+    def _lone(self) -> Slot | None:
+        """For the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)."""
+        slot = self.slots[0] if self.form is not None and len(self.slots) == 1 else None
+        if slot is None or not self.on_cpu or self.directs or self.spread or 0 in slot.stride or not self.payload_bytes:
+            return None
+        return slot
 
     @classmethod
     def of(cls, leaves: Leaves, device_link: bool) -> Layout:
         """The layout of this value. With `device_link`, tensors off the CPU travel on a link of their own."""
-        slots: list[Slot | None] = []
-        start = HEADER_BYTES
-        for leaf in leaves.items:
-            if not isinstance(leaf, Tensor):
-                slots.append(None)
-                continue
-            _check_sendable(leaf)
-            nbytes = leaf.numel() * leaf.element_size()
-            direct = nbytes >= DIRECT_BYTES or (device_link and not leaf.is_cpu and nbytes > 0)
-            offset = -1 if direct else start // leaf.element_size()
-            stride = torch.empty(leaf.shape, device="meta").stride()
-            slots.append(Slot(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device.type, stride, nbytes, offset))
-            if not direct:
-                start = _align(start + nbytes)
-        return cls(leaves.form, leaves.spec, slots, _dump_plain(leaves.items, slots))
+        tensors = [leaf for leaf in leaves.items if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            _check_sendable(tensor)
+        found = iter(slots_of(tensors))
+        slots = tuple(next(found) if isinstance(leaf, Tensor) else None for leaf in leaves.items)
+        return cls(Content(leaves.form, leaves.spec, slots, _dump_plain(leaves.items, slots), device_link))
 
     @classmethod
     def load(cls, text: bytes) -> Layout:
         """From the text that a peer of this group sent."""
-        form, spec, slots, plain = pickle.loads(text)
-        return cls(form, _put_up(spec), slots, plain, text)
+        return cls(encoding.load(text), text)
+
+    def all_packed(self) -> Layout:
+        """The same value with nothing direct: how the first message of a new layout travels, in one piece."""
+        return Layout(self.content, self.text, all_packed=True) if self.directs else self
+
+    # -- with the sender
 
     def fits(self, value: Any) -> Sequence[Any] | None:
         """The leaves of the value if it looks like this, so that only its bytes need to travel; else None."""
@@ -155,74 +132,82 @@ class Layout:
                     return None
             elif isinstance(leaf, Tensor) if form is None else leaf is not None:
                 return None
+        if len(items) > 1 and not self._overlaps_alike(items):
+            return None
         if form is not None:
             return items  # its only plain values are None
         return items if spec == self.spec and _dump_plain(items, self.slots) == self.plain else None
 
+    def _overlaps_alike(self, items: Sequence[Any]) -> bool:
+        """Whether those tensors overlap that do so here, in the same way, and no others."""
+        stretches = []
+        for home in self.homes:
+            starts = {items[leaf].data_ptr() - slot.start for leaf, slot in home.slots.items()}
+            if len(starts) > 1:
+                return False
+            if len(home.slots) > 1 and any(items[leaf].is_conj() or items[leaf].is_neg() for leaf in home.slots):
+                return False
+            if home.nbytes:
+                start = starts.pop()
+                stretches.append((start, start + home.nbytes))
+        stretches.sort()
+        return all(stretches[place][1] <= stretches[place + 1][0] for place in range(len(stretches) - 1))
+
     def take_frame(self) -> Frame:
         """A packing buffer that no send is using."""
-        return self._spare.pop() if self._spare else Frame(self.frame_bytes, self.slots)
+        return self._spare.pop() if self._spare else Frame(self.frame_bytes, self.copies)
 
     def give_back(self, frame: Frame) -> None:
         """The send of this frame is done."""
         if len(self._spare) < SPARE_FRAMES:
             self._spare.append(frame)
 
-    def pack(self, leaves: Sequence[Any], frame: Frame) -> Sequence[Tensor]:
-        """Copy what is packed into the frame; returns the tensors that travel by themselves."""
+    def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
+        """Copy what is packed into the frame; returns the bytes that travel by themselves, see `Home.take`."""
         if self.lone is not None:
             leaf = leaves[0]
             frame.views[0].copy_(leaf.detach() if leaf.requires_grad else leaf)
-            return ()
-        directs = []
-        views = iter(frame.views)
-        for leaf, slot in zip(leaves, self.slots, strict=True):
-            if slot is None:
-                continue
-            plain = leaf.detach()
-            if slot.offset >= 0:
-                next(views).copy_(plain)
-            else:
-                directs.append(plain.resolve_conj().resolve_neg().contiguous())
-        return directs
+            return []
+        for copy, place in zip(self.copies, frame.views, strict=True):
+            place.copy_(once(leaves[copy.leaf].detach()))
+        return [home.take(leaves) for home in self.directs]
+
+    # -- with the receiver
+
+    def comes_ready(self, by_device: bool) -> bool:
+        """Whether the value can be made before its bytes have come: not if they must then be copied elsewhere."""
+        if self.on_cpu or self.spread:
+            return not self.spread
+        return by_device and all(home.direct or home.device == "cpu" for home in self.homes)
 
     def build(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> Any:
-        """The value whose bytes are, or will be, in the frame and in the direct tensors."""
-        if self.lone is not None:
-            tensor = view(frame, self.lone)
-            if self.lone.requires_grad:
-                tensor.requires_grad_()
-            return tensor if self.form is Tensor else [tensor] if self.form is list else (tensor,)
-        items: list[Any] = []
-        arrived = iter(directs)
-        plain = iter(pickle.loads(self.plain)) if self.plain else None
-        for slot in self.slots:
-            if slot is None:
-                items.append(None if plain is None else next(plain))
-                continue
-            tensor = next(arrived) if slot.offset < 0 else view(frame, slot)
-            if device is not None and slot.device != "cpu" and tensor.is_cpu:
-                tensor = tensor.to(device)
-            items.append(tensor.requires_grad_() if slot.requires_grad else tensor)
+        """The value whose bytes are, or will be, in the frame and in the messages of their own."""
+        lone = self.lone
+        if lone is not None:
+            blank = torch.empty(0, dtype=lone.dtype)
+            offset = self.homes[0].offset // lone.dtype.itemsize
+            return self.wrap(blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride))
+        arrived, tensors = iter(directs), dict[int, Tensor]()
+        for home in self.homes:
+            tensors.update(home.settle(next(arrived) if home.direct else frame, device))
+        plain = iter(encoding.load_plain(self.plain, len(self.slots) - len(tensors)))
+        items = [next(plain) if slot is None else _wanting(tensors[leaf], slot) for leaf, slot in enumerate(self.slots)]
         if self.form is Tensor:
             return items[0]
         if self.form is not None:
             return tuple(items) if self.form is tuple else items
         return pytree.tree_unflatten(items, self.spec)
 
-    def all_packed(self) -> Layout:
-        """The same value with nothing direct: how the first message of a new layout travels, in one piece."""
-        if not self.directs:
-            return self
-        slots: list[Slot | None] = []
-        start = HEADER_BYTES
-        for slot in self.slots:
-            if slot is None:
-                slots.append(None)
-                continue
-            slots.append(slot._replace(offset=start // slot.dtype.itemsize))
-            start = _align(start + slot.nbytes)
-        return Layout(self.form, self.spec, slots, self.plain, self.text)
+    def wrap(self, tensor: Tensor) -> Any:
+        """The value around its lone tensor."""
+        assert self.lone is not None
+        if self.lone.requires_grad:
+            tensor.requires_grad_()
+        return tensor if self.form is Tensor else [tensor] if self.form is list else (tensor,)
+
+
+def _wanting(tensor: Tensor, slot: Slot) -> Tensor:
+    return tensor.requires_grad_() if slot.requires_grad else tensor
 
 
 def _fills(leaf: Any, slot: Slot) -> bool:
@@ -234,6 +219,8 @@ def _fills(leaf: Any, slot: Slot) -> bool:
         and leaf.requires_grad is slot.requires_grad
         and leaf.is_cpu is (slot.device == "cpu")
         and leaf.layout is torch.strided
+        and leaf.stride() == slot.stride
+        and leaf.data_ptr() % LINE == slot.phase
     )
 
 
@@ -256,43 +243,8 @@ class Book:
         self._layouts.clear()
 
 
-def _take_down(spec: Any) -> Any:
-    """A tree spec as plain tuples: torch warns when one of its own is unpickled."""
-    if spec is None or spec.type is None:
-        return None
-    return spec.type, spec.context, [_take_down(child) for child in spec.children()]
-
-
-def _put_up(parts: Any) -> Any:
-    if parts is None:
-        return pytree.treespec_leaf()
-    kind, context, children = parts
-    return pytree.TreeSpec(kind, context, [_put_up(child) for child in children])
-
-
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _end(packed: Sequence[Slot]) -> int:
-    """Where the last packed tensor ends; a frame is never smaller than its header."""
-    ends = [slot.offset * slot.dtype.itemsize + slot.nbytes for slot in packed]
-    return max([HEADER_BYTES, *ends])
-
-
 def _dump_plain(items: Sequence[Any], slots: Sequence[Slot | None]) -> bytes:
-    """The plain values as bytes, which compare as Python's `==` does not (1, 1.0 and True; nan)."""
-    plain = [item for item, slot in zip(items, slots, strict=True) if slot is None]
-    if all(item is None for item in plain):
-        return b""
-    try:
-        return pickle.dumps(plain)
-    except Exception as error:
-        kinds = ", ".join(sorted({type(item).__name__ for item in plain}))
-        raise UsageError(
-            f"a value cannot cross to another process: {error} (among values of type {kinds}); "
-            "send tensors, None and plain picklable values"
-        ) from error
+    return encoding.dump_plain([item for item, slot in zip(items, slots, strict=True) if slot is None])
 
 
 def _check_sendable(leaf: Tensor) -> None:

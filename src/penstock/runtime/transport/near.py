@@ -23,7 +23,7 @@ from penstock.runtime.transport.pair import NUDGE, Filed, Gone, Pair
 
 __all__ = ["NearIn", "NearLinks", "NearOut"]
 
-RECENT = 4  # layouts that a channel tries before it takes a value apart
+RECENT = 4  # layouts that a channel tries, after the one of that place in the last step, before it makes a new one
 _NUDGED = 0  # the first word: the sender sleeps until another receive is posted
 
 
@@ -64,8 +64,9 @@ class NearOut:
         self._program = program
         self._place = place
         self._ahead = self.allowed = ahead
+        self._known: dict[int, tuple[int, Layout]] = {}  # by place in the step: what was sent there last
         self._recent: deque[tuple[int, Layout]] = deque(maxlen=RECENT)
-        pair.recents.append(self._recent)
+        pair.kept += [self._known, self._recent]
 
     def may_send(self) -> bool:
         """Whether the receiver has posted enough; asks for a nudge if not."""
@@ -80,18 +81,21 @@ class NearOut:
 
     def match(self, value: Any) -> tuple[int, Layout, Sequence[Any]]:
         """The layout of the value, known to the peer by a number, and the value's leaves."""
-        recent = self._recent
-        for index, (number, layout) in enumerate(recent):
-            leaves = layout.fits(value)
+        known = self._known.get(self.count)
+        if known is not None:
+            leaves = known[1].fits(value)
             if leaves is not None:
-                if index:
-                    del recent[index]
-                    recent.appendleft((number, layout))
-                return number, layout, leaves
+                return *known, leaves
+        for known in self._recent:
+            leaves = known[1].fits(value)
+            if leaves is not None:
+                self._known[self.count] = known
+                return *known, leaves
         taken = flatten(value)
-        number, layout = self.pair.introduce(Layout.of(taken, False).all_packed())
-        recent.appendleft((number, layout))
-        return number, layout, taken.items
+        known = self.pair.introduce(Layout.of(taken, False).all_packed())
+        self._known[self.count] = known
+        self._recent.appendleft(known)
+        return *known, taken.items
 
 
 class NearLinks(Links):

@@ -21,7 +21,7 @@ from penstock.runtime.transport.base import Channel, after_loss
 from penstock.runtime.transport.link import End, Part
 from penstock.runtime.transport.watch import Waiting, Watch
 
-__all__ = ["Operations", "bytes_of", "find_device_backend"]
+__all__ = ["Operations", "find_device_backend"]
 
 SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort
 
@@ -64,17 +64,17 @@ class Operations:
             self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
 
     def send_part(self, tensor: Tensor, link: End, microbatch: int) -> Part:
-        """A tensor that travels by itself, contiguous."""
+        """Bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.send([bytes_of(tensor)], link.peer, 0), True)
+            return Part(tensor, self.device_backend.send([tensor], link.peer, 0), True)
         tensor = tensor.cpu()
-        return Part(tensor, self.send(bytes_of(tensor), link.peer, link.tag, link.edge, microbatch), False)
+        return Part(tensor, self.send(tensor, link.peer, link.tag, link.edge, microbatch), False)
 
     def receive_part(self, tensor: Tensor, link: End, microbatch: int) -> Part:
-        """Into the final memory of a tensor that travels by itself."""
+        """Into memory for bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.recv([bytes_of(tensor)], link.peer, 0), True)
-        return Part(tensor, self.receive(bytes_of(tensor), link.peer, link.tag, link.edge, microbatch), False)
+            return Part(tensor, self.device_backend.recv([tensor], link.peer, 0), True)
+        return Part(tensor, self.receive(tensor, link.peer, link.tag, link.edge, microbatch), False)
 
     def wait(self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless."""
@@ -107,11 +107,6 @@ class Operations:
         timed_out = "Timed out waiting" in str(error)
         cause = f"silent for {self._timeout:g} s" if timed_out else "died or left (its connection closed)"
         raise copy(self._watch.settle(waiting.blame(self.rank, cause))) from error
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, whatever its dtype: gloo and NCCL do not know them all."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def find_device_backend(group: dist.ProcessGroup, device: torch.device | None) -> Any:

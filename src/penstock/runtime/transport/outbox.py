@@ -49,7 +49,7 @@ class Outbox:
         )
         directs = layout.pack(leaves, frame)
         work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
-        parts = [operations.send_part(tensor, link, microbatch) for tensor in directs] if directs else ()
+        parts = [operations.send_part(octets, link, microbatch) for octets, _ in directs] if directs else ()
         self._sent(link, UnderWay(microbatch, work, layout, frame, parts))
 
     def _send_changed(self, link: Outgoing, microbatch: int, predicted: Layout | None, value: Any) -> None:
@@ -62,7 +62,7 @@ class Outbox:
             made, leaves = Layout.of(taken, self._operations.device_backend is not None), taken.items
             layout = self._book.intern(made.text, lambda: made)
         packed = layout.all_packed()
-        body = Frame(packed.frame_bytes + len(layout.text), packed.slots)
+        body = Frame(packed.frame_bytes + len(layout.text), packed.copies)
         packed.pack(leaves, body)
         self._write_header(body.header, CHANGED, link, microbatch, layout.checksum, len(layout.text))
         ctypes.memmove(body.tensor.data_ptr() + packed.frame_bytes, layout.text, len(layout.text))
@@ -82,10 +82,10 @@ class Outbox:
         self._write_header(header, kind, link, microbatch, 0, body.numel())
         work = operations.send(frame, link.peer, link.tag, edge, microbatch)
         parts: list[Part] = []
-        for slot in predicted.directs if predicted is not None else ():
-            by_device = operations.travels_by_device(slot.device)  # NCCL must send as much as is received
+        for home in predicted.directs if predicted is not None else ():
+            by_device = operations.travels_by_device(home.device)  # NCCL must send as much as is received
             filler = torch.zeros(
-                slot.nbytes if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
+                home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
             parts.append(operations.send_part(filler, link, microbatch))
         tag = link.following_tag(link.count)

@@ -72,7 +72,7 @@ class Pair:
         self._layouts: dict[int, Layout] = {}  # the peer's
         self._parts: dict[int, list[bytes]] = {}  # texts of which more is to come
         self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
-        self.recents: list[deque[tuple[int, Layout]]] = []  # numbers that ends of channels keep
+        self.kept: list[dict[int, tuple[int, Layout]] | deque[tuple[int, Layout]]] = []  # what ends of channels know
         self._texts = 0
         self._socket = connection
         self._wait_for_room = wait_for_room
@@ -130,8 +130,8 @@ class Pair:
         if known is None:
             if len(self._book) >= LAYOUTS:  # shapes never repeat
                 self._book.clear()
-                for recent in self.recents:
-                    recent.clear()
+                for notes in self.kept:
+                    notes.clear()
                 self.say(FORGET)
             known = self._book[layout.text] = (self._write_text(LAYOUT, layout.text), layout)
         return known

@@ -159,7 +159,7 @@ class SharedMemoryTransport(DistributedTransport):
                 self._pairs.wait(pair, link.edge, microbatch, link.may_send)
             kind, place = DATA, NO_BLOCK
             if layout.payload_bytes:
-                block = pair.ring.take(layout.frame_bytes, step) if layout.stays else None
+                block = pair.ring.take(layout.frame_bytes, step) if layout.on_cpu else None
                 if block is None:
                     self._send_far(channel, link, microbatch, value)
                     kind = FAR

@@ -52,9 +52,10 @@ def dump_plain(values: Sequence[Any]) -> bytes:
         ) from error
 
 
-def load_plain(plain: bytes, count: int) -> list[Any]:
+def load_plain(plain: bytes) -> list[Any]:
     """The plain values again."""
-    return pickle.loads(plain) if plain else [None] * count
+    found: list[Any] = pickle.loads(plain)
+    return found
 
 
 def _take_down(spec: Any) -> Any:

@@ -83,6 +83,17 @@ class Layout:
         self.on_cpu = all(slot is None or slot.device == "cpu" for slot in self.slots)
         self.spread = any(home.spread for home in self.homes)
         self.lone = self._lone()
+        self._sizes = [home.nbytes for home in self.homes]
+        self._tensors = [slot for slot in self.slots if slot is not None]
+        self._sharing = [leaf for home in self.homes if len(home.slots) > 1 for leaf in home.slots]
+        self._wanting = [leaf for leaf, slot in enumerate(self.slots) if slot is not None and slot.requires_grad]
+        self._unsettled = [home for home in self.homes if not home.settled]
+        self._settled = [
+            (leaf, slot, home.offset // slot.dtype.itemsize)
+            for home in self.homes
+            if home.settled
+            for leaf, slot in home.slots.items()
+        ]
         self._spare: list[Frame] = []
 
     def _lone(self) -> Slot | None:
@@ -126,32 +137,41 @@ class Layout:
             items, spec = pytree.tree_flatten(value)
         if len(items) != len(self.slots):
             return None
+        addresses = []
         for leaf, slot in zip(items, self.slots, strict=True):
-            if slot is not None:
-                if not _fills(leaf, slot):
+            if slot is None:
+                if isinstance(leaf, Tensor) if form is None else leaf is not None:
                     return None
-            elif isinstance(leaf, Tensor) if form is None else leaf is not None:
+                continue
+            if not _fills(leaf, slot):
                 return None
-        if len(items) > 1 and not self._overlaps_alike(items):
+            address = leaf.data_ptr()
+            if address % LINE != slot.phase:
+                return None
+            addresses.append(address)
+        if len(addresses) > 1 and not self._overlap_alike(addresses, items):
             return None
         if form is not None:
             return items  # its only plain values are None
         return items if spec == self.spec and _dump_plain(items, self.slots) == self.plain else None
 
-    def _overlaps_alike(self, items: Sequence[Any]) -> bool:
+    def _overlap_alike(self, addresses: Sequence[int], items: Sequence[Any]) -> bool:
         """Whether those tensors overlap that do so here, in the same way, and no others."""
-        stretches = []
-        for home in self.homes:
-            starts = {items[leaf].data_ptr() - slot.start for leaf, slot in home.slots.items()}
-            if len(starts) > 1:
+        if len(self.homes) < len(addresses):
+            starts: dict[int, int] = {}
+            for address, slot in zip(addresses, self._tensors, strict=True):
+                if starts.setdefault(slot.region, address - slot.start) != address - slot.start:
+                    return False
+            if any(items[leaf].is_conj() or items[leaf].is_neg() for leaf in self._sharing):
                 return False
-            if len(home.slots) > 1 and any(items[leaf].is_conj() or items[leaf].is_neg() for leaf in home.slots):
-                return False
-            if home.nbytes:
-                start = starts.pop()
-                stretches.append((start, start + home.nbytes))
-        stretches.sort()
-        return all(stretches[place][1] <= stretches[place + 1][0] for place in range(len(stretches) - 1))
+            addresses = list(starts.values())
+        end = 0
+        for start, nbytes in sorted(zip(addresses, self._sizes, strict=True)):
+            if nbytes:
+                if start < end:
+                    return False
+                end = start + nbytes
+        return True
 
     def take_frame(self) -> Frame:
         """A packing buffer that no send is using."""
@@ -187,11 +207,19 @@ class Layout:
             blank = torch.empty(0, dtype=lone.dtype)
             offset = self.homes[0].offset // lone.dtype.itemsize
             return self.wrap(blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride))
-        arrived, tensors = iter(directs), dict[int, Tensor]()
-        for home in self.homes:
-            tensors.update(home.settle(next(arrived) if home.direct else frame, device))
-        plain = iter(encoding.load_plain(self.plain, len(self.slots) - len(tensors)))
-        items = [next(plain) if slot is None else _wanting(tensors[leaf], slot) for leaf, slot in enumerate(self.slots)]
+        items: list[Any] = [None] * len(self.slots)
+        for leaf, slot, offset in self._settled:
+            blank = torch.empty(0, dtype=slot.dtype)
+            items[leaf] = blank.set_(frame.untyped_storage(), offset, slot.shape, slot.stride)
+        arrived = iter(directs)
+        for home in self._unsettled:
+            for leaf, tensor in home.settle(next(arrived) if home.direct else frame, device).items():
+                items[leaf] = tensor
+        for leaf in self._wanting:
+            items[leaf].requires_grad_()
+        if self.plain:
+            plain = iter(encoding.load_plain(self.plain))
+            items = [next(plain) if slot is None else item for item, slot in zip(items, self.slots, strict=True)]
         if self.form is Tensor:
             return items[0]
         if self.form is not None:
@@ -206,10 +234,6 @@ class Layout:
         return tensor if self.form is Tensor else [tensor] if self.form is list else (tensor,)
 
 
-def _wanting(tensor: Tensor, slot: Slot) -> Tensor:
-    return tensor.requires_grad_() if slot.requires_grad else tensor
-
-
 def _fills(leaf: Any, slot: Slot) -> bool:
     kind = type(leaf)
     return (
@@ -220,7 +244,6 @@ def _fills(leaf: Any, slot: Slot) -> bool:
         and leaf.is_cpu is (slot.device == "cpu")
         and leaf.layout is torch.strided
         and leaf.stride() == slot.stride
-        and leaf.data_ptr() % LINE == slot.phase
     )
 
 

@@ -64,6 +64,11 @@ class Home(NamedTuple):
         """Where its tensors are with the sender."""
         return next(iter(self.slots.values())).device
 
+    @property
+    def settled(self) -> bool:
+        """Whether it is one tensor whose final memory is in the frame, as most are."""
+        return len(self.slots) == 1 and not self.direct and not self.spread and self.device == "cpu"
+
     def take(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """The bytes of its own message, and the tensor in whose memory they still are, if they are not copied."""
         first = next(leaf for leaf, slot in self.slots.items() if not slot.start)

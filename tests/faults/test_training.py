@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import free_port
+from processes import free_port, state_of
 from tiers import tiers
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
@@ -99,6 +99,36 @@ def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: P
         run.process.kill()
         assert gone(processes)
         assert_whole(run.output)
+
+
+@pytest.mark.slow
+def test_a_run_listens_on_loopback_only_and_its_ranks_end_with_the_launcher(tmp_path: Path) -> None:
+    """Ranks went on for up to 26 steps: they ended with the fork server, which ended when it got around to it."""
+    with job(tmp_path, "training.steps=100000", plan()) as run:
+        run.until(lambda: run.steps() > 2)
+        processes = run.descendants()
+        addresses = {address for pid in (run.process.pid, *processes) for address in listening(pid)}
+        assert addresses == {"0100007F"}, addresses  # 127.0.0.1, as the kernel writes it
+        ranks = run.ranks()
+        found = state_of(ranks[0])
+        assert found is not None
+        server = found[1]
+        os.kill(server, signal.SIGSTOP)  # it never gets around to it
+        try:
+            run.process.kill()
+            assert gone(ranks)
+            assert_whole(run.output)
+        finally:
+            os.kill(server, signal.SIGCONT)
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process listens."""
+    sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    rows = [
+        row.split() for table in ("tcp", "tcp6") for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()
+    ]
+    return {row[1].rsplit(":", 1)[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
 
 
 @pytest.mark.exhaustive

@@ -4,8 +4,7 @@ The agent starts one process a rank and starts all again when one fails, up to `
 added here is what a person wants to know then: who failed and why, and from which checkpoint it goes on. Processes
 are forked from a server that has torch loaded, so that a restart takes a second and not ten.
 
-No process outlives the launcher: ranks are killed by the kernel when the fork server goes, and that goes when the
-launcher does, however it ends.
+No process outlives the launcher, however that ends, and nothing listens but on the loopback address.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from penstock.train.checkpoint.checkpointer import Checkpointer
+from penstock.train.rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.run import RunFolder
 from penstock.train.settings import TrainConfig
 from penstock.train.stopping import INTERRUPTED, asking
@@ -39,6 +38,7 @@ from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
 __all__ = ["launch", "torchrun_command"]
 
+LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
 SHOW_CURSOR = "\x1b[?25h"
 CHATTY = ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher")
@@ -165,26 +165,18 @@ def launch(job: Job, say: Say) -> int:
         role="rank",
         local_world_size=ranks,
         entrypoint=enter,
-        args=(job,),
-        rdzv_handler=rendezvous.get_rendezvous_handler(
-            RendezvousParameters(
-                backend="c10d",
-                endpoint="localhost:0",
-                run_id=uuid.uuid4().hex[:8],
-                min_nodes=1,
-                max_nodes=1,
-                local_addr="localhost",
-            )
-        ),
+        args=(replace(job, launcher=os.getpid()),),
+        rdzv_handler=LocalRendezvous(uuid.uuid4().hex[:8]),
         max_restarts=config.launch.max_restarts,
         monitor_interval=0.05,
-        local_addr="localhost",
+        local_addr=LOOPBACK,
     )
     others = dict.fromkeys(range(1, ranks), Std.ALL)
     logs = DefaultLogsSpecs(
         log_dir=str(folder.logs), redirects=others, tee={rank: Std.ALL for rank in config.logging.ranks if rank}
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
     agent = Agent(
         spec,
         folder,

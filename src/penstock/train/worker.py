@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -75,6 +77,7 @@ class Job:
     config: TrainConfig
     again: str  # the command that goes on with this run
     resumed: bool = False  # there was such a run before
+    launcher: int = 0  # the process that all ranks end with
 
 
 def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:
@@ -91,7 +94,8 @@ def enter(job: Job) -> int:
     """The entrance of a launched rank. Returns 0 or 130; anything else ends the process with its own exit code."""
     with Stop() as stop:  # first of all: an interrupt from here on is a request
         os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the launcher, which passes it on, once
-        _die_with_launcher()
+        _leave_fork_server()
+        die_with(job.launcher)
         attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
         folder = RunFolder(Path(job.config.output))
         ready_path(folder, attempt, rank).touch()
@@ -106,20 +110,38 @@ def enter(job: Job) -> int:
             os._exit(FINAL if final else 1)  # not through interpreter exit, which may wait for a stuck thread
 
 
-def _die_with_launcher() -> None:
-    """No orphans: when the launcher is gone, by whatever means, so is this process, stopped or stuck as it may be.
-
-    The parent is the fork server. It ends when nobody holds the other end of its pipe, and ranks are given that end
-    too, to fork from it themselves; so they put it away. When it ends, the kernel ends them.
-    """
+def _leave_fork_server() -> None:
+    """The fork server ends when nobody holds the other end of its pipe; ranks are given that end too, to fork from it
+    themselves, so they put it away."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
         server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
+
+
+def die_with(launcher: int) -> None:
+    """No orphans: when the launcher is gone, by whatever means, so is this process.
+
+    The kernel ends it when its parent goes, stopped or stuck as it may be. But the parent may be a fork server, which
+    goes a while after the launcher; so a thread waits for the launcher itself as well.
+    """
+    parent = os.getppid()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:
+    try:
+        ended = os.pidfd_open(launcher)
+    except ProcessLookupError:
         os._exit(1)
+    except (OSError, AttributeError):  # a kernel older than 5.3
+        return
+    if os.getppid() != parent:  # it went before it could be watched
+        os._exit(1)
+    threading.Thread(target=_wait_and_die, args=(ended,), name="penstock-launcher", daemon=True).start()
+
+
+def _wait_and_die(ended: int) -> None:
+    select.select([ended], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> None:
@@ -150,6 +172,8 @@ def train_here(job: Job, stop: Stop) -> int:
     config, folder = job.config, RunFolder(Path(job.config.output))
     processes = config.pipeline.workers == "processes" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     rank = int(os.environ.get("RANK", "0")) if processes else 0
+    if processes and not job.launcher and "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun's agent
     with _group(config, processes):
         seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
         data = open_data(config)

@@ -205,6 +205,30 @@ def test_nor_between_processes() -> None:
             )
 
 
+def write_into_a_global() -> str:
+    """On one of two processes: a step whose first stage returns memory that nobody else knows of, over gloo."""
+    memory = torch.zeros(1, LARGE).double()
+
+    class Global(Scaled):
+        def forward(self, x: Tensor) -> Tensor:
+            return _write_into(memory, x * self.scale)
+
+    stages = [Global(""), Scaled("")]
+    pipe = penstock.Pipeline(stages, microbatches=4, schedule="gpipe", loss_fn=F.mse_loss, transport="distributed")
+    said = []
+    for _ in range(3):  # the first message of a layout is copied
+        try:
+            pipe.step(torch.randn(4, LARGE).double(), target=torch.randn(4, LARGE).double())
+        except PeerFailure as error:
+            said.append(str(error))
+    return said[-1]
+
+
+def test_memory_that_nobody_can_see_is_an_error_between_processes_too() -> None:
+    for said in on_processes(2, write_into_a_global):
+        assert "what stage 0 handed over for microbatch 0 was written to in place" in said
+
+
 # -- what a stage hands over
 
 

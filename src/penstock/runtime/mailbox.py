@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
 from penstock.runtime.transport.interrupts import CTRL_C
-from penstock.runtime.transport.share import Rewritten, arrive, share
+from penstock.runtime.transport.share import Rewritten, arrive, rewritten, share
 from penstock.schedule import Link, Placement, Topology, links
 from penstock.schedule.action import Action, Op
 
@@ -123,7 +123,7 @@ class Mailbox:
             self.waited_for = self.channels[channel].receive_action(microbatch), self.channels[channel].source_rank
             raise
         except Rewritten:
-            raise _rewritten(self.channels[channel].source_stage, microbatch) from None
+            raise rewritten(self.channels[channel].source_stage, microbatch) from None
         finally:
             if came:  # also where what came is a failure, it has come
                 self.pending.pop(key, None)
@@ -184,7 +184,7 @@ class Mailbox:
             value, ready = self._pop(direction, stage, route.other, microbatch)
             return arrive(value, ready, None)
         except Rewritten:
-            raise _rewritten(route.other, microbatch) from None
+            raise rewritten(route.other, microbatch) from None
 
     def _take_back(self, stage: int, route: _Route, microbatch: int) -> Any:
         if route.channel is not None:
@@ -203,10 +203,3 @@ class Mailbox:
             raise RunError(
                 f"stage {to} wants the {what} of stage {source}, microbatch {microbatch}: not there"
             ) from None
-
-
-def _rewritten(source: int, microbatch: int) -> RunError:
-    return RunError(
-        f"what stage {source} handed over for microbatch {microbatch} was written to in place before it was read: the "
-        f"stage that made it, or another that reads it too, uses its memory anew; return a copy (.clone()) of it"
-    )

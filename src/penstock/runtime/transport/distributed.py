@@ -47,6 +47,7 @@ from penstock.runtime.transport.layout import Book
 from penstock.runtime.transport.link import SUBTAGS, Incoming, Links, Outgoing
 from penstock.runtime.transport.operations import Operations, find_device_backend
 from penstock.runtime.transport.outbox import Outbox
+from penstock.runtime.transport.share import rewritten
 from penstock.runtime.transport.star import Star
 from penstock.runtime.transport.watch import Watch
 
@@ -176,9 +177,14 @@ class DistributedTransport(Transport):
             self._outbox.send_failure(self._outgoing(channel), microbatch, failure)
 
     def flush(self) -> None:
-        for links in self._opened.values():
-            for link in links.outs.values():
-                self._outbox.finish(link)
+        found = [
+            (link.edge.source_stage, microbatch)
+            for links in self._opened.values()
+            for link in links.outs.values()
+            for microbatch in self._outbox.finish(link)
+        ]
+        if found:
+            raise rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
         self._check_whole()

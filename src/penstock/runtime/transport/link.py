@@ -43,13 +43,17 @@ class Pending(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """A send that nobody has waited for yet, with all that must stay alive until then."""
+    """A send that nobody has waited for yet, with all that must stay alive until then.
+
+    `watched`: tensors that leave from their own memory, and the versions that they must have until they have left.
+    """
 
     microbatch: int
     work: Any
     layout: Layout | None
     frame: Frame | Tensor
     parts: Sequence[Part]
+    watched: Sequence[tuple[Tensor, int]] = ()
 
 
 class Following(NamedTuple):
@@ -97,6 +101,7 @@ class Outgoing(End):
         super().__init__(edge, edge.target_rank, tag)
         self.under_way: deque[UnderWay] = deque()
         self.following: list[Following] = []
+        self.rewritten: list[int] = []  # microbatches whose memory was written to before they had left
 
 
 class Links:
@@ -129,9 +134,13 @@ class Links:
         return sent, taken
 
     def end_step(self) -> None:
-        """Count from 0 again."""
+        """Count from 0 again. What a failed step left under way is nobody's any more, and may be written to."""
         for link in (*self.ins.values(), *self.outs.values()):
             link.count = 0
+        for out in self.outs.values():
+            out.rewritten.clear()
+            for place, message in enumerate(out.under_way):
+                out.under_way[place] = message._replace(watched=())
 
     def check_idle(self, call: str) -> None:
         """A posted receive cannot be taken back, so nothing may be posted where links are laid anew."""

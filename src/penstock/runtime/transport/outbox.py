@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PeerFailure
+from penstock.runtime.buffers import version_of
 from penstock.runtime.transport.layout import Book, Frame, Layout, flatten
 from penstock.runtime.transport.link import Following, Outgoing, Part, UnderWay
 from penstock.runtime.transport.operations import Operations
@@ -49,8 +50,12 @@ class Outbox:
         )
         directs = layout.pack(leaves, frame)
         work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
-        parts = [operations.send_part(octets, link, microbatch) for octets, _ in directs] if directs else ()
-        self._sent(link, UnderWay(microbatch, work, layout, frame, parts))
+        if not directs:
+            self._sent(link, UnderWay(microbatch, work, layout, frame, ()))
+            return
+        watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
+        parts = [operations.send_part(octets, link, microbatch) for octets, _ in directs]
+        self._sent(link, UnderWay(microbatch, work, layout, frame, parts, watched))
 
     def _send_changed(self, link: Outgoing, microbatch: int, predicted: Layout | None, value: Any) -> None:
         before = link.layouts[link.count - 1] if 0 < link.count <= len(link.layouts) else None
@@ -123,9 +128,13 @@ class Outbox:
         link.under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
             message.layout.give_back(message.frame)
+        if any(version_of(tensor) != version for tensor, version in message.watched):
+            link.rewritten.append(message.microbatch)  # an error at the end of the step: until then, links are served
 
-    def finish(self, link: Outgoing) -> None:
-        """Wait until all that was sent on the link has left."""
+    def finish(self, link: Outgoing) -> list[int]:
+        """Wait until all that was sent on the link has left; microbatches that were written to before they had."""
         while link.under_way:
             self._finish_oldest(link)
         self._finish_following(link, link.following)
+        rewritten, link.rewritten = link.rewritten, []
+        return rewritten

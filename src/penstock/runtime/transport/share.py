@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 
-__all__ = ["Ready", "Rewritten", "alias", "arrive", "share"]
+__all__ = ["Ready", "Rewritten", "alias", "arrive", "rewritten", "share"]
 
 Events = list[tuple[torch.device, "torch.cuda.Event"]]
 
@@ -32,6 +32,14 @@ REWRITTEN = "a value was written to after it was handed over; return a copy of i
 
 class Rewritten(RunError):
     """A value was written to between its sending and its arrival."""
+
+
+def rewritten(stage: int, microbatch: int) -> RunError:
+    """The same, where it is known what was written to."""
+    return RunError(
+        f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: the "
+        f"stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) of it"
+    )
 
 
 class Several(NamedTuple):

@@ -9,10 +9,10 @@ import torch
 
 from penstock.model.replay.structure import flatten, tensors_in
 
-__all__ = ["PARAMETER", "Call", "Leaf", "Mark", "Recording", "shapes_of"]
+__all__ = ["PARAMETER", "STATE", "Call", "Leaf", "Mark", "Recording", "State", "shapes_of"]
 
-Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, its number) for one that the glue reads
-PARAMETER = -1
+Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, number), (STATE, number) for what the glue reads
+PARAMETER, STATE = -1, -2
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,14 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass(frozen=True)
+class State:
+    """Something that units change in their calls and others read."""
+
+    name: str
+    writers: frozenset[str]
 
 
 @dataclass
@@ -59,6 +67,9 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     output: frozenset[Mark] = frozenset()
     parameters: list[str] = field(default_factory=list)  # what (PARAMETER, number) stands for
+    states: list[State] = field(default_factory=list)  # and (STATE, number)
+    guarded: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # of a unit, what others read: it may not
+    # change; (module inside of the unit, attribute)
     draws_in_glue: bool = False
     reads_values: bool = False  # the glue turned a tensor into a Python value
     writes_inputs: bool = False  # the glue changes the model's inputs in place

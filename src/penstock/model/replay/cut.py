@@ -13,7 +13,7 @@ from penstock.model.fixed import fixed_inputs
 from penstock.model.lazy import is_lazy
 from penstock.model.origin import origin_of
 from penstock.model.profile import Weight, profile_calls
-from penstock.model.replay.calls import PARAMETER, Leaf, Recording
+from penstock.model.replay.calls import Leaf, Recording
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import Plan, plan_stages, torn_by
 from penstock.model.replay.record import record
@@ -116,8 +116,9 @@ def _recorded(
                 f"{type(model).__name__} calls units with parameters {'once' if count == 1 else f'{count} times'} "
                 f"({', '.join(unit or 'the model as a whole' for unit in units[:8])}"
                 f"{', ...' if len(units) > 8 else ''})"
-                + (f" where no cut would tear apart the calls of {why}, which update themselves" if why else "")
+                + (f" where no cut would part {why} from code that reads or changes it" if why else "")
                 + f", too few for {wanted} stages; pass stages={count} or fewer"
+                + (", or let the units that change it return it; use one norm per place" if why else "")
             ) from error
 
 
@@ -145,7 +146,7 @@ def _cuts(
 ) -> list[int]:
     starts = _starts(modules, recording)
     if split_at:
-        return _cuts_at(recording, stages, split_at, starts)
+        return _cuts_at(recording, stages, split_at, starts, _with_parameters(modules, recording))
     if balance.counts is not None:
         return _cuts_by_count(starts, stages, balance.counts)
     return balance.cuts(stages, weights, starts[1:], _crossing(recording))
@@ -153,10 +154,14 @@ def _cuts(
 
 def _starts(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
     """The calls with which a stage may begin: those of units that own parameters, where no unit is torn."""
+    return [number for number in _with_parameters(modules, recording) if not torn_by(recording, number)]
+
+
+def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
     return [
         number
         for number, call in enumerate(recording.calls)
-        if not call.glue and next(modules[call.unit].parameters(), None) is not None and not torn_by(recording, number)
+        if not call.glue and next(modules[call.unit].parameters(), None) is not None
     ]
 
 
@@ -173,7 +178,9 @@ def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> li
     return cuts
 
 
-def _cuts_at(recording: Recording, stages: int, split_at: Sequence[str], starts: list[int]) -> list[int]:
+def _cuts_at(
+    recording: Recording, stages: int, split_at: Sequence[str], starts: list[int], owning: list[int]
+) -> list[int]:
     import difflib
 
     calls = recording.calls
@@ -192,7 +199,7 @@ def _cuts_at(recording: Recording, stages: int, split_at: Sequence[str], starts:
     if cuts != sorted(set(cuts)):
         raise ModelError(f"split_at={list(split_at)} is not in the order in which the model calls its units")
     for first, end, name in zip([0, *cuts], [*cuts, len(calls)], ["", *split_at], strict=True):
-        if not any(first <= start < end for start in starts):
+        if not any(first <= number < end for number in owning):
             where = f"from {name!r} on" if name else f"before {split_at[0]!r}"
             raise ModelError(f"split_at={list(split_at)}: the stage {where} would have no unit with parameters")
     return cuts
@@ -214,8 +221,8 @@ def _crossing(recording: Recording) -> list[float]:
     calls = recording.calls
     last_use: dict[tuple[int, int], int] = {}
     for number, call in enumerate(calls):
-        last_use.update({mark: number for mark in call.needs if mark[0] != PARAMETER})
-    last_use.update({mark: len(calls) for mark in recording.output if mark[0] != PARAMETER})
+        last_use.update({mark: number for mark in call.needs if mark[0] >= 0})
+    last_use.update({mark: len(calls) for mark in recording.output if mark[0] >= 0})
     bytes_at = [0.0] * (len(calls) + 1)
     for (call_number, place), last in last_use.items():
         leaf = calls[call_number].leaves[place]

@@ -29,6 +29,7 @@ from penstock.model.aside import EVERYWHERE, aside
 from penstock.model.part import OUTPUT, WHOLE, no_stream, state_names
 from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
+from penstock.model.replay.guard import Guard
 from penstock.model.replay.marks import Absent
 from penstock.model.replay.owned import Outside, StageUnits
 from penstock.model.replay.paths import diverged, stale
@@ -104,6 +105,8 @@ class ReplayPart:
         self._modes = [module for module in others if not getattr(module, "is_asked", False)]
         self.units = list(units)
         running = [twins.get(name, unit) for name, unit in units.items()]
+        guarded = plan.recording.guarded
+        self._guards = {name: Guard(name, twins[name], guarded[name]) for name in units if name in guarded}
         self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others, running)
         self._outside = Outside(self._root, self.module)
         self.names = {
@@ -222,6 +225,8 @@ class ReplayPart:
         check_reentrant(call.unit, run.with_gradients)
         if run.checkpoint is not None:
             own = functools.partial(run.checkpoint, own)
+        guard = self._guards.get(call.unit)
+        seen = [] if guard is None else guard.look()
         expected = None if self._is_last else self._shapes.of(number, call, args, kwargs)
         sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
@@ -230,6 +235,8 @@ class ReplayPart:
                 output = own(*args, **kwargs)
         finally:
             run.inside = False
+        if guard is not None:
+            guard.check(seen)
         if sinks is not None and not call.adds and sinks.added():
             raise stale(f"{call.unit} adds to a list that it left alone with the example")
         leaves, spec = flatten((output, sinks.added()) if sinks is not None and call.adds else output)

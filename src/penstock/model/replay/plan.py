@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.calls import PARAMETER, Mark, Recording
+from penstock.model.replay.calls import PARAMETER, STATE, Mark, Recording, State
 from penstock.schedule.topology import Topology
 
 __all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages", "torn_by"]
@@ -53,6 +53,8 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
     for stage, mark in needs:
         if mark[0] == PARAMETER:
             read[stage][recording.parameters[mark[1]]] = None
+        elif mark[0] == STATE:
+            _check_state(recording, stage_of, stage, recording.states[mark[1]])
         elif stage_of[mark[0]] != stage:
             crossing.setdefault((stage_of[mark[0]], stage), set()).add(mark)
     _check_kept(recording, stage_of)
@@ -64,9 +66,29 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
 
 
 def torn_by(recording: Recording, cut: int) -> str:
-    """A unit that is called on both sides of a cut and keeps something from call to call; empty: there is none."""
-    before = {call.unit for call in recording.calls[:cut] if call.keeps}
-    return next((call.unit for call in recording.calls[cut:] if call.unit in before), "")
+    """What units keep from call to call and is needed on both sides of a cut; empty: there is nothing."""
+    before = {call.unit: call.keeps for call in recording.calls[:cut] if call.keeps}
+    torn = next((call.unit for call in recording.calls[cut:] if call.unit in before), None)
+    if torn is not None:
+        return f"{torn}.{before[torn]}" if torn else before[torn]
+    for number, state in enumerate(recording.states):
+        readers = [place for place, call in enumerate(recording.calls) if (STATE, number) in call.needs]
+        readers += [len(recording.calls)] if (STATE, number) in recording.output else []
+        writers = [place for place, call in enumerate(recording.calls) if call.unit in state.writers]
+        if readers and min(readers + writers) < cut <= max(readers + writers):
+            return state.name
+    return ""
+
+
+def _check_state(recording: Recording, stage_of: Sequence[int], stage: int, state: State) -> None:
+    """What a unit keeps is known on its own stage only."""
+    for number, call in enumerate(recording.calls):
+        if call.unit in state.writers and stage_of[number] not in (GLUE, stage):
+            raise ModelError(
+                f"{call.unit}, on stage {stage_of[number]}, changes {state.name} in its forward, and stage {stage} "
+                f"reads it, where it would have another value. Let {call.unit} return it and pass it on as an "
+                f"argument, let both be one module, or cut so that they are on one stage"
+            )
 
 
 def _check_kept(recording: Recording, stage_of: Sequence[int]) -> None:

@@ -27,10 +27,12 @@ from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.aside import DRY, EVERYWHERE, aside
 from penstock.model.replay.again import check_reentrant
 from penstock.model.replay.calls import Call, Recording, shapes_of
-from penstock.model.replay.carried import Carried, kept_by, own_state, updates_itself
+from penstock.model.replay.carried import Carried
+from penstock.model.replay.kept import Kept
 from penstock.model.replay.marks import Reads, fresh
 from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.sinks import Sinks, install_collectors
+from penstock.model.replay.snapshot import kept_by, own_state, updates_itself
 from penstock.model.replay.structure import tensors_in
 from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.undo import Elsewhere, undone
@@ -60,13 +62,15 @@ def record(
         marks: Marks
 
         def answer(name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
-            if marks.inside is not None or marks.in_free:
+            if marks.inside is not None or marks.free is not None:
                 return own(*args, **kwargs)
             elsewhere.check()
             carried.look(len(marks.recording.calls))
             if name in free:
                 return _watch_free(name, modules[name], own, marks, args, kwargs)
-            output = _watch(name, modules[name], own, instead, marks, args, kwargs)
+            kept.pause()
+            output, changed = _watch(name, modules[name], own, instead, marks, args, kwargs)
+            kept.pause(name, changed)
             elsewhere.rest()
             return output
 
@@ -78,7 +82,7 @@ def record(
             for parameter, standing in without_memory.values():
                 marks.marks[marks.storages.key(standing)] = marks.of(parameter)
             marks.left = {marks.storages.key(tensor): name for name, tensor in left}
-            with Reads(marks.read), marks, _explained(model), aside(EVERYWHERE):
+            with kept.follow(marks, carried), Reads(marks.read), marks, _explained(model), aside(EVERYWHERE):
                 output = tree(*mine, **named)
             elsewhere.check()
             marks.recording.output = marks.of(output)
@@ -88,19 +92,20 @@ def record(
         known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tree = stage_tree(model, {*units, *free}, answer, apart=False)
         without_memory = {} if instead is None else _stand_in(tree)
-        carried, left = Carried(tree), list[tuple[str, Tensor]]()
+        carried, kept, left = Carried(tree), Kept(model, tree), list[tuple[str, Tensor]]()
         generator = torch.get_rng_state()
         first = run()
         _check_made(model, tree, known)
         behind = carried.left()
-        if behind:
+        if behind or kept.shared():
             left = [
                 (name, tensor) for name, tensors in behind.items() for tensor in tensors if first.is_of_units(tensor)
             ]
             torch.set_rng_state(generator)
-            with carried.watched(lambda: len(marks.recording.calls)):
-                run()
+            carried.again()
+            run()
             carried.check()
+        kept.settle(first.recording)
         install = install_collectors(model, tree)
         _tell_of_losses(tree, first)
     install()
@@ -197,8 +202,8 @@ def _watch(
     marks: Marks,
     args: Any,
     kwargs: Any,
-) -> Any:
-    """A unit's run, noted as a call."""
+) -> tuple[Any, list[str]]:
+    """A unit's run, noted as a call; also, which of its attributes it has changed."""
     needs = marks.of((args, kwargs))
     given = tensors_in((args, kwargs))
     call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))
@@ -218,14 +223,15 @@ def _watch(
         call.needs |= marks.leave(module)
     call.seconds = perf_counter() - begin
     with marks.silent():
-        call.keeps = kept_by(unit, before) if instead is None else updates_itself(module)
+        changed = list(kept_by(unit, before) if instead is None else updates_itself(module))
+    call.keeps = next(iter(changed), "")
     added = sinks.added()
     if not added:
-        return marks.note(call, given, output)
+        return marks.note(call, given, output), changed
     call.adds = True
     output, added = marks.note(call, given, (output, added))
     sinks.put(added)
-    return output
+    return output, changed
 
 
 def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Marks, args: Any, kwargs: Any) -> Any:
@@ -242,10 +248,10 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Ma
     before, known = marks.recording.draws_in_glue, dict(marks.buffers)
     for buffer, _ in buffers:
         marks.buffers.pop(marks.storages.key(buffer), None)
-    marks.in_free = True
+    marks.free = name
     with aside(DRY):
         output = own(*args, **kwargs)
-    marks.buffers, marks.in_free = known, False
+    marks.buffers, marks.free = known, None
     unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))
     has_state = any(buffer._version != version for buffer, version in buffers)
     if unchanged and (has_state or marks.of(output) - marks.control):

@@ -16,6 +16,7 @@ from penstock.errors import ModelError
 from penstock.model.replay.calls import PARAMETER, Call, Leaf, Mark, Recording
 from penstock.model.replay.marks import Follower, fresh
 from penstock.model.replay.structure import flatten, tensors_in, unflatten
+from penstock.model.replay.tree import OWN
 
 __all__ = ["Marks"]
 
@@ -32,7 +33,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         self.control: frozenset[Mark] = frozenset()  # what decided the path so far
         self.inside: str | None = None
         self.quiet = False
-        self.in_free = False  # a module without parameters runs
+        self.free: str | None = None  # the module without parameters that runs
         self.made_inside: dict[int, str] = {}
         self.inputs = {self.storages.key(tensor) for tensor in inputs}
         self.buffers = {self.storages.key(tensor): name for name, tensor in kept}
@@ -42,10 +43,16 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         self._behind: dict[int, str] = {}  # of these, those whose twin was written to
         self._read: set[Mark] = set()  # by the unit that runs, beside its arguments
         self._may_write: set[int] = set()
+        self.written_by: dict[int, set[str]] = {}  # storages, by which units
         self._parameters = {id(parameter) for parameter in model.parameters()}
         for name, parameter in model.named_parameters():
             self.marks[self.storages.key(parameter)] = frozenset({(PARAMETER, len(recording.parameters))})
             recording.parameters.append(name)
+
+    def put(self, tensor: Tensor, mark: Mark) -> None:
+        """One more mark."""
+        key = self.storages.key(tensor)
+        self.marks[key] = self.marks.get(key, frozenset()) | {mark}
 
     def of(self, value: Any) -> frozenset[Mark]:
         """All marks on the tensors of a value; a leak is refused here."""
@@ -76,7 +83,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
     def is_of_units(self, tensor: Tensor) -> bool:
         """Whether it was made of what units returned, or inside of one."""
         key = self.storages.key(tensor)
-        return key in self.made_inside or any(call != PARAMETER for call, _ in self.marks.get(key, ()))
+        return key in self.made_inside or any(call >= 0 for call, _ in self.marks.get(key, ()))
 
     def is_made_inside(self, tensor: Tensor) -> bool:
         """Whether a unit made it and did not return it."""
@@ -127,7 +134,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         if key in self.inputs:
             self.recording.writes_inputs = True
         for call, _ in self.marks.get(key, frozenset()):
-            if call != PARAMETER:
+            if call >= 0:
                 self.recording.calls[call].changed_in_place = True
 
     def _in_unit(self, unit: str, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
@@ -143,6 +150,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
                     f"{unit} changes a tensor of shape {tuple(tensor.shape)} in place that it was given or found; the "
                     f"change would not reach other stages. Let it return the new tensor instead"
                 )
+            self.written_by.setdefault(key, set()).add(unit)
         known = set(map(self.storages.key, taken))
         for tensor in made:
             key = self.storages.key(tensor)
@@ -161,6 +169,8 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
     def enter(self, unit: str, module: nn.Module) -> None:
         self.inside = unit
         own = [*module.buffers(), *module.parameters()]
+        for inner in module.modules():
+            own += tensors_in({name: value for name, value in vars(inner).items() if name not in OWN}, 1)
         self._read, self._may_write = set(), {self.storages.key(tensor) for tensor in own}
 
     def leave(self, module: nn.Module) -> frozenset[Mark]:

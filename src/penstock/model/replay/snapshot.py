@@ -1,0 +1,95 @@
+"""What a module's attributes were, as values that can be compared with what they are later."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from penstock.model.replay.tree import OWN
+
+__all__ = ["CONTAINERS", "PLAIN", "changes_in_place", "frozen", "has_fields", "kept_by", "own_state", "updates_itself"]
+
+PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, deque)
+_OPAQUE = (nn.Module, Tensor, type, *PLAIN)
+_DEPTH = 3  # of containers in containers
+
+
+def changes_in_place(value: Any) -> bool:
+    """Whether code that is handed the value can change it for others: containers, generators, objects with fields."""
+    return isinstance(value, (*CONTAINERS, torch.Generator)) or has_fields(value) or _draws(value)
+
+
+def has_fields(value: Any) -> bool:
+    """Whether it is an object of the user's, such as a configuration."""
+    return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (*_OPAQUE, *CONTAINERS))
+
+
+def _draws(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return isinstance(value, random.Random) or (numpy is not None and isinstance(value, numpy.random.Generator))
+
+
+def frozen(value: Any, depth: int = _DEPTH) -> Any:
+    """All that is in a value, for `==`; tensors and what cannot be looked into by identity."""
+    if isinstance(value, PLAIN) or value is None:
+        return type(value), value
+    if isinstance(value, Tensor):
+        return id(value), -1 if value.is_inference() else value._version
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if _draws(value):
+        return repr(value.bit_generator.state)
+    if not depth or not changes_in_place(value):
+        return id(value)
+    if isinstance(value, dict):
+        return tuple((frozen(key, 0), frozen(each, depth - 1)) for key, each in value.items())
+    if isinstance(value, set):
+        return frozenset(frozen(each, 0) for each in value)
+    if isinstance(value, CONTAINERS):
+        return tuple(frozen(each, depth - 1) for each in value)
+    return tuple((name, frozen(each, depth - 1)) for name, each in vars(value).items())
+
+
+def own_state(unit: nn.Module) -> dict[str, Any]:
+    """What a unit could change on itself: copies of its buffers, and its plain attributes."""
+    found: dict[str, Any] = {}
+    for name, holder in unit.named_modules():
+        for key, value in vars(holder).items():
+            if key not in OWN and isinstance(value, PLAIN):
+                found[_joined(name, key)] = value
+        for key, buffer in holder._buffers.items():
+            if buffer is not None:
+                found[_joined(name, key)] = buffer.detach().clone()
+    return found
+
+
+def kept_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
+    """The names of what a call has changed on a unit."""
+    for name, value in own_state(unit).items():
+        old = before.get(name)
+        if isinstance(value, Tensor):
+            if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
+                yield name
+        elif value is not old and (type(value) is not type(old) or value != old):
+            yield name
+
+
+def updates_itself(unit: nn.Module) -> Iterator[str]:
+    """As `kept_by`, for a unit that cannot be run: running statistics are known by their kind."""
+    for name, module in unit.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
+            yield _joined(name, "running_mean")
+
+
+def _joined(name: str, inner: str) -> str:
+    return f"{name}.{inner}" if name else inner

@@ -1,0 +1,259 @@
+"""Hidden channels between units: what one keeps on itself in its forward, and code on another stage read.
+
+A stage runs its own units only. So the code between the units saw, of a counter or a moving average of another stage's
+unit, what it had been at the start (on processes) or what it happened to be (on threads): a loss of 16.70 instead of
+15.20 in the second microbatch, and no error. Where writer and readers are on one stage it works as in a plain loop;
+where they are not, it is refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from model.nets import Chain, W, rows, square, trains
+from processes import on_processes
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import ModelError, PeerFailure
+
+
+class Keeps(nn.Linear):
+    """A unit that counts its calls, in all the ways there are."""
+
+    def __init__(self, way: str = "buffer") -> None:
+        super().__init__(W, W)
+        self.way, self.number, self.tensor, self.numbers = way, 0, torch.zeros(()), [0]
+        self.register_buffer("buffer", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.inner = nn.Identity()
+        self.inner.register_buffer("buffer", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "buffer":
+            self.buffer += 1
+        elif self.way == "replaced":
+            self.replaced = self.replaced + 1
+        elif self.way == "inner":
+            self.inner.buffer += 1
+        elif self.way == "tensor":
+            self.tensor += 1
+        elif self.way == "numbers":
+            self.numbers[0] += 1
+        elif self.way == "number" or (self.way == "when training" and self.training):
+            self.number += 1
+        return super().forward(x)
+
+    def count(self) -> Any:
+        kept = {"inner": self.inner.buffer, "when training": self.number, "numbers": self.numbers[0]}
+        return kept[self.way] if self.way in kept else getattr(self, self.way)
+
+
+WAYS = ("buffer", "replaced", "inner", "tensor", "number", "numbers")
+
+
+class Reads(Chain):
+    """Its forward multiplies by what its blocks have counted."""
+
+    def __init__(self, way: str, where: str) -> None:
+        super().__init__()
+        self.blocks, self.where = nn.ModuleList(Keeps(way) for _ in range(4)), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "first":
+            x = x * (1 + sum(block.count() for block in self.blocks))
+        for block in self.blocks:
+            x = torch.tanh(block(x * (1 + block.count()) if self.where == "each" else x))
+        if self.where == "last":
+            x = x * (1 + sum(block.count() for block in self.blocks))
+        return x * (1 + self.blocks[3].count()) if self.where == "own" else x
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_units_of_two_stages_keep_is_not_read_elsewhere(way: str, where: str) -> None:
+    told = r"would part blocks\.\d\.[^ ]+ .*from code that reads or changes it.* or let the units .* return it"
+    if way == "replaced" and where == "last":
+        told = "blocks.0 gives a tensor away other than by returning it"
+    with pytest.raises(ModelError, match=told):
+        trains(Reads(way, where), rows())
+
+
+def test_a_cut_that_was_asked_for_and_parts_a_unit_from_its_reader_is_refused() -> None:
+    told = r"blocks\.0, on stage 0, changes blocks\.0\.buffer in its forward, and stage 1 reads it, where it would have"
+    with pytest.raises(ModelError, match=told):
+        trains(Reads("buffer", "last"), rows(), stages=None, split_at=["blocks.2"])
+
+
+@pytest.mark.parametrize(
+    ("way", "where"),
+    [*(("buffer", where) for where in ("own", "each")), ("number", "own"), ("numbers", "own"), ("inner", "each")],
+)
+def test_what_a_unit_keeps_is_read_on_its_own_stage(way: str, where: str) -> None:
+    assert trains(Reads(way, where), rows()) == 0.0
+
+
+def test_what_a_unit_keeps_only_in_training_is_seen_then() -> None:
+    """Nothing changed when the example ran, because the model was in eval mode."""
+    with penstock.Pipeline(
+        Reads("when training", "last").eval(), stages=2, microbatches=2, loss_fn=square, example=(rows(2, W),)
+    ) as pipe:
+        pipe.evaluate(rows())
+        pipe.train()
+        with pytest.raises(PeerFailure, match=r"blocks\.0 has changed its number in its forward, which it left alone"):
+            pipe.step(rows())
+
+
+def test_a_cache_that_a_unit_fills_once_and_others_read_is_no_state() -> None:
+    class Caches(nn.Linear):
+        table: dict[int, float] | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None:
+                self.table = {size: 1.0 / size for size in range(1, 9)}
+            return super().forward(x) * self.table[x.shape[1]]
+
+    class Uses(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(super().forward(x) * (2 if self.blocks[3].table else 1))
+
+    model = Uses()
+    model.blocks = nn.ModuleList(Caches(W, W) for _ in range(4))
+    model(rows())
+    assert trains(model, rows()) == 0.0
+
+
+class Hidden(nn.Linear):
+    """A unit with a way around the model's tree."""
+
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        super().__init__(W, W)
+        self.act, self.friends, self.calls = act, list[Any](), 0
+        self.inner = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.act(self)
+        return super().forward(x) * (1 + (factor or 0))
+
+
+class Befriended(Chain):
+    calls = 0
+
+    def __init__(self, act: Callable[[Any], Any], friends: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.notes, self.blocks = {"calls": 0}, nn.ModuleList(Hidden(act) for _ in range(4))
+        self.generator, self.random = torch.Generator(), random.Random(1)
+        for block in self.blocks:
+            block.friends = friends(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.calls + self.notes["calls"])
+
+
+def count_at_root(block: Any) -> None:
+    block.friends[0].calls += 1
+
+
+def count_in_notes(block: Any) -> None:
+    block.friends["calls"] += 1
+
+
+def count_and_ask_others(block: Any) -> int:
+    block.calls += 1
+    return sum(each.calls for each in block.friends)
+
+
+def draw(block: Any) -> float:
+    return float(torch.rand((), generator=block.friends))
+
+
+def draw_from_python(block: Any) -> float:
+    return float(block.friends.random())
+
+
+@pytest.mark.parametrize(
+    ("act", "friends", "what"),
+    [
+        (count_at_root, lambda model: [model], "calls"),
+        (count_in_notes, lambda model: model.notes, "friends"),
+        (count_and_ask_others, lambda model: list(model.blocks), r"blocks\.\d\.calls"),
+        (draw, lambda model: model.generator, "friends"),
+        (draw_from_python, lambda model: model.random, "friends"),
+    ],
+)
+def test_units_that_share_what_they_change_are_refused(act: Any, friends: Any, what: str) -> None:
+    """Through a list that hides a module, one dict, one generator for all: nothing in the tree told of it."""
+    with pytest.raises(ModelError, match=rf"changes (blocks\.\d\.)?{what} in its forward, and \S+ reads it"):
+        trains(Befriended(act, friends), rows())
+
+
+def test_what_is_set_inside_of_a_unit_by_the_code_between_is_refused() -> None:
+    """On threads all stages have the one inner module, and one stage's mask was another's."""
+
+    class Masked(Hidden):
+        def __init__(self) -> None:
+            super().__init__(lambda block: 0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.inner.mask
+
+    class Sets(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                block.inner.mask = (x > 0).to(x)  # type: ignore[union-attr]
+            y: Tensor = super().forward(x)
+            return y
+
+    with pytest.raises(ModelError, match=r"changes blocks\.0\.inner\.mask, inside of blocks\.0"):
+        trains(Sets(block=Masked), rows())
+
+
+def test_a_module_without_parameters_that_counts_at_the_end_is_not_read_at_the_beginning() -> None:
+    class Counter(nn.Module):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x * 1.0
+
+    class Ends(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter = Counter()
+
+        def forward(self, x: Tensor) -> Any:
+            return self.counter(super().forward(x * (1 + self.counter.count)))
+
+    with pytest.raises(ModelError, match=r"would part counter\.count from code that reads or changes it"):
+        trains(Ends(), rows())
+
+
+def on_a_process() -> tuple[float, str]:
+    """How far a model that may be cut is from the plain one, and the error of one that may not."""
+    torch.manual_seed(0)
+    model, x = Reads("buffer", "own"), rows()
+    plain = [(square(model(part)) / 2).item() for part in x.chunk(2)]
+    for block in model.blocks:
+        block.buffer.zero_()  # type: ignore[operator, union-attr]
+    example = (x[:2],)
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square, example=example) as pipe:
+        far = abs(pipe.step(x).loss.item() - sum(plain))
+    pipe = penstock.Pipeline(
+        Reads("when training", "last").eval(), stages=2, microbatches=2, loss_fn=square, example=example
+    )
+    pipe.train()
+    try:
+        pipe.step(x)
+    except (ModelError, PeerFailure) as error:
+        return far, str(error)
+    return far, ""
+
+
+def test_on_processes_as_on_threads() -> None:
+    for far, error in on_processes(2, on_a_process):
+        assert far < 1e-6
+        assert "has changed its number in its forward, which it left alone with the example" in error

@@ -12,6 +12,7 @@ from penstock.errors import UsageError
 from penstock.parallel.mesh import Axes
 from penstock.parallel.plan import plan_of
 from penstock.runtime.replication import Alone
+from penstock.runtime.transport.collective import all_gather
 from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
 from penstock.schedule.seen import passes_seen
 
@@ -91,11 +92,7 @@ class Composition:
         """The first replica's numbers, in all of them: each would measure other times, and so cut in other places."""
         for axis in BESIDE:
             if self.axes.size(axis) > 1:
-                import torch.distributed as dist
-
-                box = [numbers]
-                dist.broadcast_object_list(box, group=self.axes.group(axis), group_src=0)
-                numbers = box[0]
+                numbers = all_gather(numbers, self.axes.group(axis))[0]
         return numbers
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:

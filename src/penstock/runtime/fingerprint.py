@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.runtime import plain
 from penstock.runtime.microbatch import Shared
 
 __all__ = ["Detail", "Key", "Seen", "alike", "look", "sample"]
@@ -59,6 +60,9 @@ class Detail(NamedTuple):
     exact: int = 0
     numbers: tuple[float, ...] = ()
     rounding: float = ROUNDING
+
+
+plain.record(Detail, path=str, words=str, exact=int, numbers=tuple, rounding=float)
 
 
 class _Tensor:

@@ -97,7 +97,8 @@ def _read_record(name: str, entries: Any, tensor: Callable[[str], Tensor]) -> An
     kind, fields, _, make = _RECORDS[name]
     values = {key: decode(entry, tensor) for key, entry in entries.items()}
     for key, value in values.items():
-        if key not in fields or not isinstance(value, fields[key]):
+        fits = key in fields and isinstance(value, fields[key])
+        if not fits and not (type(value) is int and isinstance(0.0, fields.get(key, ()))):
             raise NotPlainError(f"a {kind.__name__} whose {key[:40]!r} is a {type(value).__name__}")
     return make(**values)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PeerFailure
+from penstock.runtime import plain
 from penstock.runtime.norms import norm_of
 from penstock.runtime.step import StepReport
 from penstock.schedule import Action, Schedule
@@ -32,6 +33,9 @@ class Said:
     extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
     count: int = 0  # of its microbatches
     more: Any = None
+
+
+plain.record(Said, failure=PeerFailure | None, loss=float | None, dtype=torch.dtype, extra=dict, count=int, more=object)
 
 
 def said_by(reports: Sequence[StepReport], count: int) -> Said:

@@ -84,13 +84,10 @@ class OwnedState:
         return group_parameters(rules or {}, here, every.items(), aliases)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the stages that this process owns, each buffer once."""
-        seen: set[int] = set()
+        """(name, buffer) of the stages that this process owns."""
         for index, module in self.crew.modules().items():
             for name, buffer in module.named_buffers():
-                if id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    yield self.split.parts[index].names[name], buffer
+                yield self.split.parts[index].names[name], buffer
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns."""

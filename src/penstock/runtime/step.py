@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure
+from penstock.runtime import plain
 from penstock.runtime.agreement import Readers, Told, left_out
 from penstock.runtime.fingerprint import Seen
 from penstock.runtime.microbatch import Batch
@@ -56,6 +57,24 @@ class StepReport:
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
+
+
+plain.record(Begun, start=float, optimizer=float)
+plain.record(Span, rank=int, action=Action, start=float, end=float, wait=float)
+plain.record(
+    StepReport,
+    extra=dict,
+    loss=float | None,
+    losses_by_number=list,
+    dtype=torch.dtype,
+    failure=PeerFailure | None,
+    progress=str,
+    rows=int | None,
+    told=tuple | None,
+    spans=list | None,
+    begun=Begun | None,
+    ended=float,
+)
 
 
 def failure_of(rank: int, error: BaseException, action: Action | None) -> PeerFailure:

@@ -21,6 +21,7 @@ from penstock.runtime.facts import compared, facts_of
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import host_name, offsets
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
+from penstock.runtime.transport.collective import all_gather
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.shared import SharedMemoryTransport
 
@@ -90,9 +91,8 @@ class World:
         """The first rank's numbers, on every rank; before there is a transport."""
         if self.size is None:
             return numbers
-        box = [numbers]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+        found: list[float] = all_gather(numbers, self.group)[0]
+        return found
 
     def check_ranks(self, wanted: int, asked: int | None) -> None:
         """The schedule's ranks must be the processes there are."""

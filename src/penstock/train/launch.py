@@ -13,6 +13,7 @@ import json
 import logging
 import multiprocessing
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -29,6 +30,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from penstock.runtime.secret import VARIABLE as SECRET
+from penstock.runtime.secret import has_secret
 from penstock.train.checkpoint.checkpointer import Checkpointer
 from penstock.train.rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.run import RunFolder
@@ -177,6 +180,8 @@ def launch(job: Job, say: Say) -> int:
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    if not has_secret():
+        os.environ[SECRET] = secrets.token_hex(32)
     agent = Agent(
         spec,
         folder,

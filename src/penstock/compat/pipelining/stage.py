@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.compat.pipelining.chunks import ByChunk
 from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.runtime.transport.collective import all_gather
 
 __all__ = ["Elsewhere", "PipelineStage", "all_stages", "as_tree"]
 
@@ -163,8 +164,7 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], 
     )
     told: list[Any] = [mine]
     if first.group_size > 1:
-        told = [None] * first.group_size
-        dist.all_gather_object(told, mine, group=first.group)
+        told = all_gather(mine, first.group)
     if refusal is not None:
         raise refusal
     for rank, (problem, count, _, _) in enumerate(told):

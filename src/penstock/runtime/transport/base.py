@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.runtime import plain
 from penstock.schedule import Action
 
 __all__ = ["Channel", "Transport"]
@@ -67,6 +68,9 @@ class Channel:
     def receive_action(self, microbatch: int) -> str:
         """The action that receives from this channel, in the notation of schedules."""
         return f"{self.target_stage}RECV_{self.direction}{microbatch}"
+
+
+plain.record(Channel, source_stage=int, target_stage=int, direction=str, source_rank=int, target_rank=int)
 
 
 class Transport(ABC):
@@ -128,7 +132,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small picklable value to every rank and get every rank's. Ends the step.
+        """Give a small plain value (see `plain`) to every rank and get every rank's. Ends the step.
 
         If any rank has lost a peer, all ranks raise the same `PeerFailure` instead.
         """
@@ -169,6 +173,17 @@ def after_loss(loss: PeerFailure) -> PeerFailure:
     if REBUILD not in loss.cause:
         later.cause = f"{loss.cause}; {REBUILD}"
     return copy(later)  # copied again, so that its text is made from the new cause
+
+
+def failure_from(text: bytes, peer: int) -> PeerFailure:
+    """The failure that a peer sent in the place of a message."""
+    try:
+        failure = plain.loads(text)
+    except plain.NotPlainError as error:
+        return PeerFailure(peer, f"it failed, and what it said of that cannot be read: {error}")
+    if not isinstance(failure, PeerFailure):
+        return PeerFailure(peer, f"it failed, and said no more than {type(failure).__name__}")
+    return failure
 
 
 def whole_again(error: BaseException) -> BaseException:

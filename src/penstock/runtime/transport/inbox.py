@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.runtime.transport.base import wrong_message
+from penstock.runtime.transport.base import failure_from, wrong_message
 from penstock.runtime.transport.layout import HEADER_BYTES, Book, Layout
 from penstock.runtime.transport.link import Incoming, Part, Pending
 from penstock.runtime.transport.operations import Operations
@@ -129,9 +128,7 @@ class Inbox:
 
     def _take_failure(self, link: Incoming, microbatch: int, header: Header) -> PeerFailure:
         body = self._follow(link, microbatch, header)
-        failure = pickle.loads(ctypes.string_at(body.data_ptr(), header.follows))
-        assert isinstance(failure, PeerFailure)
-        return failure
+        return failure_from(ctypes.string_at(body.data_ptr(), header.follows), link.peer)
 
     def _follow(self, link: Incoming, microbatch: int, header: Header) -> Tensor:
         """The message that a header announced."""

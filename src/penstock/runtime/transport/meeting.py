@@ -3,8 +3,9 @@
 Each rank listens under a name that it drew at random, in the abstract namespace (no file, gone with the
 process), and puts it into the store with a token and with where it is. Ranks are near if they run under
 the same kernel, network namespace and user, on CPU tensors. Of two near ranks the higher one connects,
-shows the token of the lower one, and says in the store where that did not work; so both ends of a link
-always take the same way. Whoever else knocks is another user or has no token, and is turned away.
+and says in the store where that did not work; so both ends of a link always take the same way. Each end draws a
+number, and the other shows by a code of both numbers that it has the token and the run's secret. Whoever else
+knocks is another user, or cannot make the code, and is turned away.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.errors import MessageError
+from penstock.runtime.secret import CODE_BYTES, code_of, is_ours
 from penstock.runtime.transport.blocks import allocate
 from penstock.runtime.transport.forks import close_in_forks
 from penstock.runtime.transport.store import Asker
 
 __all__ = ["Meeting", "Place", "missing_here"]
 
-HELLO = struct.Struct("<I32s")
+NONCE_BYTES = 32
+HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
 PATIENCE = 0.02
+ANSWER_SECONDS = 20.0  # for a process of the same user that has connected to show its code
+LONGEST_PLACE = 4096
 
 
 class Place(NamedTuple):
@@ -39,6 +45,20 @@ class Place(NamedTuple):
     address: str
     token: str
     device: str
+
+    @classmethod
+    def read(cls, text: bytes, rank: int) -> Place:
+        """From the store, to which anybody who reaches it can write."""
+        try:
+            parts = json.loads(text) if len(text) <= LONGEST_PLACE else None
+        except (ValueError, RecursionError):
+            parts = None
+        if not isinstance(parts, list) or len(parts) != 4 or not all(type(part) is str for part in parts):
+            raise MessageError(
+                f"the store says no place of rank {rank} but something that no rank has written: somebody else writes "
+                f"to it; see docs/security.md for how to confine it"
+            )
+        return cls(*parts)
 
     def apart(self, other: Place) -> str | None:
         """Why two ranks cannot share memory, or None."""
@@ -105,7 +125,7 @@ class Meeting:
         if rank == self._rank:
             return self.mine
         if rank not in self._places:
-            self._places[rank] = Place(*json.loads(self._read(f"place/{rank}", rank)))
+            self._places[rank] = Place.read(self._read(f"place/{rank}", rank), rank)
         return self._places[rank]
 
     def neighbours(self) -> list[str]:
@@ -120,16 +140,42 @@ class Meeting:
         place = self.place(peer)
         connection = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
+            connection.settimeout(PATIENCE)
             connection.connect(b"\0" + place.address.encode())
             if _user(connection) != os.getuid():
                 raise PermissionError("its process belongs to another user")
-            connection.send(HELLO.pack(self._rank, place.token.encode()))
+            self._introduce(connection, peer, place.token)
         except OSError as error:
             connection.close()
             reason = f"rank {self._rank} cannot connect to rank {peer}: {error}"
             self._store.set(self._key(f"apart/{peer}/{self._rank}"), reason)
             return reason
         return connection
+
+    def _introduce(self, connection: socket.socket, peer: int, token: str) -> None:
+        """Show that this is a rank of the run, once the other end has; it answers when it comes to this."""
+        mine, start = HELLO.pack(self._rank, secrets.token_bytes(NONCE_BYTES)), time.monotonic()
+        connection.send(mine)
+        while True:
+            try:
+                answer = connection.recv(NONCE_BYTES + CODE_BYTES + 1)
+                break
+            except TimeoutError:
+                self._wait(peer, start)
+        theirs, code = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not is_ours(b"accepts" + mine + theirs, code, token.encode()):
+            raise PermissionError("it does not have the run's secret")
+        connection.send(code_of(b"connects" + mine + theirs, token.encode()))
+
+    def _is_introduced(self, connection: socket.socket) -> int | None:
+        """The rank at the other end, if it is one of the run."""
+        token, theirs = self.mine.token.encode(), connection.recv(HELLO.size + 1)
+        if len(theirs) != HELLO.size:
+            return None
+        mine = secrets.token_bytes(NONCE_BYTES)
+        connection.send(mine + code_of(b"accepts" + theirs + mine, token))
+        is_rank = is_ours(b"connects" + theirs + mine, connection.recv(CODE_BYTES + 1), token)
+        return int(HELLO.unpack(theirs)[0]) if is_rank else None
 
     def _accept(self, peer: int) -> socket.socket | str:
         start = time.monotonic()
@@ -138,21 +184,21 @@ class Meeting:
                 continue
             reason = self._peek(f"apart/{self._rank}/{peer}")
             if reason is not None:
-                return reason.decode()
+                return reason.decode(errors="replace")[:LONGEST_PLACE]
             self._wait(peer, start)
         return self._accepted.pop(peer)
 
     def _take_caller(self) -> bool:
-        """Let in whoever has the token; False if nobody called."""
+        """Let in whoever is a rank of the run; False if nobody called."""
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:
             return False
-        close_in_forks(connection).settimeout(1.0)
+        close_in_forks(connection).settimeout(ANSWER_SECONDS)
         if _user(connection) == os.getuid():
-            with suppress(OSError, struct.error):
-                caller, token = HELLO.unpack(connection.recv(HELLO.size + 1))
-                if secrets.compare_digest(token, self.mine.token.encode()):
+            with suppress(OSError):
+                caller = self._is_introduced(connection)
+                if caller is not None:
                     self._accepted[caller] = connection
                     return True
         connection.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PeerFailure
+from penstock.runtime import plain
 from penstock.runtime.buffers import version_of
 from penstock.runtime.transport.layout import Book, Frame, Layout, flatten
 from penstock.runtime.transport.link import Following, Outgoing, Part, UnderWay
@@ -77,7 +77,7 @@ class Outbox:
 
     def send_failure(self, link: Outgoing, microbatch: int, failure: PeerFailure) -> None:
         """The reason why there is no value, in its place."""
-        body = torch.frombuffer(bytearray(pickle.dumps(failure)), dtype=torch.uint8)
+        body = torch.frombuffer(bytearray(plain.dumps(failure)), dtype=torch.uint8)
         self._send_instead(link, microbatch, link.predicted(), FAILURE, body)
 
     def _send_instead(self, link: Outgoing, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:

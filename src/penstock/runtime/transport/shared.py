@@ -16,7 +16,6 @@ Nothing here outlives the processes: the memory has no name and the sockets are 
 
 from __future__ import annotations
 
-import pickle
 import secrets
 import warnings
 import weakref
@@ -30,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.runtime.transport.base import Channel, after_loss, wrong_message
+from penstock.runtime import plain
+from penstock.runtime.transport.base import Channel, after_loss, failure_from, wrong_message
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.blocks import USED, build_plain
 from penstock.runtime.transport.distributed import CONTROL_TAG, DistributedTransport
@@ -193,7 +193,7 @@ class SharedMemoryTransport(DistributedTransport):
         elif self.broken is None:
             self._pairs.busy_with = link.edge, microbatch
             try:
-                number = link.pair.write_failure(pickle.dumps(failure))
+                number = link.pair.write_failure(plain.dumps(failure))
                 step = self._operations.step
                 link.pair.write(HEAD.pack(FAILURE, number, link.key, step, link.count, microbatch, 0, 0))
             except Gone:
@@ -223,7 +223,7 @@ class SharedMemoryTransport(DistributedTransport):
             return build_plain(layout) if place == NO_BLOCK else link.pair.blocks[place].build(layout)
         if kind == FAR:
             return self._inbox.take(self._links.ins[channel], microbatch)
-        raise _failure(link.pair, place)
+        raise failure_from(link.pair.failures.pop(place), link.pair.peer)
 
     def awaits(self, channel: int, microbatch: int) -> bool:
         link = self._ins.get(channel)
@@ -240,7 +240,7 @@ class SharedMemoryTransport(DistributedTransport):
             return self._inbox.drop(self._links.ins[channel], microbatch)
         if kind == DATA and place != NO_BLOCK:
             link.pair.blocks[place].drop()
-        return _failure(link.pair, place) if kind == FAILURE else None
+        return failure_from(link.pair.failures.pop(place), link.pair.peer) if kind == FAILURE else None
 
     def _take(self, channel: int, link: NearIn, microbatch: int) -> Filed:
         """The bell of the message that the receive of this microbatch was posted for."""
@@ -300,12 +300,6 @@ def _wait_to_meet(watch: Watch, peer: int, since: float) -> None:
     watch.waiting = Waiting(peer, None, -1, since)
     if watch.verdict is not None:
         raise after_loss(watch.verdict)
-
-
-def _failure(pair: Pair, number: int) -> PeerFailure:
-    failure = pickle.loads(pair.failures.pop(number))
-    assert isinstance(failure, PeerFailure)
-    return failure
 
 
 def _hang_up(meeting: Meeting, pairs: Pairs, bell: Bell) -> None:

@@ -10,7 +10,6 @@ pair messages of different steps.
 from __future__ import annotations
 
 import ctypes
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, UsageError
+from penstock.runtime import plain
 from penstock.runtime.transport.link import Links
 from penstock.runtime.transport.operations import Operations
 
@@ -54,33 +54,36 @@ class Star:
 
     def exchange(self, step: int, current: Links, used: Sequence[Links], value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks; or the same `MessageError` on all."""
-        try:
-            mine = pickle.dumps(value)
-        except Exception as error:
-            raise UsageError(f"exchange() needs a picklable value, not {type(value).__name__}: {error}") from error
+        mine = plain.dumps(value)
         report = Report(current.program, {links.program: links.counts() for links in used}, mine)
         if self.rank == self.coordinator:
             fault, values = self._conduct(step, report, used)
         else:
             frame, work = self._post(self.coordinator)
-            self._put(self.coordinator, step, pickle.dumps(tuple(report)))
-            fault, values = pickle.loads(self._get(self.coordinator, step, frame, work))
+            self._put(self.coordinator, step, plain.dumps(tuple(report)))
+            fault, values = self._read(self.coordinator, self._get(self.coordinator, step, frame, work))
         if fault is not None:
             raise MessageError(fault)
-        return [value if rank == self.rank else pickle.loads(values[rank]) for rank in range(self.ranks)]
+        return [value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
 
     def _conduct(self, step: int, report: Report, used: Sequence[Links]) -> tuple[str | None, list[bytes]]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         posted = {rank: self._post(rank) for rank in others}
         reports = {self.rank: report}
         for rank in others:
-            reports[rank] = Report(*pickle.loads(self._get(rank, step, *posted[rank])))
+            reports[rank] = Report(*self._read(rank, self._get(rank, step, *posted[rank])))
         fault = compare([reports[rank] for rank in range(self.ranks)], used)
         values = [reports[rank].value for rank in range(self.ranks)]
-        answer = pickle.dumps((fault, values))
+        answer = plain.dumps((fault, values))
         for rank in others:
             self._put(rank, step, answer)
         return fault, values
+
+    def _read(self, peer: int, content: bytes) -> Any:
+        try:
+            return plain.loads(content)
+        except plain.NotPlainError as error:
+            raise MessageError(f"what rank {peer} said at the end of a step cannot be read: {error}") from error
 
     def _post(self, peer: int) -> tuple[Tensor, Any]:
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
@@ -104,6 +107,8 @@ class Star:
         magic, _, its_step, size = _HEAD.unpack_from(raw)
         if magic != _MAGIC or its_step != step:
             raise MessageError(self._other_step(peer, step, its_step))
+        if size > plain.LONGEST:
+            raise MessageError(f"rank {peer} says that it has {size} bytes to tell; at most {plain.LONGEST} are read")
         if size <= _ROOM:
             return raw[_HEAD.size : _HEAD.size + size]
         body = torch.empty(size, dtype=torch.uint8)

@@ -27,7 +27,6 @@ whose host is stopped does not return. Where a rank hosts the store, its silence
 from __future__ import annotations
 
 import base64
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +34,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, RunError
+from penstock.runtime import plain
+from penstock.runtime.secret import signed, unsigned
 from penstock.runtime.transport.base import (
     Channel,
     Where,
@@ -175,6 +176,12 @@ class Watch:
                     verdict = self._look()
                 except NoAnswer:
                     verdict = self._without_store()
+                except _Tampered as error:
+                    verdict = PeerFailure(
+                        self._rank,
+                        f"the store of the process group holds a {error} that no rank of this run has written: "
+                        f"somebody else writes to it; see docs/security.md for how to confine it",
+                    )
                 except Exception:
                     gone = time.monotonic()
             if gone is not None:
@@ -220,10 +227,13 @@ class Watch:
         self._marks.tell(self.outside is not None or self.elsewhere())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None or self._is_overdue(waiting):
-            self._ask("compare_set", self._key("alarm"), "", _dump((self._rank, waiting, proposal)))
+            self._ask("compare_set", self._key("alarm"), "", _dump(self._rank, waiting, proposal))
             self._call()
         if self._ask("check", [self._key("alarm")]):
-            return self._arbitrate(*_load(self._ask("get", self._key("alarm"))))
+            accuser, accusation, proposal = _load("alarm", self._ask("get", self._key("alarm")))
+            if accusation is None and proposal is None:
+                raise _Tampered("alarm")
+            return self._arbitrate(accuser, accusation, proposal)
         return None
 
     def _is_overdue(self, waiting: Waiting | None) -> bool:
@@ -241,7 +251,7 @@ class Watch:
             self._ask("compare_set", key, "", _dump(announced))
             self._call()
         if announced is not None or self._ask("check", [key]):
-            failure: PeerFailure = _load(self._ask("get", key))
+            failure: PeerFailure = _load("news", self._ask("get", key))[0]
             with self._news_lock:
                 if step == self._step:
                     self.news.append(failure)
@@ -255,12 +265,12 @@ class Watch:
         return self._standing()
 
     def _standing(self) -> PeerFailure:
-        verdict: PeerFailure = _load(self._ask("get", self._key("verdict")))
+        verdict: PeerFailure = _load("verdict", self._ask("get", self._key("verdict")))[0]
         return verdict
 
     def _arbitrate(self, accuser: int, accusation: Waiting | None, proposal: PeerFailure | None) -> PeerFailure:
         """Say what this rank does and for whom it waits, hear the others, and judge."""
-        self._ask("set", self._key(f"state/{self._rank}"), _dump((self.waiting, self._progress(), self.where())))
+        self._ask("set", self._key(f"state/{self._rank}"), _dump(self.waiting, self._progress(), self.where()))
         states: dict[int, Waiting | None] = {}
         places: dict[int, Action | None] = {}
         doing = ["no answer"] * self._ranks
@@ -271,7 +281,9 @@ class Watch:
                 return self._standing()
             for rank in range(self._ranks):
                 if rank not in states and self._ask("check", [self._key(f"state/{rank}")]):
-                    states[rank], doing[rank], places[rank] = _load(self._ask("get", self._key(f"state/{rank}")))
+                    states[rank], doing[rank], places[rank] = _load(
+                        "state", self._ask("get", self._key(f"state/{rank}"))
+                    )
             time.sleep(self._beat / 50)
         if proposal is None:
             assert accusation is not None
@@ -335,9 +347,33 @@ def judge(accuser: int, states: dict[int, Waiting | None], timeout: float) -> Pe
     return last.blame(path[-2], f"silent for {timeout:g} s, {how}{suffix},")
 
 
-def _dump(value: Any) -> str:
-    return base64.b64encode(pickle.dumps(value)).decode()
+plain.record(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float)
+
+_KEY = b"the store"
+_PARTS: dict[str, tuple[Any, ...]] = {  # what is under each key, part by part
+    "verdict": (PeerFailure,),
+    "news": (PeerFailure,),
+    "alarm": (int, Waiting | None, PeerFailure | None),
+    "state": (Waiting | None, str, Action | None),
+}
 
 
-def _load(text: bytes) -> Any:  # what `_dump` of a rank of this group wrote
-    return pickle.loads(base64.b64decode(text))
+def _dump(*parts: Any) -> str:
+    return base64.b64encode(signed(plain.dumps(parts), _KEY)).decode()
+
+
+def _load(kind: str, text: bytes) -> tuple[Any, ...]:
+    """What a rank of this run wrote with `_dump`. Whoever reaches the store can write to it: nothing else is taken."""
+    try:
+        content = unsigned(base64.b64decode(text, validate=True), _KEY)
+        parts = None if content is None else plain.loads(content)
+    except ValueError:
+        parts = None
+    wanted = _PARTS[kind]
+    if not isinstance(parts, tuple) or len(parts) != len(wanted) or not all(map(isinstance, parts, wanted)):
+        raise _Tampered(kind)
+    return parts
+
+
+class _Tampered(Exception):
+    """Under a key of this run is something that no rank of it has written."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.runtime.transport.collective import all_gather
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -57,9 +58,7 @@ class Processes:
         self._world.told(self._call, None)  # names who is missing in this pipeline, before all meet
         if self._link is not None:
             self._link.told(self._call, None)  # and in the others
-        told = [None] * self.count
-        dist.all_gather_object(told, value, group=self._group)
-        return told
+        return all_gather(value, self._group)
 
     def lost(self) -> Exception | None:
         """The loss of a peer, if one is known; from any thread."""

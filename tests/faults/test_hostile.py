@@ -1,0 +1,173 @@
+"""Somebody reaches the store, or a connection, and writes what they like: nothing of it is run, and nothing hangs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.fleet import launch
+from torch import nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import MessageError, PenstockError
+from penstock.runtime import plain, secret
+from penstock.runtime.transport import encoding, watch
+from penstock.runtime.transport.bell import Bell
+from penstock.runtime.transport.meeting import Place
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def loads_of(path: str) -> list[bytes]:
+    """What a stranger might write, in the forms that have been read some time."""
+    bomb = pickle.dumps(Bomb(path))
+    return [
+        bomb,
+        base64.b64encode(bomb),
+        base64.b64encode(b"0" * secret.CODE_BYTES + bomb),
+        b"\x00\xff" * 50,
+        b"",
+        b"[" * 100_000,
+        json.dumps({"$PeerFailure": {"rank": "0", "cause": 1}}).encode(),
+        json.dumps({"$nothing": []}).encode(),
+        base64.b64encode(json.dumps({"$tuple": [1, 2, 3]}).encode()),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["verdict", "news", "alarm", "state"])
+def test_what_no_rank_has_written_is_not_taken_from_the_store(kind: str, tmp_path: Path) -> None:
+    for content in loads_of(str(tmp_path / "boom")):
+        with pytest.raises(watch._Tampered):
+            watch._load(kind, content)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:
+    for content in loads_of(str(tmp_path / "boom")):
+        with pytest.raises(MessageError):
+            Place.read(content, 1)
+        with pytest.raises(MessageError):
+            encoding.load(content)
+        with pytest.raises((MessageError, plain.NotPlainError)):
+            encoding.load_plain(content)
+        with pytest.raises((MessageError, plain.NotPlainError)):
+            encoding.load_plain(b"P" + content)
+    assert not (tmp_path / "boom").exists()
+
+
+def test_a_layout_makes_no_type_that_is_not_a_known_container() -> None:
+    spec = ("collections:namedtuple", {"type": "subprocess:Popen"}, [None])
+    with pytest.raises(MessageError, match=r"subprocess:Popen.*no named tuple"):
+        encoding.load(plain.dumps(("", spec, [None], b"", False)))
+
+
+def test_mutated_messages_are_read_or_refused() -> None:
+    chance = random.Random(3)
+    good = plain.dumps((3, {"a": (1, 2.5, None, "x" * 40)}, [torch.float32, b"bytes", {1, 2}, float("nan")]))
+    for _ in range(2000):
+        content = bytearray(good)
+        for _ in range(chance.randint(1, 6)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        try:
+            plain.loads(bytes(content[: chance.randint(1, len(content))]))
+        except plain.NotPlainError:
+            continue
+
+
+def test_a_secret_that_others_could_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef0123456789abcdef")
+    path.chmod(0o644)
+    monkeypatch.setenv(secret.FILE_VARIABLE, str(path))
+    for mode, problem in ((0o644, "chmod 600"), (0o600, "")):
+        path.chmod(mode)
+        secret._secret.cache_clear()
+        if problem:
+            with pytest.raises(PenstockError, match=problem):
+                secret.has_secret()
+        else:
+            assert secret.has_secret()
+            assert secret.unsigned(secret.signed(b"words")) == b"words"
+            assert secret.unsigned(b"0" * secret.CODE_BYTES + b"words") is None
+    secret._secret.cache_clear()
+
+
+def test_a_bell_hears_only_ranks_of_its_run() -> None:
+    bell = Bell(f"penstock-test-{os.getpid()}")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            for _ in range(5):
+                stranger.sendto(b"!", bell._address)
+        assert not bell.wait(0.05)
+        bell.set()
+        assert bell.wait(30)
+    finally:
+        bell.close()
+
+
+def trains_beside_a_stranger(say: Callable[[Any], None], path: str) -> None:
+    """Rank 0 also plays a stranger who writes to every key that there is, and to those that a rank may read later."""
+    store = dist.distributed_c10d._get_default_store()
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while isinstance(server := getattr(disturb, "store", store), dist.PrefixStore):
+            disturb.store = server.underlying_store  # type: ignore[attr-defined]
+        number = 0
+        while not stop.is_set():
+            names = [key for key in server.list_keys() if "penstock" in key]
+            roots = {name.rsplit("/", 1)[0] for name in names}
+            names += [
+                f"{root}/{word}" for root in roots for word in ("verdict", "alarm", "news/1", "state/0", "state/1")
+            ]
+            for name in names:
+                number += 1
+                server.set(name, loads_of(path)[number % len(loads_of(path))])
+            time.sleep(0.01)
+
+    torch.manual_seed(0)
+    pipe = penstock.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], microbatches=2, loss_fn=F.mse_loss, timeout=10)
+    thread = threading.Thread(target=disturb, daemon=True)
+    if dist.get_rank() == 0:
+        thread.start()
+    try:
+        for _ in range(100):
+            pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+            time.sleep(0.02)
+        say("trained")
+    except PenstockError as error:
+        say(str(error))
+    stop.set()
+    os._exit(0)
+
+
+def test_a_stranger_at_the_store_can_end_a_run_but_not_run_code() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        endings = launch(2, trains_beside_a_stranger, f"{folder}/boom", tcp=True)
+        assert [ending.code for ending in endings] == [0, 0], [ending.error for ending in endings]
+        for ending in endings:
+            assert len(ending.said) == 1
+            assert "somebody else writes to it" in ending.said[0] or "failed" in ending.said[0], ending.said
+        assert not Path(f"{folder}/boom").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from model.nets import Chain, W, rows, square, trains
+from processes import on_processes
 from torch import Tensor, nn
 
 import penstock
@@ -359,3 +361,44 @@ def test_a_unit_inside_of_vmap_is_refused_in_both_ways() -> None:
         ModelError, match=r"replay: Mapped does something.*\n.*graph: torch\.export cannot capture Mapped"
     ):
         trains(Mapped(), rows(), split="auto")
+
+
+class Routes(nn.Linear):
+    """Experts as loops over the tokens that chose them: it can be run on values only, and returns flattened logits."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = x.flatten(0, 1)
+        logits = super().forward(tokens)
+        result = torch.zeros_like(tokens)
+        for expert in logits.argmax(-1).unique().tolist():
+            chosen = (logits.argmax(-1) == expert).nonzero().flatten()
+            result = result.index_add(0, chosen, tokens[chosen] * logits[chosen, expert, None].sigmoid())
+        return x + result.view_as(x), logits
+
+
+class Routed(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        every = []
+        for block in self.blocks:
+            x, logits = block(x)
+            every.append(logits)
+        return x.square().mean((1, 2)) + torch.cat(every).softmax(-1).amax(-1).mean()
+
+
+def routed() -> float:
+    torch.manual_seed(0)
+    model, far = Routed(), 0.0
+    model.blocks = nn.ModuleList(Routes(W, W) for _ in range(4))
+    plain = copy.deepcopy(model)
+    with piped(model, (rows(2, 6, W),)) as pipe:
+        for length in (6, 9):
+            x = rows(4, length, W)
+            expected = sum(square(plain(part)).item() / 2 for part in x.chunk(2))
+            far = max(far, abs(pipe.step(x).loss.item() - expected))
+    return far
+
+
+def test_a_unit_that_decides_by_values_runs_at_another_length_than_the_examples_on_processes() -> None:
+    """Mixture of experts with `output_router_logits=True`: a process that does not have the unit ran it on zeros to
+    learn the logits' shape, and took the zeros that it looked at for values that were missing."""
+    assert max(on_processes(2, routed)) < 1e-6

@@ -60,6 +60,10 @@ class _Run:
         self.with_gradients = torch.is_grad_enabled()
         self.checkpoint: Callable[..., Any] | None = None  # around the unit call that comes
 
+    def not_followed(self) -> AbstractContextManager[Any]:
+        """What runs inside may do with stand-ins what it likes."""
+        return nullcontext() if self.absent is None else self.absent.paused()
+
 
 class ReplayPart:
     """A stage, as the runtime sees it."""
@@ -227,11 +231,11 @@ class ReplayPart:
             own = functools.partial(run.checkpoint, own)
         guard = self._guards.get(call.unit)
         seen = [] if guard is None else guard.look()
-        expected = None if self._is_last else self._shapes.of(number, call, args, kwargs)
+        expected = None if self._is_last else self._shapes_of(run, number, args, kwargs)
         sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
         try:
-            with self.around(number), nullcontext() if run.absent is None else run.absent.paused(), aside(None):
+            with self.around(number), run.not_followed(), aside(None):
                 output = own(*args, **kwargs)
         finally:
             run.inside = False
@@ -272,7 +276,7 @@ class ReplayPart:
 
     def _ghost(self, run: _Run, number: int, args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
-        known, spec = self._shapes.of(number, call, args, kwargs)
+        known, spec = self._shapes_of(run, number, args, kwargs)
         leaves: list[Any] = []
         for place, leaf in enumerate(known):
             if not isinstance(leaf, Leaf):
@@ -285,6 +289,11 @@ class ReplayPart:
                 if run.absent is not None:
                     run.absent.add(leaves[-1:])
         return self._handed(number, unflatten(leaves, spec), Sinks(args, kwargs) if call.adds else None)
+
+    def _shapes_of(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """What a call returns for such arguments; to find out, the unit may have to run, and decide by their values."""
+        with run.not_followed():
+            return self._shapes.of(number, self._plan.recording.calls[number], args, kwargs)
 
     def _handed(self, number: int, value: Any, sinks: Sinks | None) -> Any:
         """What the model's code gets of a call: the output, and in its lists what belongs there."""

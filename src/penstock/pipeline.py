@@ -24,6 +24,7 @@ from penstock.runtime.batch_norm import prepare_batch_norm, whole_stages
 from penstock.runtime.batching import Batching
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
+from penstock.runtime.elsewhere import Elsewhere
 from penstock.runtime.executor import Handler, StepInput
 from penstock.runtime.feed import StepResult
 from penstock.runtime.lengths import ByTokens
@@ -81,9 +82,11 @@ class Pipeline(Batching):
         batch_dims: Mapping[str | int, Any] | None = None,
         inputs: str = "every",
         seed: int | None = None,
+        keep_model: bool = False,
         timeout: float = 60.0,
     ) -> None:
         check_arguments(model, locals())
+        self._elsewhere = Elsewhere(keep_model)
         self.loss_fn = loss_fn
         self.recompute = recompute
         self.batch_norm = batch_norm
@@ -119,7 +122,8 @@ class Pipeline(Batching):
             self.crew = Crew(self.split, self.schedule.placement, transports, self.clock, self.devices)
             self.crew.precision = precision_of(precision)
             self.crew.keeps_casts = self.composition.replicate != "fsdp"
-            self._without_values = self._materialise(init)
+            self._without_values = self._materialise(model, init)
+            self._put_on_devices()
             world.agree(self)
             places = tied_places(self.split)  # before anything takes the place of a parameter
             self.replicas = self.composition.build(self, places)
@@ -175,6 +179,7 @@ class Pipeline(Batching):
                 self.program, lambda: self.crew.run(self.program, given, record=begun), training=True
             )
         self.crew.commit()
+        self._elsewhere.let_go(self)
         self.clock.step += 1
         if self._recorder is not None:
             self._recorder.keep(reports)
@@ -242,7 +247,7 @@ class Pipeline(Batching):
             program = self._inference[count] = self.replicas.lowered(gathered)
         self.clock.training = False
         try:
-            with self._undisturbed(self.crew.modules().values()):
+            with self._undisturbed(holding.module for holding in self.holdings()):
                 reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
             self.crew.give_back()
         finally:
@@ -280,9 +285,10 @@ class Pipeline(Batching):
         move_state(before, after, schedule.placement, self.world.transport, optimizer)
         self.split = after
         self._prove(align(schedule))
+        self._elsewhere.moved(self)
         self._recorded = None  # it was of the cut before
         self.crew = self.crew.successor(after, schedule.placement)
-        self._materialise(None)
+        self._put_on_devices()
         self.tied = TiedParameters(after, schedule.placement, self.world.transport, tied_places(after))
 
     # -- looking at it

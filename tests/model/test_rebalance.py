@@ -78,9 +78,13 @@ def losses(net: nn.Module, move_after: int | None, stages: int, schedule: str = 
     names = [name for name, _ in pipe.named_parameters()]
     assert len(names) == len(set(names))
     state = pipe.state_dict()
-    assert set(state) <= set(net.state_dict())
+    assert set(state) <= set(net.state_dict(keep_vars=True))
     assert {value["calls"] for name, value in state.items() if name.endswith("_extra_state")} == {24}
-    pipe.load_state_dict(net.state_dict())
+    whole = pipe.full_state_dict()
+    assert list(whole) == list(net.state_dict(keep_vars=True))
+    pipe.load_state_dict(whole)
+    pipe.fill_model()
+    assert all(torch.equal(value, whole[name]) for name, value in net.named_parameters(remove_duplicate=False))
     pipe.close()
     return found
 

@@ -4,12 +4,13 @@
 the moment it is registered, so at most one of them is in memory at a time. Buffers keep
 their values, because what is not saved with a model (rotary tables, masks) could not be loaded
 again. The pipeline then cuts the model from its shapes and each rank materialises what it
-owns, and nothing else: from a state (`load_state_dict`) or by a function of the name (`init=`).
+owns, and nothing else: from a state (`load_state_dict`) or by a function of the name (`init=`). What
+other ranks own is away (see `away`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as uninitialized
 
 from penstock.errors import ModelError
+from penstock.model.away import Home, home_of, let_go
 from penstock.model.replaced import mark_replaced
 
-__all__ = ["check_values", "is_lazy", "lazy", "materialise", "stands_for"]
+__all__ = ["Init", "check_values", "is_lazy", "lazy", "materialise"]
 
 Init = Callable[[str, Tensor], Any]
+Mine = tuple[str, torch.device]  # a parameter's name in the whole model, and where its memory shall be
 
 
 @contextmanager
@@ -49,7 +52,14 @@ def is_lazy(module: nn.Module) -> bool:
 
 
 def check_values(model: nn.Module) -> None:
-    """Refuse parameters without shapes, and buffers without values, which the model's code reads when it is cut."""
+    """Refuse parameters without shapes, and tensors without values that are needed to cut the model, or to train it."""
+    gone = next((home_of(each) for each in (*model.parameters(), *model.buffers()) if home_of(each) is not None), None)
+    if gone is not None:
+        raise ModelError(
+            f"another Pipeline trains {type(model).__name__}, and {gone.name}, for one, is on {gone}: this process has "
+            f"no value of it, or an old one. Make all Pipelines of a model before the first step, with the same cut "
+            f"and placement; or call fill_model() of the other Pipeline, on every rank, before this one is made"
+        )
     unknown = [name for name, parameter in model.named_parameters() if uninitialized(parameter)]
     if unknown:
         raise ModelError(
@@ -65,39 +75,48 @@ def check_values(model: nn.Module) -> None:
         )
 
 
-def stands_for(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter as it was built: the same one for all stages that share it, wherever it has been given values."""
-    origin: nn.Parameter = getattr(parameter, "_stands_for", parameter)
-    return origin
-
-
 def materialise(
-    module: nn.Module, names: dict[str, str], device: torch.device, init: Init | None, made: dict[int, nn.Parameter]
+    roots: Iterable[nn.Module],
+    mine: Mapping[int, Mine],
+    others: Mapping[int, Home],
+    device: torch.device,
+    init: Init | None,
 ) -> list[str]:
-    """Give the parameters that a stage owns memory, and values by name; returns the names left without.
+    """Give the parameters that stages of this process own memory, and values by name; returns the names left without.
 
-    `made` maps what was replaced so far, so that tied parameters stay one. Values that nobody
-    gave are NaN: a step on them can't pass for training.
+    `mine` and `others` are the parameters of this process's stages and of other ranks', by their ids. Wherever one
+    stands in `roots`, the same new one stands afterwards, so that tied parameters stay one; `others` are away, on
+    `device`. Values that nobody gave are NaN: a step on them can't pass for training.
     """
-    missing = []
-    for prefix, holder in module.named_modules():
+    missing: list[str] = []
+    made: dict[int, nn.Parameter] = {}
+
+    def new(parameter: nn.Parameter) -> nn.Parameter:
+        own = mine.get(id(parameter))
+        trained = parameter.requires_grad
+        if own is None:
+            empty = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+            away = nn.Parameter(empty, requires_grad=trained)
+            let_go(away, others[id(parameter)], parameter.stride())
+            return away
+        name, place = own
+        known = nn.Parameter(torch.full_like(parameter, float("nan"), device=place), requires_grad=trained)
+        if init is None:
+            missing.append(name)
+        else:
+            with torch.no_grad():
+                result = init(name, known)
+                if isinstance(result, Tensor) and result is not known:
+                    known.copy_(result)
+        return known
+
+    replaced: list[nn.Parameter] = []
+    for holder in (holder for root in roots for holder in root.modules()):
         for name, parameter in list(holder._parameters.items()):
-            if parameter is None or parameter.device.type != "meta":
-                continue
-            full = names[f"{prefix}.{name}" if prefix else name]
-            known = made.get(id(parameter))
-            if known is None:
-                values = torch.full_like(parameter, float("nan"), device=device)
-                known = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                if init is None:
-                    missing.append(full)
-                else:
-                    with torch.no_grad():
-                        result = init(full, known)
-                        if isinstance(result, Tensor) and result is not known:
-                            known.copy_(result)
-                known.__dict__["_stands_for"] = stands_for(parameter)
-                made[id(parameter)] = known
-                mark_replaced([parameter], ())
-            holder._parameters[name] = known
+            if parameter is not None and parameter.is_meta and (id(parameter) in mine or id(parameter) in others):
+                if id(parameter) not in made:
+                    made[id(parameter)] = new(parameter)
+                    replaced.append(parameter)  # which keeps its id its own
+                holder._parameters[name] = made[id(parameter)]
+    mark_replaced(replaced)
     return missing

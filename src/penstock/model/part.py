@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["OUTPUT", "WHOLE", "StagePart", "no_stream", "state_names"]
 
@@ -39,6 +39,14 @@ class StagePart(Protocol):
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Compute: payload by producing stage in, payload by consuming stage out."""
+        ...
+
+    def reads(self) -> Iterable[Tensor]:
+        """Buffers outside of its module that its code may read: they have to stay where they are."""
+        ...
+
+    def settle(self) -> None:
+        """Parameters and buffers of other stages may have no values here any more."""
         ...
 
 

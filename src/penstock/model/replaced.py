@@ -21,14 +21,12 @@ MARK = "_penstock_replaced"
 _watching: list[Any] = []  # torch's handle, once there is something to look for
 
 
-def mark_replaced(before: Iterable[nn.Parameter], after: Iterable[nn.Parameter]) -> None:
-    """What was there before and is not there any more."""
-    kept = {id(parameter) for parameter in after}
-    for parameter in before:
-        if id(parameter) not in kept:
-            parameter.__dict__[MARK] = True
-            if not _watching:
-                _watching.append(register_optimizer_step_pre_hook(_check))
+def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
+    """Others stand in their place now."""
+    for parameter in parameters:
+        parameter.__dict__[MARK] = True
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_check))
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, StagePart, no_stream, state_names
 from penstock.model.torn import SharedBuffers, refuse_torn_norms
 from penstock.schedule.topology import Topology
 
-__all__ = ["OUTPUT", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
+__all__ = ["OUTPUT", "Holding", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,13 @@ class Part:
             return {self._next: result}
         return self._routes(result)
 
+    def reads(self) -> Iterable[Tensor]:
+        """Nothing: a module has its own buffers."""
+        return ()
+
+    def settle(self) -> None:
+        """Nothing of it depends on other stages' values."""
+
     def _routes(self, result: Any) -> dict[int, Any]:
         routed = result if isinstance(result, Routed) else Routed(result)
         if set(routed.to) != self._skips_out:
@@ -104,6 +111,15 @@ class Part:
                 f"with exactly the stages of skips="
             )
         return {self._next: routed.output, **routed.to}
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A module that a stage holds, and what names its parameters, buffers and other state have in the whole model."""
+
+    stage: int
+    module: nn.Module
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -119,12 +135,17 @@ class Split:
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
     allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
     recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
+    order: tuple[str, ...] = ()  # of the names in the model's state, where it is not that of the parts
     origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
 
     @property
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.parts)
+
+    def holdings(self) -> list[Holding]:
+        """All that the stages hold, in their order."""
+        return [Holding(part.index, part.module, part.names) for part in self.parts]
 
     def weights_of(self, stage: int) -> tuple[Any, ...]:
         """What the pieces of one stage weigh, where that is known."""

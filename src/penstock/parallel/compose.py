@@ -57,7 +57,11 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     for each in links.values():
         for module in modules.values():
             make_equal([*module.parameters(), *module.buffers()], each)
-    before = [parameter for module in modules.values() for parameter in module.parameters()]
+    before = [
+        (stage.part.names[name], index, parameter)
+        for index, stage in executor.stages.items()
+        for name, parameter in stage.module.named_parameters()
+    ]
     if wanted.plan is not None and "tp" in links:
         local = {index: stage.part for index, stage in executor.stages.items()}
         spread(pipe.split.parts, local, wanted.plan, axes.along("tp"))
@@ -73,7 +77,9 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
             {index: stage.part for index, stage in executor.stages.items()}, wanted.precision is not None, whole
         )
         sharder = Sharder(executor, axes.along("dp"), wanted.window, wanted.precision, whole)
-    mark_replaced(before, (parameter for module in modules.values() for parameter in module.parameters()))
+    now = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    replaced = [(name, index, parameter) for name, index, parameter in before if id(parameter) not in now]
+    mark_replaced(parameter for _, _, parameter in replaced)
     pipe.clock.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     reducer = Reducer(modules, names, link, () if sharder is None else sharder.managed)
@@ -88,6 +94,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         shards=links.get("tp"),
         loss_parallel=last and wanted.plan is not None and wanted.plan.loss_parallel,
     )
+    replicas.replaced = replaced
     executor.replication = replicas
     return replicas
 

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import PeerFailure
 from penstock.parallel.checks import Checks
 from penstock.parallel.link import Link
 from penstock.parallel.norms import Norms
-from penstock.parallel.reduce import Reducer, local_of, part_of
+from penstock.parallel.reduce import Reducer, local_of, make_equal, part_of
 from penstock.parallel.sharded import Sharder
 from penstock.runtime.executor import Executor
 from penstock.runtime.replication import Alone, Said, said_by
@@ -62,6 +63,7 @@ class Replicas(Alone):
             sharder.waiting = self._waiting
         if link is not None:
             self.replicas, self.index = link.size, link.index
+        self.leads = all(each is None or each.index == 0 for each in (link, shards))
 
     # -- during a step
 
@@ -277,6 +279,24 @@ class Replicas(Alone):
 
     def part_of(self, value: Any, current: Any) -> Any:
         return part_of(value, current)
+
+    def whole(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        with ExitStack() as stack:
+            for link in (self._link, self._shards):
+                if link is not None:
+                    stack.enter_context(link.waiting("the collection of the model"))
+            return value.full_tensor()
+
+    def first_has(self, value: Any) -> Any:
+        if self._link is None:
+            return value
+        if not isinstance(value, Tensor):
+            return self._link.told("full_state_dict()", value)[0]
+        copy = value.detach().clone()
+        make_equal([copy], self._link)
+        return copy
 
     def loaded(self, values: Sequence[Any]) -> None:
         self._checks.loaded(values)

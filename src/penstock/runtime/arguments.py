@@ -141,6 +141,7 @@ RULES: dict[str, Rule] = {
     "balance": (_is_balance, "pass 'parameters', 'time', 'memory', whole numbers such as [3, 3, 2], or {name: weight}"),
     "ranks": _COUNT,
     "seed": _COUNT,
+    "keep_model": (lambda value: isinstance(value, bool), "pass True or False"),
     "schedule": (
         lambda value: isinstance(value, (str, Schedule)),
         "pass a name such as '1f1b', the path of a .csv or .json file, or a Schedule",

@@ -38,7 +38,7 @@ def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
     for part in pipe.split.parts:
         shapes = [
             (part.names.get(name, name), tuple(value.shape))
-            for name, value in part.module.state_dict().items()
+            for name, value in part.module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)  # and no state of another kind
         ]
         numbers = sum(math.prod(shape) for _, shape in shapes)

@@ -8,17 +8,19 @@ the rank that has them to the rank that will. The next step is what it would hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
+from penstock.model.away import take_back
 from penstock.model.balance import Proposal, propose
-from penstock.model.part import StagePart
 from penstock.model.split import Split
-from penstock.runtime.transport import Channel, Transport
+from penstock.runtime.carry import carry
+from penstock.runtime.elsewhere import held_on, owners_of
+from penstock.runtime.transport import Transport
 from penstock.schedule import Placement, Timeline
 
 if TYPE_CHECKING:
@@ -56,23 +58,19 @@ def move_state(
         return
     groups = _groups_of(optimizer)
     _check_groups(transport.exchange([str(group.get("name", "")) for _, group in groups]))
-    owners, wanted = _owners(before, placement), _owners(after, placement)
-    moves = [
-        (name, min(owners[name]), rank)
+    owners, wanted = owners_of(before, placement), owners_of(after, placement)
+    items = [
+        (name, min(owners[name]), sorted(wanted[name] - owners[name]))
         for name in sorted(wanted)
-        for rank in sorted(wanted[name])
-        if rank not in owners[name]
+        if wanted[name] - owners[name]
     ]
-    channels = [Channel(number, number, "F", source, target) for number, (_, source, target) in enumerate(moves)]
-    transport.open(channels)
-    old, new = _here(before, placement, transport.rank), _here(after, placement, transport.rank)
-    for number, (name, source, target) in enumerate(moves):
-        if transport.rank == source:
-            transport.send(number, 0, _packed(old[name], groups))
-        elif transport.rank == target:
-            _unpack(new[name], transport.receive(number, 0), groups)
-    transport.flush()
-    transport.exchange(None)
+    old, new = held_on(before, placement, transport.rank), held_on(after, placement, transport.rank)
+    carry(
+        transport,
+        items,
+        lambda name: _packed(old[name], groups),
+        lambda name, sent: _unpack(new[name], sent, groups),
+    )
     kept = set(map(id, new.values()))
     for held in old.values():
         if isinstance(held, Tensor) and id(held) not in kept:
@@ -98,30 +96,6 @@ def _check_groups(told: list[list[str]]) -> None:
             )
 
 
-def _held(part: StagePart) -> Iterator[tuple[str, Tensor | nn.Module]]:
-    """All that a stage keeps, by every name that it has: tensors, and modules with a state of another kind."""
-    module = part.module
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        yield part.names[name], parameter
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield part.names[name], buffer
-    for place, holder in module.named_modules(remove_duplicate=False):
-        if type(holder).get_extra_state is not nn.Module.get_extra_state:
-            yield part.names[f"{place}._extra_state" if place else "_extra_state"], holder
-
-
-def _owners(split: Split, placement: Placement) -> dict[str, set[int]]:
-    found: dict[str, set[int]] = {}
-    for index, part in enumerate(split.parts):
-        for name, _ in _held(part):
-            found.setdefault(name, set()).add(placement.rank_of(index))
-    return found
-
-
-def _here(split: Split, placement: Placement, rank: int) -> dict[str, Tensor | nn.Module]:
-    return {name: held for index in placement.stages_of(rank) for name, held in _held(split.parts[index])}
-
-
 def _packed(held: Tensor | nn.Module, groups: Groups) -> tuple[Any, bool, Any]:
     """What is sent: a value, whether it is trained, and its optimizer's state of it."""
     if isinstance(held, Tensor):
@@ -135,7 +109,7 @@ def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], groups: Group
         held.set_extra_state(value)
         return
     with torch.no_grad():
-        held.copy_(value)
+        take_back(held).copy_(value)
     if isinstance(held, nn.Parameter):
         held.requires_grad_(trained)  # frozen or not where it comes from
     _take_over(groups, held, state)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import PeerFailure
 from penstock.runtime import plain
@@ -54,6 +55,8 @@ class Alone:
 
     replicas = 1
     index = 0  # of this replica
+    leads = True  # whether this rank's word counts for all of its copies, and for the other parts of its tensors
+    replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
     said: Sequence[Said] = ()  # at the end of the last step, by every replica
 
     def ready(self) -> None:
@@ -92,6 +95,14 @@ class Alone:
 
     def part_of(self, value: Any, current: Any) -> Any:
         """What this rank takes of a whole tensor, to put into one that it may hold only a part of."""
+        return value
+
+    def whole(self, value: Any) -> Any:
+        """All of a tensor that this rank may hold a part of; every rank with a part of it, or a copy, asks for it."""
+        return value
+
+    def first_has(self, value: Any) -> Any:
+        """What the first replica has in the place of this value; all of them ask for it."""
         return value
 
     def loaded(self, values: Sequence[Any]) -> None:

@@ -6,22 +6,25 @@ modes, restricted to the stages that live here. On threads that is all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.lazy import is_lazy, materialise, stands_for
-from penstock.model.replay.part import ReplayPart
-from penstock.model.split import Split
+from penstock.model.away import Home
+from penstock.model.lazy import Init, is_lazy, materialise
+from penstock.model.split import Holding, Split
 from penstock.runtime.crew import Crew
+from penstock.runtime.elsewhere import Elsewhere
 from penstock.runtime.groups import group_parameters
 from penstock.runtime.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
 from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters
 from penstock.runtime.world import World
+from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.runtime.scaler import GradScaler
@@ -33,23 +36,30 @@ class OwnedState:
     """The part of `Pipeline` that is about the model's values."""
 
     split: Split
+    schedule: Schedule
     crew: Crew
     world: World
     tied: TiedParameters
     replicas: Alone
     devices: dict[int, torch.device]
     scaler: GradScaler | None = None  # puts itself here
+    _elsewhere: Elsewhere
     _without_values: set[str]
     _nothing = nn.Parameter(torch.empty(0))  # never has a gradient
+
+    def holdings(self) -> list[Holding]:
+        """What the stages of this process hold."""
+        local = self.crew.executors
+        return [each for each in self.split.holdings() if self.schedule.placement.rank_of(each.stage) in local]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the stages that this process owns, each parameter once."""
         seen: set[int] = set()
-        for index, module in self.crew.modules().items():
-            for name, parameter in module.named_parameters():
+        for holding in self.holdings():
+            for name, parameter in holding.module.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    full = self.split.parts[index].names[name]
+                    full = holding.names[name]
                     yield self.split.aliases.get(full, full), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -68,67 +78,104 @@ class OwnedState:
         of (name, parameter), or a tuple of these. The first that matches counts; what none matches is the last
         group. Every rank has all groups, in the same order, with the parameters that it owns.
         """
-        first: dict[int, str] = {}  # a tied parameter goes by the name that it has first
+        aliases = self.first_names()
         every: dict[str, nn.Parameter] = {}
-        aliases = dict(self.split.aliases)
-        for part in self.split.parts:
-            for name, parameter in part.module.named_parameters(remove_duplicate=False):
-                own = part.names.get(name, name)
-                full = self.split.aliases.get(own, own)
-                known = first.setdefault(id(stands_for(parameter)), full)
-                if known != full:
-                    aliases[full] = known
-                else:
-                    every.setdefault(full, parameter)
-        here = [(first[id(stands_for(parameter))], parameter) for _, parameter in self.named_parameters()]
+        for holding in self.split.holdings():
+            for name, parameter in holding.module.named_parameters(remove_duplicate=False):
+                full = holding.names.get(name, name)
+                every.setdefault(aliases.get(full, full), parameter)
+        here = [(aliases.get(name, name), parameter) for name, parameter in self.named_parameters()]
         return group_parameters(rules or {}, here, every.items(), aliases)
 
+    def first_names(self) -> dict[str, str]:
+        """Of every parameter that stands in several places of the whole model: other name -> first name."""
+        first: dict[int, str] = {}
+        others: dict[str, str] = {}
+        aliases, holdings = self.split.aliases, self.split.holdings()
+        for holding in holdings:
+            for name, parameter in holding.module.named_parameters(remove_duplicate=False):
+                full = holding.names[name]
+                full = aliases.get(full, full)
+                known = first.setdefault(id(parameter), full)
+                if known != full:
+                    others[full] = known
+        for group in self.tied.places:  # by name: where tensors are spread, another object takes a parameter's place
+            names = [holdings[number].names[name] for number, name in group]
+            own = [others.get(name, aliases.get(name, name)) for name in names]
+            others.update({name: own[0] for name in (*names, *own) if name != own[0]})
+        return {**{name: others.get(own, own) for name, own in aliases.items()}, **others}
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the stages that this process owns."""
-        for index, module in self.crew.modules().items():
-            for name, buffer in module.named_buffers():
-                yield self.split.parts[index].names[name], buffer
+        """(name, buffer) of the stages that this process owns, each buffer once."""
+        seen: set[int] = set()
+        for holding in self.holdings():
+            for name, buffer in holding.module.named_buffers():
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield holding.names[name], buffer
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns."""
         state = {
-            self.split.parts[index].names.get(name, name): value
-            for index, module in self.crew.modules().items()
-            for name, value in module.state_dict().items()
+            holding.names.get(name, name): value
+            for holding in self.holdings()
+            for name, value in holding.module.state_dict().items()
         }
         return state | {name: state[own] for name, own in self.split.repeated.items() if own in state}
 
+    def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
+        """The state of the whole model, under its own names, as a copy on the CPU; called on every rank.
+
+        All ranks get it, or only `rank` (of the first replica), and the others an empty dict. Sharded and spread
+        parameters are whole in it; buffers are those of the first replica.
+        """
+        self._check_open()
+        self._check_values()
+        return self._elsewhere.full_state(self, rank)
+
+    def fill_model(self, rank: int | None = None) -> None:
+        """Give the model that the pipeline was made of all its values again, until the next step; on every rank.
+
+        In all processes, or only in that of `rank` (of the first replica).
+        """
+        self._check_open()
+        self._check_values()
+        self._elsewhere.fill(self, rank)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this process's part of a whole model's state; a name that no stage knows is an error."""
-        known = {name for part in self.split.parts for name in part.names.values()}
+        known = {name for holding in self.split.holdings() for name in holding.names.values()}
         foreign = sorted(set(state) - known - set(self.split.repeated))
-        own = {index: self.split.parts[index].names for index in self.crew.modules()}
         missing = sorted(
-            names.get(name, name)
-            for index, names in own.items()
-            for name in self.crew.modules()[index].state_dict()
-            if names.get(name, name) not in state
+            full
+            for holding in self.holdings()
+            for name in holding.module.state_dict()
+            if (full := holding.names.get(name, name)) not in state
         )
-        wrong = [text for index, names in own.items() for text in _misfits(self.crew.modules()[index], names, state)]
+        wrong = [text for holding in self.holdings() for text in _misfits(holding.module, holding.names, state)]
         if foreign or missing or wrong:
             raise ModelError(
                 f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}, "
                 f"of another shape {wrong or 'none'}; nothing was loaded here"
             )
         self.crew.give_back()  # of a step that failed; else a value that a unit had before it would not count as new
-        for index, module in self.crew.modules().items():
-            names = self.split.parts[index].names
-            part_of = self.replicas.part_of
+        part_of = self.replicas.part_of
+        for module, names in ((holding.module, holding.names) for holding in self.holdings()):
             module.load_state_dict(
                 {name: part_of(state[names.get(name, name)], own) for name, own in module.state_dict().items()}
             )
         self.replicas.loaded([state[name] for name, _ in self.named_parameters() if name in state])
+        self._loaded()
+
+    def _loaded(self) -> None:
+        """This process's stages have got values of which other stages' tensors here know nothing."""
         self._without_values = set()
+        self._elsewhere.let_go(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process's parameters."""
-        for module in self.crew.modules().values():
-            module.zero_grad(set_to_none)
+        for holding in self.holdings():
+            holding.module.zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self,
@@ -169,33 +216,47 @@ class OwnedState:
 
     def train(self, mode: bool = True) -> Self:
         """Put the stages into training mode, or out of it."""
-        for module in self.crew.modules().values():
-            module.train(mode)
+        for holding in self.holdings():
+            holding.module.train(mode)
         return self
 
     def eval(self) -> Self:
         """Put the stages into eval mode."""
         return self.train(False)
 
-    def _materialise(self, init: Callable[[str, Tensor], Any] | None) -> set[str]:
-        """Put the local stages where they belong; parameters built under `lazy()` get memory here."""
-        if init is not None and not any(is_lazy(part.module) for part in self.split.parts):
-            raise UsageError("init= fills parameters that were built under penstock.lazy(), and this model has none")
-        made: dict[int, nn.Parameter] = {}
-        missing: set[str] = set()
+    def _materialise(self, model: nn.Module | Sequence[nn.Module], init: Init | None) -> set[str]:
+        """Parameters that were built under `lazy()` get memory on their rank; returns those left without values."""
+        built = [part for part in self.split.parts if is_lazy(part.module)]
+        if not built:
+            if init is not None:
+                raise UsageError(
+                    "init= fills parameters that were built under penstock.lazy(), and this model has none"
+                )
+            return set()
+        ranks, cpu = self.crew.executors, torch.device("cpu")
+        mine: dict[int, tuple[str, torch.device]] = {}
+        others: dict[int, Home] = {}
+        for part in built:
+            rank = self.schedule.placement.rank_of(part.index)
+            for name, parameter in part.module.named_parameters():
+                if rank in ranks:
+                    mine.setdefault(id(parameter), (part.names[name], self.devices.get(rank, cpu)))
+                else:
+                    others.setdefault(id(parameter), Home(part.names[name], rank, part.index))
+        roots = [*([model] if isinstance(model, nn.Module) else model), *(part.module for part in self.split.parts)]
+        return set(materialise(roots, mine, others, self.devices.get(min(ranks), cpu), init))
+
+    def _put_on_devices(self) -> None:
+        """The local stages go where they belong."""
         for rank, executor in self.crew.executors.items():
             device = self.devices.get(rank)
-            for stage in executor.stages.values():
-                if is_lazy(stage.module):
-                    home = device or torch.device("cpu")
-                    missing |= set(materialise(stage.module, stage.part.names, home, init, made))
-                if device is not None:
+            if device is not None:
+                for stage in executor.stages.values():
                     stage.module.to(device)
-        for executor in self.crew.executors.values():
-            for stage in executor.stages.values():
-                if isinstance(stage.part, ReplayPart):
-                    stage.part.settle()
-        return missing
+
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise where the pipeline was closed."""
 
     def _check_values(self) -> None:
         if self._without_values:
@@ -204,6 +265,7 @@ class OwnedState:
                 f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
                 f"call load_state_dict(...), or pass init=function(name, tensor)"
             )
+        self._elsewhere.check(self)
 
 
 def _misfits(module: nn.Module, names: Mapping[str, str], state: Mapping[str, Any]) -> Iterator[str]:

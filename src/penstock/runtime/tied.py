@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.lazy import stands_for
 from penstock.model.split import Split
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
@@ -24,15 +23,17 @@ from penstock.schedule import Placement
 __all__ = ["TiedParameters", "tied_places"]
 
 
-Place = tuple[int, str]  # a stage, and the name of a parameter there
+Place = tuple[
+    int, str
+]  # a number among the split's holdings, which begin with the stages; and a parameter's name there
 
 
 def tied_places(split: Split) -> list[list[Place]]:
     """Where each parameter stands that stands in several stages."""
     places: dict[int, list[Place]] = {}
-    for index, part in enumerate(split.parts):
-        for name, parameter in part.module.named_parameters():
-            places.setdefault(id(stands_for(parameter)), []).append((index, name))
+    for number, holding in enumerate(split.holdings()):
+        for name, parameter in holding.module.named_parameters():
+            places.setdefault(id(parameter), []).append((number, name))
     return [group for group in places.values() if len(group) > 1]
 
 
@@ -44,16 +45,18 @@ class TiedParameters:
     ) -> None:
         self.places = [tuple(group) for group in places]  # of every parameter that several stages hold
         self._transport = transport
-        self._groups: list[tuple[nn.Parameter, tuple[int, ...]]] = []
+        self._groups: list[tuple[nn.Parameter | None, tuple[int, ...]]] = []  # None: of other ranks
         self._second: set[int] = set()  # copies that another rank counts
         if transport is None:
             return
+        holdings = split.holdings()
         for group in self.places:
-            ranks = tuple(sorted({placement.rank_of(stage) for stage, _ in group}))
+            rank_of = {number: placement.rank_of(holdings[number].stage) for number, _ in group}
+            ranks = tuple(sorted(set(rank_of.values())))
             if len(ranks) > 1:
-                own = [place for place in group if placement.rank_of(place[0]) == transport.rank]
-                stage, name = (own or group)[0]
-                self._groups.append((split.parts[stage].module.get_parameter(name), ranks))
+                own = [place for place in group if rank_of[place[0]] == transport.rank]
+                mine = [holdings[number].module.get_parameter(name) for number, name in own]
+                self._groups.append((mine[0] if mine else None, ranks))
         self._second = {id(parameter) for parameter, ranks in self._groups if transport.rank != ranks[0]}
         self._channels = [
             Channel(number, number, "B", source, target)
@@ -71,14 +74,15 @@ class TiedParameters:
         """All copies take the value of the first rank's; once, before the first step."""
         if self._groups:
             with torch.no_grad():
-                for (parameter, ranks), values in zip(
-                    self._groups, self._share([_here(parameter) for parameter, _ in self._groups]), strict=True
-                ):
-                    for value in () if values is None else values.values():
+                own = [None if parameter is None else _here(parameter) for parameter, _ in self._groups]
+                for (parameter, ranks), values in zip(self._groups, self._share(own), strict=True):
+                    if parameter is None or values is None:
+                        continue
+                    for value in values.values():
                         _check_alike(parameter, value)
-                    first = None if values is None else values[ranks[0]]
-                    if first is not None:
-                        _here(parameter).copy_(first)
+                    first = values[ranks[0]]
+                    assert first is not None
+                    _here(parameter).copy_(first)
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -86,19 +90,22 @@ class TiedParameters:
         if not self._groups:
             yield
             return
-        before = [parameter.grad for parameter, _ in self._groups]
-        for parameter, _ in self._groups:
+        own = [(number, parameter) for number, (parameter, _) in enumerate(self._groups) if parameter is not None]
+        before = [parameter.grad for _, parameter in own]
+        for _, parameter in own:
             parameter.grad = None
         try:
             yield
         except BaseException:
-            for (parameter, _), gradient in zip(self._groups, before, strict=True):
+            for (_, parameter), gradient in zip(own, before, strict=True):
                 parameter.grad = gradient
             raise
-        added = self._share([None if p.grad is None else _here(p.grad) for p, _ in self._groups])
-        for (parameter, _), earlier, parts in zip(self._groups, before, added, strict=True):
-            if parts is None:
-                continue
+        mine: list[Tensor | None] = [None] * len(self._groups)
+        for number, parameter in own:
+            mine[number] = None if parameter.grad is None else _here(parameter.grad)
+        added = self._share(mine)
+        for (number, parameter), earlier in zip(own, before, strict=True):
+            parts = added[number] or {}
             total = None if earlier is None else _here(earlier)
             for rank in sorted(parts):
                 part = parts[rank]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.model.away import is_away
 from penstock.runtime.buffers import SMALL_BYTES, Key, version_of
 
 __all__ = ["Undisturbed"]
@@ -34,7 +35,7 @@ class Undisturbed:
             (number, name): (buffer, version_of(buffer), self._copy((number, name), buffer))
             for number, table in entries.items()
             for name, buffer in table.items()
-            if buffer is not None and not buffer.is_meta
+            if buffer is not None and not buffer.is_meta and not is_away(buffer)
         }
         try:
             for module in modules:

@@ -168,7 +168,7 @@ class _PipelineSchedule(CustomFunctions):
             schedule = lower(schedule, reduce=True, window=WINDOW)
         cut: dict[str, Any] = {}
         if first.pipe is not None:
-            modules, cut = first.pipe.model, {**first.pipe.cut, "inputs": "first"}
+            modules, cut = first.pipe.model, {**first.pipe.cut, "inputs": "first", "keep_model": True}
             if not schedule.passes:
                 schedule = schedule.replace(topology=first.pipe.split.topology)
         pipe = Translated(

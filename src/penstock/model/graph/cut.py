@@ -47,7 +47,8 @@ def split_by_graph(
     counts = ", ".join(str(stage.operations) for stage in program.stages)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     how = f"torch.export graph ({sizes}), operations a stage: {counts}"
-    return Split(parts, programs.topology, how, origin=origin_of(model))
+    order = tuple(model.state_dict(keep_vars=True))
+    return Split(parts, programs.topology, how, order=order, origin=origin_of(model))
 
 
 def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Programs) -> GraphPart:

@@ -9,7 +9,7 @@ is first needed, and cut in the same places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.away import with_memory
 from penstock.model.graph.capture import Capture, capture
 from penstock.model.graph.places import Cut, find_cuts
 from penstock.model.graph.stages import StageGraph, build_stages
@@ -96,7 +97,7 @@ class Programs:
                 f"the model was captured {len(reasons)} times and none fits this microbatch: it has {reasons[-1]}; "
                 f"pad the inputs to a few shapes, or pass a list of stage modules"
             )
-        with _mode(self._model, training, self._mode):
+        with _mode(self._model, training, self._mode), with_memory(self._model):
             made = capture(self._model, self._arguments, args, kwargs)
         values = Values(made)
         tensors_of = all_tensors(self._model)
@@ -208,3 +209,10 @@ class GraphPart:
         if self._is_last:
             result[OUTPUT] = put_together(program.capture.output, found[place:])
         return result
+
+    def reads(self) -> Iterable[Tensor]:
+        """Nothing: the module has all that the graph reads."""
+        return ()
+
+    def settle(self) -> None:
+        """Nothing of it depends on other stages' values; a new capture looks at shapes."""

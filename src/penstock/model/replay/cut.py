@@ -82,6 +82,7 @@ def _assemble(
         cuts=tuple(cuts),
         allowed=tuple(_starts(modules, recording)[1:]),
         recut=lambda others: _assemble(model, units, recording, weights, others, defaults),
+        order=tuple(model.state_dict(keep_vars=True)),
         origin=origin_of(model),
     )
 

@@ -58,8 +58,8 @@ class StageUnits(nn.Module):
 class Outside:
     """Parameters that the glue reads (`self.class_token`), in the stage's tree, and which its module owns.
 
-    Others may take their place in the module: a shard and what is gathered of it, or values for one that was built
-    without. The tree has to follow, or the glue would go on with what it was made with.
+    Others may take their place in the module: a shard, and what is gathered of it. The tree has to follow, or the glue
+    would go on with what it was made with.
     """
 
     def __init__(self, root: nn.Module, owned: StageUnits) -> None:
@@ -84,11 +84,3 @@ class Outside:
             now = owner._parameters[own_name]
             if now is not first and holder._parameters[name] is not now:
                 holder.__dict__["_parameters"] = {**holder._parameters, name: now}  # the user's module has the old one
-
-    def fill(self, model: nn.Module) -> None:
-        """Values for parameters that were built without are the model's own, as those of units are."""
-        made = {id(first): owner._parameters[name] for _, _, owner, name, first in self._places if first.is_meta}
-        for holder in model.modules():
-            for name, parameter in holder._parameters.items():
-                if id(parameter) in made:
-                    holder._parameters[name] = made[id(parameter)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.aside import EVERYWHERE, aside
+from penstock.model.away import noted
 from penstock.model.part import OUTPUT, WHOLE, no_stream, state_names
 from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
@@ -34,7 +35,7 @@ from penstock.model.replay.marks import Absent
 from penstock.model.replay.owned import Outside, StageUnits
 from penstock.model.replay.paths import diverged, stale
 from penstock.model.replay.plan import GLUE, Plan
-from penstock.model.replay.shapes import Shapes, stand_in, stand_in_parameter
+from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.sinks import Sinks
 from penstock.model.replay.structure import differ, flatten, unflatten
 from penstock.model.replay.tree import Followed, stage_tree
@@ -125,20 +126,14 @@ class ReplayPart:
         self._in = {source: marks for (source, target), marks in plan.crossing.items() if target == index}
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
-    def settle(self) -> None:
-        """Once this process's parameters have values: those that it will never have get stand-ins.
+    def reads(self) -> Iterable[Tensor]:
+        """The buffers of the code between units, which every stage runs."""
+        glue = self.module.__dict__["_glue"]
+        return [buffer for module in glue for buffer in module._buffers.values() if buffer is not None]
 
-        Glue reads types and devices off parameters (`self.head.weight.dtype`); one element on a real
-        device, expanded, answers that.
-        """
-        self._outside.fill(self._model)
-        home = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
-        for module in self._root.modules():
-            table = module._parameters
-            if any(parameter is not None and parameter.device.type == "meta" for parameter in table.values()):
-                module.__dict__["_parameters"] = {
-                    name: stand_in_parameter(parameter, home) for name, parameter in table.items()
-                }
+    def settle(self) -> None:
+        """The plan has to hold without the values of other stages: it is looked at once more."""
+        self._followed.clear()
 
     def keep_shapes(self) -> None:
         """Before this process's parameters are taken apart: what units return is to be known all the same."""
@@ -163,6 +158,7 @@ class ReplayPart:
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself
         run = self._local.run = _Run(received, Absent(stale) if follow else None)
+        noted.add = None if run.absent is None else run.absent.add
         if self._plan.recording.writes_inputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         result: dict[int, Any] = {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.aside import DRY, aside
+from penstock.model.away import blank, is_away
 from penstock.model.replay.calls import Call, Leaf, shapes_of
 from penstock.model.replay.sinks import Sinks
 from penstock.model.replay.structure import flatten, tensors_in, unflatten
@@ -75,7 +76,7 @@ class Shapes:
 
 def _without_memory(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
+        return nn.Parameter(blank(tensor, torch.device("meta")), requires_grad=tensor.requires_grad)
     return tensor
 
 
@@ -98,7 +99,9 @@ def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) ->
 
     def fill(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(torch.zeros_like(tensor, device=device), requires_grad=tensor.requires_grad)
+            return nn.Parameter(blank(tensor, device), requires_grad=tensor.requires_grad)
+        if device.type == "meta" and is_away(tensor):
+            return blank(tensor, device)
         return tensor.detach().to(device, copy=True)
 
     with torch.no_grad(), aside(DRY):

@@ -131,7 +131,7 @@ class _Restoring:
         """The optimizer, then all that has a state of its own, then the random numbers."""
         pipe, given, first = self._pipe, self._given, self._plains[0]
         _take_extra_state(pipe, self._joined["model"], self._tensor)
-        pipe._without_values = set()
+        pipe._loaded()
         pipe.zero_grad()  # gradients of other values than these
         if self._fit is not None:
             self._fit.finish(self._tensor)
@@ -177,11 +177,10 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
     if not wanted:
         return
     pipe.crew.give_back()  # as before load_state_dict()
-    for index, module in pipe.crew.modules().items():
-        names = pipe.split.parts[index].names
-        for place, holder in module.named_modules():
+    for holding in pipe.holdings():
+        for place, holder in holding.module.named_modules():
             name = f"{place}._extra_state" if place else "_extra_state"
-            full = names.get(name, name)
+            full = holding.names.get(name, name)
             if full in wanted:
                 holder.set_extra_state(decode(saved[full], tensor))
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError
 from penstock.train.checkpoint.reading import Contents
-from penstock.train.checkpoint.state import Optimizers, class_of, model_entries, name_of, names_by_parameter, own_names
+from penstock.train.checkpoint.state import Optimizers, class_of, model_entries, name_of, names_by_parameter
 from penstock.train.checkpoint.values import TENSOR, decode, same
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def names_in(pipe: Pipeline, contents: Contents) -> tuple[dict[str, str], list[s
     Which of its names comes first can depend on the way of cutting: in a graph, on where the module that reads it went.
     """
     places: dict[str, list[str]] = {}
-    for other, first in own_names(pipe).items():
+    for other, first in pipe.first_names().items():
         places.setdefault(first, [first]).append(other)
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -78,9 +78,9 @@ def names_in(pipe: Pipeline, contents: Contents) -> tuple[dict[str, str], list[s
 
 
 def _all_names(pipe: Pipeline) -> Iterable[str]:
-    others = own_names(pipe)
-    for part in pipe.split.parts:
-        for full in part.names.values():
+    others = pipe.first_names()
+    for holding in pipe.split.holdings():
+        for full in holding.names.values():
             yield full
             yield others.get(full, full)
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import UsageError
-from penstock.model.lazy import stands_for
 from penstock.train.checkpoint.values import TENSOR, encode
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ __all__ = [
     "name_of",
     "names_by_parameter",
     "optimizers_of",
-    "own_names",
 ]
 
 Optimizers = list[torch.optim.Optimizer]
@@ -134,31 +132,12 @@ def class_of(optimizers: Optimizers) -> str:
     return ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
 
 
-def own_names(pipe: Pipeline) -> dict[str, str]:
-    """Of every parameter that stands in several places of the whole model: other name -> first name."""
-    first: dict[int, str] = {}
-    others: dict[str, str] = {}
-    for part in pipe.split.parts:
-        for name, parameter in part.module.named_parameters(remove_duplicate=False):
-            full = part.names[name]
-            full = pipe.split.aliases.get(full, full)
-            known = first.setdefault(id(stands_for(parameter)), full)
-            if known != full:
-                others[full] = known
-    for group in pipe.tied.places:  # by name: where tensors are spread, another object takes a parameter's place
-        names = [pipe.split.parts[stage].names[name] for stage, name in group]
-        own = [others.get(name, pipe.split.aliases.get(name, name)) for name in names]
-        others.update({name: own[0] for name in (*names, *own) if name != own[0]})
-    return {**{name: others.get(own, own) for name, own in pipe.split.aliases.items()}, **others}
-
-
 def model_entries(pipe: Pipeline) -> Iterator[tuple[str, Any]]:
     """(name, value) of all that the stages of this process have in their state, each name once."""
-    others, seen = own_names(pipe), set()
-    for index, module in pipe.crew.modules().items():
-        names = pipe.split.parts[index].names
-        for name, value in module.state_dict(keep_vars=True).items():
-            full = names.get(name, name)
+    others, seen = pipe.first_names(), set()
+    for holding in pipe.holdings():
+        for name, value in holding.module.state_dict(keep_vars=True).items():
+            full = holding.names.get(name, name)
             if isinstance(value, nn.Parameter):
                 full = others.get(full, full)
             if full not in seen:

@@ -1,0 +1,239 @@
+"""After the first step on processes: what other ranks hold is gone here, says so, and can be brought back."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import on_processes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import PenstockError
+
+W, M, ROWS, STEPS = 6, 2, 8, 3
+
+
+class Block(nn.Module):
+    """Parameters, running statistics, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(W, W), nn.BatchNorm1d(W)
+        self.register_buffer("shift", torch.full((W,), 0.1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)) + self.shift) + x
+
+
+class Counting(Block):
+    """With a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += self.training
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+class Net(nn.Module):
+    """A parameter that every stage's glue computes with, and a weight that the first and the last unit share."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, W))
+        self.register_buffer("offset", torch.linspace(-1, 1, W))
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+        self.blocks[3].linear.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale + self.offset.to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def made(way: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if way == "position":
+            return nn.Sequential(*(Counting() for _ in range(4))).double()
+        return Net(Counting if way == "replay" else Block).double()  # a graph has no states of that kind
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    source = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, ROWS, W, generator=source, dtype=torch.float64)
+    return x, y
+
+
+def piped(model: nn.Module, way: str, **options: Any) -> penstock.Pipeline:
+    x, _ = batch()
+    given = {} if way == "position" else {"example": (x[: ROWS // M],), "split": way}
+    return penstock.Pipeline(model, stages=2, microbatches=M, loss_fn=F.mse_loss, **given, **options)
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(way: str, steps: int) -> nn.Module:
+    """The plain loop."""
+    model, (x, y) = made(way), batch()
+    optimizer = optimizer_of(model.parameters())
+    for _ in range(steps):
+        for rows, target in zip(x.chunk(M), y.chunk(M), strict=True):
+            (F.mse_loss(model(rows), target) / M).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def train(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    x, y = batch()
+    for _ in range(steps):
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def is_the_state(state: dict[str, Any], model: nn.Module) -> None:
+    wanted = model.state_dict()
+    assert list(state) == list(wanted)
+    for name, value in wanted.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
+        else:
+            assert state[name] == value
+
+
+def is_the_model(found: nn.Module, wanted: nn.Module) -> None:
+    """The same function, with the same buffers of all kinds."""
+    is_the_state(found.state_dict(), wanted)
+    shifts = [dict(each.named_buffers()) for each in (found, wanted)]
+    assert all(torch.equal(shifts[0][name], value) for name, value in shifts[1].items() if "shift" in name)
+    x, _ = batch()
+    modes = [each.training for each in (found, wanted)]
+    torch.testing.assert_close(found.eval()(x), wanted.eval()(x), rtol=1e-12, atol=1e-12)
+    found.train(modes[0])
+    wanted.train(modes[1])
+
+
+def memory_of(model: nn.Module) -> int:
+    """Bytes of all storages of a model's tensors, each once."""
+    with torch._C.DisableTorchFunctionSubclass():  # what is away says nothing of its memory
+        storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+USES: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda model: model.eval()(batch()[0]),
+    "state_dict": lambda model: model.state_dict(),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda model: torch.save(model, io.BytesIO()),
+    "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "zero_grad": lambda model: model.zero_grad(),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "penalty": lambda model: sum(parameter.square().sum() for parameter in model.parameters()),
+    "data": lambda model: [parameter.data for parameter in model.parameters()],
+    "buffers": lambda model: [buffer.numpy() for buffer in model.buffers()],
+}
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {  # which they do to this rank's part before they come to the other
+    "load_state_dict": lambda model: model.load_state_dict(
+        made("graph" if isinstance(model, Net) else "position").state_dict()
+    ),
+    "to": lambda model: model.float(),
+}
+
+
+def refusals(model: nn.Module, uses: dict[str, Callable[[nn.Module], Any]]) -> dict[str, str]:
+    found = {}
+    for name, use in uses.items():
+        try:
+            use(model)
+        except (PenstockError, RuntimeError) as error:
+            found[name] = str(error)
+    model.train()
+    return found
+
+
+def one_way(way: str) -> dict[str, Any]:
+    """All that the tests want to know of one way to cut, on one rank."""
+    model, (x, y) = made(way), batch()
+    found: dict[str, Any] = {}
+    with piped(model, way) as pipe:
+        optimizer = optimizer_of(pipe.parameters())
+        is_the_model(model, made(way))  # until the first step
+        pipe.evaluate(x, target=y)
+        with pytest.raises(PenstockError):
+            pipe.step(x, target=y[:3])  # which is refused
+        is_the_model(model, made(way))
+        whole = memory_of(model)
+        train(pipe, optimizer)
+        found["memory"] = memory_of(model) / whole
+        found["refused"] = refusals(model, USES)
+        found["asked"] = sum(parameter.numel() for parameter in model.parameters()), repr(list(model.parameters()))
+        is_the_state(pipe.full_state_dict(), trained(way, 1))
+        only = pipe.full_state_dict(rank=1)
+        if dist.get_rank() == 1:
+            is_the_state(only, trained(way, 1))
+        else:
+            assert only == {}
+        pipe.fill_model()
+        is_the_model(model, trained(way, 1))
+        train(pipe, optimizer)
+        found["refused again"] = refusals(model, USES)
+        pipe.evaluate(x[:6], target=y[:6])  # in other sizes: shapes are known without values
+        pipe.fill_model(rank=0)
+        if dist.get_rank() == 0:
+            is_the_model(model, trained(way, 2))
+        else:
+            found["refused elsewhere"] = refusals(model, USES)
+        train(pipe, optimizer)
+        pipe.fill_model()
+        is_the_model(model, trained(way, STEPS))
+        train(pipe, optimizer)
+        found["changes"] = refusals(model, CHANGES)
+    return found
+
+
+def all_ways() -> dict[str, dict[str, Any]]:
+    return {way: one_way(way) for way in ("position", "replay", "graph")}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, dict[str, Any]]]:
+    return on_processes(2, all_ways)
+
+
+@pytest.mark.parametrize("way", ["position", "replay", "graph"])
+def test_a_use_of_another_ranks_part_says_where_it_is_and_what_to_call(told: Any, way: str) -> None:
+    for rank, each in enumerate(told):
+        found = each[way]
+        for moment in ("refused", "refused again", "refused elsewhere")[: 3 if rank else 2]:
+            assert found[moment].keys() == USES.keys(), moment
+        assert found["changes"].keys() == CHANGES.keys()
+        for moment in found:
+            for use, text in found[moment].items() if "refused" in moment or moment == "changes" else ():
+                assert f"its values are on rank {1 - rank} (stage {1 - rank})" in text, use
+                assert "pipe.full_state_dict()" in text
+                assert "pipe.fill_model()" in text
+        assert found["asked"][0] == sum(parameter.numel() for parameter in made(way).parameters())
+        assert f"whose values are on rank {1 - rank}" in found["asked"][1]
+        assert found["memory"] < 0.75  # of a model whose halves share one weight

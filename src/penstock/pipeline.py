@@ -166,6 +166,7 @@ class Pipeline(Batching):
 
         self._check_open()
         self._settle()
+        self._elsewhere.check(self)
         if self.batching is not None:
             self._take(
                 self.replicas.same_count(

@@ -458,6 +458,9 @@ def set_apart(mesh: Any) -> Any:
             if not second:  # as in `if rank == 0: load`
                 pipe.load_state_dict({name: value + 1 for name, value in nn.ModuleList(stages()).state_dict().items()})
             found[f"loaded {kind}"] = attempt(pipe.step, x, target=y)
+        found[f"elsewhere {kind}"] = attempt(made_and_closed, mesh, [each.linear for each in modules], replicate=kind)
+        modules = stages()
+        made_and_closed(mesh, modules, replicate=kind)
         found[f"again {kind}"] = attempt(made_and_closed, mesh, [each.linear for each in modules], replicate=kind)
         with pipeline(mesh, replicate=kind) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
@@ -769,10 +772,11 @@ def test_what_was_frozen_at_first_is_reduced_once_when_it_is_trained_later(told:
     close(by_name(told, lambda rank: rank["frozen_at_first"][kind][2]), wanted)
 
 
-def test_an_optimizer_from_before_the_sharding_is_refused_and_one_that_still_holds_works(told: Any) -> None:
+def test_an_optimizer_of_all_of_the_models_parameters_is_refused(told: Any) -> None:
     for rank in told:
         plainly, sharded = rank["set_apart"]["optimizers"]
-        assert plainly[0] == ""
+        assert plainly[0] == "ModelError"
+        assert "an optimizer of pipe.parameters()" in plainly[1]
         assert sharded[0] == "UsageError"
         assert "this SGD was made before the Pipeline" in sharded[1]
 
@@ -798,8 +802,10 @@ def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_that_drift_apart_are_noticed_in_the_next_step(told: Any, kind: str) -> None:
     for rank in told:
-        names = ("loaded", "stepped", "scaled", "hooked", "again")
-        loaded, stepped, scaled, hooked, again = (rank["set_apart"][f"{name} {kind}"] for name in names)
+        names = ("loaded", "stepped", "scaled", "hooked", "again", "elsewhere")
+        loaded, stepped, scaled, hooked, again, elsewhere = (rank["set_apart"][f"{name} {kind}"] for name in names)
+        assert elsewhere[0] == "ModelError"
+        assert "another Pipeline trains Linear" in elsewhere[1]
         assert loaded[0] == "UsageError"
         assert "the replicas have loaded different states, or not all of them have loaded one" in loaded[1]
         if kind == "ddp":

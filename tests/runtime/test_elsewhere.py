@@ -237,3 +237,134 @@ def test_a_use_of_another_ranks_part_says_where_it_is_and_what_to_call(told: Any
         assert found["asked"][0] == sum(parameter.numel() for parameter in made(way).parameters())
         assert f"whose values are on rank {1 - rank}" in found["asked"][1]
         assert found["memory"] < 0.75  # of a model whose halves share one weight
+
+
+def layers(count: int = 4, width: int = W) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count))).double()
+
+
+def attempt(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def several(keep: bool) -> dict[str, str]:
+    """Pipelines of one model: with the same placement they train it together, with another one of them is refused."""
+    x, y = batch()
+    model, given = layers(), {"microbatches": M, "loss_fn": F.mse_loss, "keep_model": keep, "timeout": 20}
+    same = [penstock.Pipeline(model, stages=2, **given) for _ in range(2)]
+    other = penstock.Pipeline(model, balance=[1, 3], **given)
+    found = {}
+    optimizer = torch.optim.SGD(same[0].parameters(), lr=0.1)
+    for step in range(4):
+        same[step % 2].step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = layers()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(4):
+        F.mse_loss(plain(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    is_the_state(same[0].full_state_dict(), plain)
+    found["other"] = attempt(lambda: other.step(x, target=y))
+    found["late"] = attempt(lambda: penstock.Pipeline(model, stages=2, **given))
+    for pipe in same:
+        pipe.fill_model()
+    is_the_state(model.state_dict(), plain)
+    other.step(x, target=y)
+    other.zero_grad()
+    found["first"] = attempt(lambda: same[0].step(x, target=y))
+    for pipe in (*same, other):
+        pipe.close()
+    return found
+
+
+def kept() -> tuple[bool, int]:
+    """keep_model=True: the values from before the first step."""
+    model = layers()
+    with penstock.Pipeline(model, stages=2, microbatches=M, loss_fn=F.mse_loss, keep_model=True) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        train(pipe, optimizer)
+        mine = {name for name, _ in pipe.named_parameters()}
+        return all(
+            torch.equal(value, model.state_dict()[name]) != (name in mine)
+            for name, value in layers().state_dict().items()
+        ), memory_of(model)
+
+
+def loaded() -> list[str]:
+    """A state that is loaded before the first step makes the rest of the model old, too."""
+    model, (x, _) = layers(), batch()
+    said = []
+    with penstock.Pipeline(model, stages=2, microbatches=M, loss_fn=F.mse_loss, timeout=20) as pipe:
+        state = {name: value + 1 for name, value in layers().state_dict().items()}
+        pipe.load_state_dict(state)
+        said.append(attempt(lambda: model(x)))
+        pipe.fill_model()
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        pipe.step(x, target=x)
+        said.append(attempt(pipe.fill_model))  # with gradients
+        pipe.zero_grad()
+        said.append(attempt(lambda: pipe.fill_model(rank=2)))
+        said.append(attempt(lambda: pipe.full_state_dict(rank=dist.get_rank())))
+    said.append(attempt(pipe.full_state_dict))
+    return said
+
+
+def built_lazily() -> None:
+    with penstock.lazy():
+        model = Net(Block).double()
+    x, _ = batch()
+    with piped(model, "replay") as pipe:
+        assert "its values are on rank" in attempt(lambda: model(x))
+        pipe.load_state_dict(made("graph").state_dict())
+        train(pipe, optimizer_of(pipe.parameters()), STEPS)
+        is_the_state(pipe.full_state_dict(), trained("graph", STEPS))
+        pipe.fill_model()
+        is_the_model(model, trained("graph", STEPS))
+
+
+def scenarios() -> dict[str, Any]:
+    built_lazily()
+    return {"kept": kept(), "loaded": loaded(), "let go": several(keep=False), "marked": several(keep=True)}
+
+
+def test_two_pipelines_of_one_model_never_train_apart() -> None:
+    for rank, told in enumerate(on_processes(2, scenarios)):
+        assert told["kept"] == (True, memory_of(layers()))
+        for keep in ("let go", "marked"):
+            found = told[keep]
+            moved = "another Pipeline of the same model trains 1.weight on rank 0 (stage 0)"
+            assert moved in found["other"] if rank == 1 else found["other"].startswith("PeerFailure")
+            assert found["late"].startswith("ModelError: another Pipeline trains Sequential")
+            assert found["first"]
+        mixed, gradients, out, apart, closed = told["loaded"]
+        assert "its values are on rank" in mixed
+        assert gradients.startswith("UsageError: there are gradients")
+        assert out.startswith("UsageError: rank=2: pass one of the ranks 0 to 1")
+        assert "call it alike on every" in apart
+        assert closed.startswith("UsageError: this pipeline is closed")
+
+
+def of_a_large_model() -> tuple[float, float]:
+    """A model of 200 MB: what its tensors take before the first step and after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(50)))
+    with penstock.Pipeline(model, stages=2, microbatches=1, loss_fn=F.mse_loss) as pipe:
+        before = memory_of(model)
+        x = torch.randn(1, 1024)
+        pipe.step(x, target=x)
+        pipe.zero_grad()
+        return before / 2**20, memory_of(model) / 2**20
+
+
+@pytest.mark.slow
+def test_after_the_first_step_a_rank_has_memory_for_its_share_only() -> None:
+    for before, after in on_processes(2, of_a_large_model):
+        assert before > 200
+        assert after == pytest.approx(before / 2, rel=0.001)

@@ -33,21 +33,27 @@ class Elsewhere:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
+        self._checked = False  # on all ranks or on none, since all hear of it
         self.whole = True  # the model has all its values here
 
     def check(self, pipe: OwnedState) -> None:
         """Before a first step: what the stages here hold must not be where another pipeline has put it."""
-        if not self.whole:
+        if self._checked:
             return
-        for holding in pipe.holdings():
-            for tensor in (*holding.module.parameters(), *holding.module.buffers()):
-                home = home_of(tensor)
-                if home is not None:
-                    raise UsageError(
-                        f"stage {holding.stage} is to be trained here, but another Pipeline of the same model trains "
-                        f"{home.name} on {home}; give both the same cut and placement, or call fill_model() of the "
-                        f"other one, on every rank, before this one goes on"
-                    )
+
+        def look() -> None:
+            for holding in pipe.holdings():
+                for tensor in (*holding.module.parameters(), *holding.module.buffers()):
+                    home = home_of(tensor)
+                    if home is not None:
+                        raise UsageError(
+                            f"stage {holding.stage} is to be trained here, but another Pipeline of the same model "
+                            f"trains {home.name} on {home}; give both the same cut and placement, or call fill_model() "
+                            f"of the other one, on every rank, before this one goes on"
+                        )
+
+        pipe.world.agreed("step()", look, "")
+        self._checked = True
 
     def let_go(self, pipe: OwnedState) -> None:
         """From now on this process has no values of what other ranks hold."""
@@ -76,6 +82,7 @@ class Elsewhere:
     def fill(self, pipe: OwnedState, rank: int | None) -> None:
         """All values into the tensors of the model, on every rank or on one."""
         call, transport = "fill_model()", pipe.world.transport
+        self._checked = False
         targets = _targets(pipe, call, rank)
         graded = any(parameter.grad is not None for parameter in pipe.parameters())
         if any(pipe.world.told(call, graded)) and transport is not None:

@@ -265,7 +265,6 @@ class OwnedState:
                 f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
                 f"call load_state_dict(...), or pass init=function(name, tensor)"
             )
-        self._elsewhere.check(self)
 
 
 def _misfits(module: nn.Module, names: Mapping[str, str], state: Mapping[str, Any]) -> Iterator[str]:

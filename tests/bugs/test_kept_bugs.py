@@ -232,28 +232,60 @@ def test_a_module_without_parameters_that_counts_at_the_end_is_not_read_at_the_b
         trains(Ends(), rows())
 
 
-def on_a_process() -> tuple[float, str]:
-    """How far a model that may be cut is from the plain one, and the error of one that may not."""
+class Scaled(Chain):
+    """A buffer of the model's own and one of the first block, which the code after the last block reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.blocks[0].register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) * self.scale * self.blocks[0].gain
+
+
+def loaded() -> float:
+    """How far the loss is from the plain model's after both have loaded other values than they were made with."""
+    torch.manual_seed(0)
+    model, x = Scaled(), rows()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["scale"], state["blocks.0.gain"] = torch.tensor(3.0), torch.tensor(2.0)
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square, example=(x[:2],)) as pipe:
+        pipe.load_state_dict(state)
+        assert len(dict(pipe.named_buffers())) == len(list(pipe.named_buffers()))
+        found = pipe.step(x).loss.item()
+    model.load_state_dict(state)
+    return abs(found - sum(square(model(part)).item() / 2 for part in x.chunk(2)))
+
+
+def counted() -> float:
+    """How far the loss of a model that may be cut is from the plain one's."""
     torch.manual_seed(0)
     model, x = Reads("buffer", "own"), rows()
-    plain = [(square(model(part)) / 2).item() for part in x.chunk(2)]
+    plain = sum((square(model(part)) / 2).item() for part in x.chunk(2))
     for block in model.blocks:
         block.buffer.zero_()  # type: ignore[operator, union-attr]
-    example = (x[:2],)
-    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square, example=example) as pipe:
-        far = abs(pipe.step(x).loss.item() - sum(plain))
-    pipe = penstock.Pipeline(
-        Reads("when training", "last").eval(), stages=2, microbatches=2, loss_fn=square, example=example
-    )
-    pipe.train()
-    try:
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square, example=(x[:2],)) as pipe:
+        return abs(pipe.step(x).loss.item() - plain)
+
+
+def refused() -> str:
+    """The error of one that may not."""
+    torch.manual_seed(0)
+    model, x = Reads("when training", "last").eval(), rows()
+    pipe = penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=square, example=(x[:2],)).train()
+    with pytest.raises((ModelError, PeerFailure)) as caught:
         pipe.step(x)
-    except (ModelError, PeerFailure) as error:
-        return far, str(error)
-    return far, ""
+    return str(caught.value)
 
 
-def test_on_processes_as_on_threads() -> None:
-    for far, error in on_processes(2, on_a_process):
+def on_a_process() -> tuple[float, float, str]:
+    return loaded(), counted(), refused()
+
+
+def test_buffers_that_other_stages_read_are_loaded_there_and_what_units_keep_is_seen_on_processes_too() -> None:
+    """`load_state_dict` gave each process its own units' buffers: the last stage went on with the old scale."""
+    for far, counting, error in [on_a_process(), *on_processes(2, on_a_process)]:
         assert far < 1e-6
+        assert counting < 1e-6
         assert "has changed its number in its forward, which it left alone with the example" in error

@@ -66,7 +66,7 @@ class Recording:
 
     calls: list[Call] = field(default_factory=list)
     output: frozenset[Mark] = frozenset()
-    parameters: list[str] = field(default_factory=list)  # what (PARAMETER, number) stands for
+    parameters: list[str] = field(default_factory=list)  # and buffers: what (PARAMETER, number) stands for
     states: list[State] = field(default_factory=list)  # and (STATE, number)
     guarded: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # of a unit, what others read: it may not
     # change; (module inside of the unit, attribute)

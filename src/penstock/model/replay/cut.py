@@ -250,22 +250,19 @@ def _owners(units: list[str], plan: Plan) -> list[list[str]]:
 
 
 def _loose(model: nn.Module, plan: Plan, owned: list[list[str]]) -> list[dict[str, Tensor]]:
-    """What hangs outside of units: parameters with the stages whose glue reads them, the rest with stage 0."""
-    parameters = dict(model.named_parameters())
-    loose: list[dict[str, Tensor]] = [
-        {name: parameters[name] for name in plan.glue_parameters[stage]} for stage in range(plan.stages)
-    ]
+    """What a stage has beside its units: the parameters and buffers that its glue reads; all others are stage 0's."""
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    every: dict[str, Tensor] = {**parameters, **buffers}
+    loose = [{name: every[name] for name in plan.glue_parameters[stage]} for stage in range(plan.stages)]
     modules = dict(model.named_modules())
     covered = {id(value) for names in owned for name in names for value in _state(modules[name])}
     for stage in range(plan.stages):
-        inside = {id(value) for name in owned[stage] for value in modules[name].parameters()}
+        inside = {id(value) for name in owned[stage] for value in _state(modules[name])}
         loose[stage] = {name: value for name, value in loose[stage].items() if id(value) not in inside}
         covered.update(map(id, loose[stage].values()))
     saved = model.state_dict(keep_vars=True)
     loose[0].update({name: value for name, value in parameters.items() if id(value) not in covered})
-    loose[0].update(
-        {name: value for name, value in model.named_buffers() if name in saved and id(value) not in covered}
-    )
+    loose[0].update({name: value for name, value in buffers.items() if name in saved and id(value) not in covered})
     return loose
 
 

@@ -30,7 +30,7 @@ class Plan:
     stages: int
     crossing: dict[tuple[int, int], tuple[Mark, ...]]  # (from stage, to stage) -> what crosses
     topology: Topology
-    glue_parameters: tuple[tuple[str, ...], ...]  # of each stage: parameters that its glue reads
+    glue_parameters: tuple[tuple[str, ...], ...]  # of each stage: parameters and buffers that its glue reads
 
     def units_of(self, stage: int) -> list[str]:
         """The units that a stage calls, each once, in call order."""

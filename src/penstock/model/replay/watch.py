@@ -45,8 +45,10 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         self._may_write: set[int] = set()
         self.written_by: dict[int, set[str]] = {}  # storages, by which units
         self._parameters = {id(parameter) for parameter in model.parameters()}
-        for name, parameter in model.named_parameters():
-            self.marks[self.storages.key(parameter)] = frozenset({(PARAMETER, len(recording.parameters))})
+        saved = model.state_dict(keep_vars=True)
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+        for name, tensor in [*model.named_parameters(), *buffers]:
+            self.put(tensor, (PARAMETER, len(recording.parameters)))
             recording.parameters.append(name)
 
     def put(self, tensor: Tensor, mark: Mark) -> None:
@@ -175,7 +177,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
 
     def leave(self, module: nn.Module) -> frozenset[Mark]:
         """What the unit has read of others' beside its arguments."""
-        own = {self.storages.key(parameter) for parameter in module.parameters()}
+        own = {self.storages.key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         mine = {mark for key in own for mark in self.marks.get(key, ())}
         self.inside = None
         return frozenset(self._read - mine)

@@ -62,7 +62,7 @@ class Net(nn.Module):
         self.blocks[3].linear.weight = self.blocks[0].linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale + self.offset.to(x.dtype)
+        x = x * self.scale + self.offset.to(x.dtype) * self.blocks[3].shift  # a constant of the last stage
         for block in self.blocks:
             x = block(x)
         return x

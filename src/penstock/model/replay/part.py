@@ -127,9 +127,12 @@ class ReplayPart:
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
     def reads(self) -> Iterable[Tensor]:
-        """The buffers of the code between units, which every stage runs."""
-        glue = self.module.__dict__["_glue"]
-        return [buffer for module in glue for buffer in module._buffers.values() if buffer is not None]
+        """The buffers of the code between units, which every stage runs, and what it has read of units themselves."""
+        found = [buffer for module in self.module.__dict__["_glue"] for buffer in module._buffers.values()]
+        for unit, places in self._plan.recording.guarded.items():
+            inner = dict(self._model.get_submodule(unit).named_modules())
+            found += [inner[holder]._buffers.get(attribute) for holder, attribute in places]
+        return [buffer for buffer in found if buffer is not None]
 
     def settle(self) -> None:
         """The plan has to hold without the values of other stages: it is looked at once more."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections import UserDict
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -79,6 +81,50 @@ class Collects(Chain):
 def test_what_units_add_to_lists_is_exact(net: type[Chain], stages: int, schedule: str) -> None:
     torch.manual_seed(0)
     assert trains(net(), rows(), stages=stages, schedule=schedule) < 1e-6
+
+
+class Notes:
+    """Fields that blocks hand on."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.count, self.sum, self.inner = 0, x.new_zeros(()), {"last": 0}
+
+
+CHANGES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Any], Callable[[Any], Any]]] = {
+    "an entry that was there": (lambda x: {"n": 0}, lambda d, x: d.update(n=d["n"] + 1), lambda d: d["n"]),
+    "a tensor in its place": (lambda x: {"t": x.mean()}, lambda d, x: d.update(t=d["t"] + x.mean()), lambda d: d["t"]),
+    "a place in a list": (lambda x: [0, 1], lambda a, x: a.__setitem__(0, a[0] + 1), lambda a: a[0]),
+    "what is taken away": (lambda x: [1, 2, 3, 4, 5], lambda a, x: a.pop(), len),
+    "a key that goes": (lambda x: dict.fromkeys(range(6), 0), lambda d, x: d.popitem(), len),
+    "a set": (lambda x: set(), lambda s, x: s.add(len(s)), len),
+    "a user's dict": (lambda x: UserDict(), lambda d, x: d.update({len(d): x}), lambda d: d[0].mean() + d[3].mean()),
+    "a number in a field": (Notes, lambda o, x: setattr(o, "count", o.count + 1), lambda o: o.count),
+    "a tensor in a field": (Notes, lambda o, x: setattr(o, "sum", o.sum + x.mean()), lambda o: o.sum),
+    "a new field": (Notes, lambda o, x: setattr(o, f"at{len(vars(o))}", x.shape[0]), lambda o: len(vars(o))),
+    "inside of a field": (Notes, lambda o, x: o.inner.update(last=o.inner["last"] + 1), lambda o: o.inner["last"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_units_change_in_what_they_are_handed_is_exact(change: str) -> None:
+    """Numbers, because of tensors it was refused: where the unit did not run, they stayed as they were, in silence."""
+    make_it, change_it, read_it = CHANGES[change]
+
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor, handed: Any) -> Tensor:  # type: ignore[override]
+            change_it(handed, x)
+            return super().forward(x)
+
+    class Hands(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            handed = make_it(x)
+            for block in self.blocks:
+                x = torch.tanh(block(x, handed))
+            return x * (1 + read_it(handed))
+
+    model = Hands()
+    model.blocks = nn.ModuleList(Changes(W, W) for _ in range(4))
+    assert trains(model, rows()) == 0.0
 
 
 def test_another_batch_size_than_the_examples_adds_other_shapes() -> None:

@@ -1,87 +1,133 @@
-"""Lists and dicts that a unit adds to beside returning something.
+"""Lists, dicts and objects that a unit changes beside returning something.
 
 Hooks that collect hidden states, attention maps or a router's logits append to a list that a context variable holds;
-other models hand a list from block to block. What a call has added there is one more output of it: where the unit does
-not run, the same is added of what was received. Sinks are looked for in the call's arguments and in context variables.
+other models hand a list, a dict or an object with fields from block to block. What a call has changed there is one more
+output of it: where the unit does not run, the same is changed to what was received. Sinks are looked for in the call's
+arguments and in context variables.
 """
 
 from __future__ import annotations
 
 import contextvars
 import sys
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
+
+from penstock.model.replay.snapshot import PLAIN, has_fields
 
 __all__ = ["Sinks", "install_collectors"]
 
 Path = tuple[Any, ...]
 _FLAG = "_output_capturing_hooks_installed"
 _DEEP = 4
+_DICTS = (dict, UserDict, OrderedDict, defaultdict)
+_LISTS = (list, UserList, deque)
 
 
 class Sinks:
-    """The lists and dicts that a call can reach, and how they were before it."""
+    """The lists, dicts, sets and fields that a call can reach, and how they were before it."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._found: dict[Path, Any] = {}
+        seen: set[int] = set()
         for place, value in [*enumerate(args), *kwargs.items()]:
-            self._found.update(_walk(value, (place,), _DEEP))
+            self._found.update(_walk(value, (place,), _DEEP, seen))
         for variable, value in contextvars.copy_context().items():
-            self._found.update(_walk(value, (None, variable.name), _DEEP))
-        self._before: dict[Path, Any] = {
-            path: set(sink) if isinstance(sink, dict) else len(sink) for path, sink in self._found.items()
-        }
+            if not has_fields(value):
+                self._found.update(_walk(value, (None, variable.name), _DEEP, seen))
+        self._before = {path: _copied(sink) for path, sink in self._found.items()}
 
     def added(self) -> dict[Path, Any]:
-        """What was added since, by where."""
-        found: dict[Path, Any] = {}
-        for path, sink in self._found.items():
-            before = self._before[path]
-            new = {key: sink[key] for key in sink if key not in before} if isinstance(sink, dict) else sink[before:]
-            if new:
-                found[path] = new
-        return found
+        """What has changed since, by where."""
+        changes = {path: _change(self._before[path], sink) for path, sink in self._found.items()}
+        return {path: change for path, change in changes.items() if change is not None}
 
     def put(self, added: dict[Path, Any]) -> bool:
-        """Let that be what was added; False if there is no such place."""
-        for path, new in added.items():
+        """Let that be what has changed; False if there is no such place."""
+        for path, change in added.items():
             sink = self._found.get(path)
-            if isinstance(sink, dict) and isinstance(new, dict):
-                sink.update(new)
-            elif isinstance(sink, list) and isinstance(new, list):
-                sink[self._before[path] :] = new
-            else:
+            if sink is None or _kind(sink) != change[0]:
                 return False
+            _apply(sink, change)
         return True
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, dict[Path, Any]]:
-        """What a function returns and adds; the sinks are as before."""
+        """What a function returns and changes; the sinks are as before."""
         try:
             output = function()
             return output, self.added()
         finally:
             for path, sink in self._found.items():
-                before = self._before[path]
-                if isinstance(sink, dict):
-                    for key in [key for key in sink if key not in before]:
-                        del sink[key]
-                else:
-                    del sink[before:]
+                back = _change(sink, self._before[path])
+                if back is not None:
+                    _apply(sink, back)
 
 
-def _walk(value: Any, path: Path, depth: int) -> Iterator[tuple[Path, Any]]:
-    if type(value) in (list, dict):
+def _kind(sink: Any) -> str:
+    if isinstance(sink, _DICTS):
+        return "dict"
+    return "set" if isinstance(sink, set) else "list"
+
+
+def _copied(sink: Any) -> Any:
+    return dict(sink) if isinstance(sink, _DICTS) else set(sink) if isinstance(sink, set) else list(sink)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
+
+
+def _change(before: Any, now: Any) -> tuple[Any, ...] | None:
+    """How to make `now` of what it was before, or nothing: (kind, what stays or goes, what is put there)."""
+    kind = _kind(now)
+    if kind == "dict":
+        new = {key: now[key] for key in now if key not in before or not _same(before[key], now[key])}
+        gone = tuple(key for key in before if key not in now)
+        return (kind, gone, new) if new or gone else None
+    if kind == "set":
+        return None if before == now else (kind, None, list(now))
+    start = 0
+    for one, other in zip(before, now, strict=False):
+        if not _same(one, other):
+            break
+        start += 1
+    return (kind, start, list(now)[start:]) if start < max(len(before), len(now)) else None
+
+
+def _apply(sink: Any, change: tuple[Any, ...]) -> None:
+    kind, what, new = change
+    if kind == "dict":
+        for key in what:
+            sink.pop(key, None)
+        sink.update(new)
+    elif kind == "set":
+        sink.clear()
+        sink.update(new)
+    else:
+        while len(sink) > what:
+            sink.pop()
+        sink.extend(new)
+
+
+def _walk(value: Any, path: Path, depth: int, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if has_fields(value) and type(value) not in (UserDict, UserList):
+        value = vars(value)
+    if type(value) in (*_LISTS, *_DICTS, set):
         yield path, value
-    if depth and isinstance(value, (list, tuple)):
-        for place, each in enumerate(value):
-            if isinstance(each, (list, tuple, dict)):
-                yield from _walk(each, (*path, place), depth - 1)
-    elif depth and isinstance(value, dict):
-        for key, each in value.items():
-            if isinstance(each, (list, tuple, dict)):
-                yield from _walk(each, (*path, key), depth - 1)
+    if depth and isinstance(value, (tuple, *_LISTS)):
+        inside: Any = enumerate(value)
+    elif depth and isinstance(value, _DICTS):
+        inside = list(value.items())
+    else:
+        return
+    for key, each in inside:
+        yield from _walk(each, (*path, key), depth - 1, seen)
 
 
 def install_collectors(model: nn.Module, tree: nn.Module) -> Callable[[], None]:

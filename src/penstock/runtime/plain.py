@@ -162,6 +162,8 @@ class _Encoder:
             name = _NAMES[type(value)]
             fields = _RECORDS[name].write(value).items()
             return {f"${name}": {key: self.walk(entry, f"{place}.{key}", depth + 1) for key, entry in fields}}
+        if isinstance(value, Action):  # before tuples: it is one
+            return {"$action": str(value)}
         if isinstance(value, Mapping):
             return self._mapping(value, place, depth + 1)
         if isinstance(value, (list, tuple, set, frozenset)):
@@ -206,8 +208,6 @@ class _Encoder:
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
-        if isinstance(value, Action):
-            return {"$action": str(value)}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
             return self.walk(value.item(), place, 0)

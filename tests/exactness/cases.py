@@ -31,11 +31,12 @@ class Case:
     rows: int = 8
     optimizer: bool = False  # else the gradients of both steps add up
     recompute: str = "never"
+    bfloat16: bool = False
 
     def __str__(self) -> str:
         then = "optimizer" if self.optimizer else "adding"
         size = f"{self.ranks}r{self.stages}s{self.microbatches}m{self.rows}rows"
-        return f"{self.family}-{self.model}-{size}-{then}-{self.recompute}"
+        return f"{self.family}-{self.model}-{size}-{then}-{self.recompute}{'-bfloat16' * self.bfloat16}"
 
     @property
     def schedule(self) -> Schedule:
@@ -49,7 +50,9 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.in_order else torch.float64
+        if not self.in_order:
+            return torch.float64
+        return torch.bfloat16 if self.bfloat16 else torch.float32
 
 
 def sums_in_order(schedule: Schedule) -> bool:

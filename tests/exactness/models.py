@@ -1,7 +1,8 @@
 """The models that exactness is tested on: each is a list of stages and a batch for them.
 
 They are small, and between them hold what goes wrong in pipelines: dropout, attention, normalisation with buffers,
-outputs that are views, tuples, dicts, masks, integers and None on the way, and a value that skips stages.
+outputs that are views, tuples, dicts, masks, integers and None on the way, and a value that skips stages. Rows are of
+odd sizes and batches start at odd offsets, so that no microbatch lies in memory as a tensor of its own would.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import penstock
 
-WIDTH = 12
+WIDTH = 14
 
 
 @dataclass
@@ -157,7 +158,42 @@ def skip(stages: int, rows: int) -> Example:
     return plain
 
 
-MODELS = {"mlp": mlp, "transformer": transformer, "conv": conv, "several": several, "skip": skip}
+class Strange(nn.Module):
+    """Returns what does not lie as torch would lay it, and reads its input so that the gradient does not either."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer, self.read, self.give = nn.Linear(WIDTH, WIDTH), READ[number % 5], GIVE[number % 4]
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        x = self.read(x)
+        for other in others:
+            x = x + other.sum(-1, keepdim=True)
+        return self.give(torch.tanh(self.layer(x)))
+
+
+READ: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.t().contiguous().t(),
+    lambda x: torch.cat([x.new_ones(len(x), 2), x], 1)[:, 2:],
+    lambda x: x.sum(0, keepdim=True).expand(x.shape),
+    lambda x: torch.cat([x.new_ones(3), x.flatten()])[3:].view(x.shape),
+    lambda x: x,
+]
+GIVE: list[Callable[[Tensor], Any]] = [
+    lambda y: (torch.cat([y.flatten(), y.flatten()])[3 : 3 + y.numel()].view(y.shape), y[:, 1:]),
+    lambda y: (y.t().contiguous().t(), y.mean(0, keepdim=True).expand(y.shape)),
+    lambda y: (y, y[:, 1:4], y),
+    lambda y: torch.cat([y, y], 1)[:, 1 : 1 + WIDTH],
+]
+
+
+def strange(stages: int, rows: int) -> Example:
+    """Everything that stages hand over is a view at an odd place, with gaps, expanded, or shares its memory."""
+    modules: list[nn.Module] = [*(Strange(number) for number in range(stages - 1)), Strange(3)]
+    return Example(modules, (torch.randn(rows, WIDTH),), torch.randn(rows, WIDTH), F.mse_loss)
+
+
+MODELS = {"strange": strange, "mlp": mlp, "transformer": transformer, "conv": conv, "several": several, "skip": skip}
 
 
 def example(name: str, stages: int, rows: int, dtype: torch.dtype) -> Example:
@@ -167,7 +203,10 @@ def example(name: str, stages: int, rows: int, dtype: torch.dtype) -> Example:
         made = MODELS[name](stages, rows)
 
     def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        if not isinstance(value, Tensor):
+            return value
+        value = value.to(dtype) if value.is_floating_point() else value
+        return torch.cat([value.new_ones(1), value.flatten()])[1:].view(value.shape)  # at an odd offset
 
     for module in made.stages:
         module.to(dtype)

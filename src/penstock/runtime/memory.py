@@ -25,6 +25,7 @@ __all__ = [
     "copies",
     "copy_like",
     "elements_in",
+    "is_dense",
     "is_plain",
     "once",
     "phase_of",
@@ -48,6 +49,19 @@ def elements_in(shape: Sequence[int], stride: Sequence[int]) -> int:
             return 0
         total += (size - 1) * step
     return total
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory without gaps and overlaps, in whatever order."""
+    if tensor.is_contiguous():
+        return True
+    due = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if step != due:
+                return False
+            due *= size
+    return True
 
 
 def blank(

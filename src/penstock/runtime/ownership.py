@@ -200,7 +200,7 @@ def _is_only_read(tensor: Tensor) -> bool:
     base = tensor._base
     source = tensor if base is None else base
     readers = 1 if base is None else 2
-    if hasattr(source.grad_fn, "_saved_result"):  # of ReLU, tanh, softmax and others, saved for their backward
+    if hasattr(type(source.grad_fn), "_saved_result"):  # of ReLU, tanh, softmax and others, saved for their backward
         readers += 1
     return source.grad_fn is not None and count <= readers
 

@@ -1,7 +1,7 @@
 """One stage's part of the work: forward, backward, weights, for one microbatch at a time.
 
-Between its forward and its backward a microbatch is a `Record`: the leaves that arrived (their
-`.grad` is what goes back), and the graph's roots by consumer. Roots are edges of the graph, not
+Between its forward and its backward a microbatch is a `Record`: the leaves that arrived (whose
+gradients go back), and the graph's roots by consumer. Roots are edges of the graph, not
 tensors, so an output's memory is gone as soon as it has been sent, unless the graph itself
 needs it. With recompute the record is only what arrived, and the forward runs again, with the
 same random numbers and on the same state, when the backward is due.
@@ -265,15 +265,11 @@ class Stage:
         if split and record.deferred is not None:
             record.deferred.begin_input()
             self._waiting[microbatch] = record.deferred
+        record.begin_backward()
         if roots:
             with self.turn("B", microbatch) or _NOTHING, Phase("backward", microbatch, self.statistics):
                 self._go_back(microbatch, record, roots, seeds)
-        back: dict[int, list[Tensor | None]] = {}
-        for stage, leaves in record.leaves.items():
-            back[stage] = [leaf.grad for leaf in leaves]
-            for leaf in leaves:
-                leaf.grad = None
-        return back
+        return record.take_gradients()
 
     def _seeds(
         self,

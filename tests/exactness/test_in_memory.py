@@ -1,0 +1,67 @@
+"""What a stage is given lies in memory as in the plain loop: the same bits, strides and place in a cache line.
+
+Kernels choose by strides and addresses how they compute, differently on every processor; so this, and not the numbers
+that one machine's kernels make of it, is what keeps a pipeline exact on all of them. Threads, processes over shared
+memory and over gloo; every family, skips, gradients on their way back, recomputation, and a batch that only the first
+rank is given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from exactness.cases import TRAINING, Case
+from exactness.looking import Seen, all_seen, seen_pipelined, seen_plain
+from exactness.models import MODELS
+from processes import on_processes
+
+ROWS = 9  # in microbatches of 3, 2, 2 and 2
+
+
+def differences(case: Case, found: Counter[Seen]) -> dict[str, list[Seen]]:
+    wanted = seen_plain(case)
+    if case.recompute != "never":  # each forward twice, or also a third time
+        found, wanted = Counter(set(found)), Counter(set(wanted))
+    parts = {"too much": found - wanted, "missing": wanted - found}
+    return {name: sorted(seen.elements())[:5] for name, seen in parts.items() if seen}
+
+
+def by_turns() -> list[object]:
+    """Every family with the strange model and with one other; with all others in the slow tests."""
+    others = [model for model in MODELS if model != "strange"]
+    return [
+        pytest.param(
+            Case(family, model, rows=ROWS, bfloat16=(row + column) % 2 == 1),
+            marks=[pytest.mark.slow] * (model not in ("strange", others[row % len(others)])),
+        )
+        for row, family in enumerate(TRAINING)
+        for column, model in enumerate(MODELS)
+    ]
+
+
+@pytest.mark.parametrize("case", by_turns(), ids=str)
+def test_threads(case: Case) -> None:
+    assert differences(case, seen_pipelined(case)) == {}
+
+
+@pytest.mark.parametrize("model", ["strange", "skip"])
+def test_threads_with_recompute(model: str) -> None:
+    case = Case("zb-v", model, rows=ROWS, recompute="always")
+    assert differences(case, seen_pipelined(case)) == {}
+
+
+@pytest.mark.parametrize("transport", ["shared", "distributed"])
+def test_processes(transport: str) -> None:
+    first, every = "first", "every"
+    cases = [
+        (Case("1f1b", "strange", rows=ROWS), every),
+        (Case("zb-v", "strange", rows=ROWS, bfloat16=True), first),
+        (Case("interleaved-zb", "skip", rows=ROWS, recompute="always"), every),
+        (Case("interleaved-1f1b", "several", rows=ROWS), first),
+        (Case("gpipe", "conv", rows=ROWS), every),
+    ]
+    ranks = on_processes(2, all_seen, cases, transport)
+    for (case, _), *parts in zip(cases, *ranks, strict=True):
+        found: Counter[Seen] = sum(parts, Counter())
+        assert differences(case, found) == {}, case

@@ -228,6 +228,34 @@ def test_hooks_on_modules_fire_and_may_change_what_passes(schedule: str) -> None
 # --- the stage itself
 
 
+def turned(x: Tensor) -> Tensor:
+    """The gradient that comes back from this lies in other strides than x."""
+    return x.t().contiguous().t()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_on_what_a_stage_receives_change_the_gradient_that_goes_back(schedule: str) -> None:
+    class Hooked(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+                x.register_hook(lambda gradient: None)
+            return super().forward(turned(x))
+
+    check(schedule, lambda: [Hooked() for _ in range(4)])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_gradient_that_a_stage_takes_itself_is_not_what_goes_back(schedule: str) -> None:
+    class Steep(Small):
+        def forward(self, x: Tensor) -> Tensor:
+            inner = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((turned(inner) ** 3).sum(), inner)
+            return super().forward(x) + slope
+
+    check(schedule, lambda: [Steep() for _ in range(4)])
+
+
 def one_stage(module: nn.Module) -> Stage:
     from contextlib import nullcontext
 

@@ -61,7 +61,7 @@ class Record:
         self._strange.clear()  # the forward may have taken gradients itself
         for hooks in self._hooks:
             if len(hooks) > 1:
-                hooks.move_to_end(_OURS)
+                hooks[_OURS] = hooks.pop(_OURS)  # torch takes them as a plain dict has them
 
     def take_gradients(self) -> dict[int, list[Tensor | None]]:
         """What goes back to each producing stage, by its leaves; None where there is none."""

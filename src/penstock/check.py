@@ -31,6 +31,7 @@ from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.lengths import ByTokens
 from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares, own_loss
 from penstock.runtime.microbatch import Batch
+from penstock.runtime.ownership import FreshGradients
 from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
 from penstock.runtime.randomness import randomness, unit_stream
@@ -251,7 +252,10 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
     shares = loss_shares(batch, pipe.loss_reduction, pipe.loss_weight)
     for part in split.parts:
         part.around = unit_stream
+    fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
     for step in range(STEPS):
+        for each in fresh:
+            each.begin_step()
         total: Tensor | None = None
         statistics = Statistics()  # of batch norms that see each batch once
         with trace.watching(step):
@@ -262,7 +266,11 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
                 roots = [(loss, shares[number]), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad]
                 seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
+                for each in fresh:
+                    each.before()
                 torch.autograd.backward([root for root, _ in roots], seeds)
+                for each in fresh:
+                    each.after()
                 part_of_loss = loss.detach() * shares[number]
                 total = part_of_loss if total is None else total + part_of_loss
         statistics.commit()

@@ -131,6 +131,23 @@ def test_nor_two_parameters_of_one_gradient() -> None:
         torch.testing.assert_close(stage.one.grad, stage.layer.bias.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_nor_in_the_plain_loop_that_parity_compares_with() -> None:
+    x, y = batch(ROWS)
+    torch.manual_seed(0)
+    penstock.parity(
+        [Shifted("passed") for _ in range(2)], x, target=y, pipeline={"microbatches": 4, "loss_fn": F.mse_loss}
+    )
+
+
+def test_recompute_of_a_view_of_what_the_graph_has_saved() -> None:
+    class Columns(Stage):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.layer.weight @ x.t()).t()
+
+    torch.manual_seed(0)
+    beside_a_plain_loop([Columns(), Stage()], "1f1b", recompute="always")
+
+
 def test_nor_the_seed_of_a_named_loss() -> None:
     class Weighed(nn.Module):
         def __init__(self) -> None:

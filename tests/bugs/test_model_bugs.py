@@ -350,17 +350,46 @@ def test_parameters_without_a_shape_are_named() -> None:
         penstock.Pipeline(nn.Sequential(nn.Linear(W, W), nn.LazyLinear(W)), stages=2, microbatches=2, loss_fn=square)
 
 
-def test_a_unit_inside_of_vmap_is_refused_in_both_ways() -> None:
+def test_a_unit_inside_of_vmap_is_refused_in_both_ways_and_works_the_other_way_round() -> None:
     class Mapped(Chain):
         def forward(self, x: Tensor) -> Tensor:
             for block in self.blocks:
                 x = torch.vmap(block)(x)
             return x
 
-    with pytest.raises(
-        ModelError, match=r"replay: Mapped does something.*\n.*graph: torch\.export cannot capture Mapped"
-    ):
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(W, W)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(self.inner)(x)
+
+    told = (
+        r"replay: blocks\.0 is called inside of torch\.vmap.*put a module in its place.*\n.*graph: torch\.export cannot"
+    )
+    with pytest.raises(ModelError, match=told):
         trains(Mapped(), rows(), split="auto")
+    assert trains(Chain(block=Maps), rows()) == 0.0
+
+
+@pytest.mark.slow
+def test_an_operator_that_compiles_itself_is_refused_with_a_remedy() -> None:
+    """Flex attention is one of them: the error was dynamo's list of hundreds of skipped frames."""
+
+    class Chooses(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+    class Choosing(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Chooses(W, W) for _ in range(4))
+
+    with pytest.raises(
+        ModelError, match=r"Choosing uses an operator that compiles itself .* attn_implementation='sdpa'"
+    ):
+        trains(Choosing(), rows())
 
 
 class Routes(nn.Linear):

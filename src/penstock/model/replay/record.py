@@ -167,14 +167,38 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except PenstockError:
         raise
     except NotImplementedError as error:
+        if "HigherOrderOperator" in str(error):
+            raise _compiles_itself(model) from error
         raise ModelError(
-            f"{type(model).__name__} does something that cannot be followed from operation to operation ({error})"
+            f"{type(model).__name__} does something that cannot be followed from operation to operation ({error}); let "
+            f"one module with parameters do it in its forward, or pass a list of stage modules, which are not looked "
+            f"into"
         ) from error
     except Exception as error:
+        if "found no compiled frames" in str(error):
+            raise _compiles_itself(model) from error
         raise UsageError(
             f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
             f"as the model takes them. It is run without gradients: a forward that takes derivatives cannot be cut"
         ) from error
+
+
+def _compiles_itself(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} uses an operator that compiles itself when it runs (flex attention, torch.cond, a "
+        f"scan), which cannot be followed from operation to operation; use another implementation (for transformers "
+        f"attn_implementation='sdpa'), or pass a list of stage modules, which are not looked into"
+    )
+
+
+def _check_not_mapped(name: str, values: Any) -> None:
+    """Inside of a function transform a tensor stands for many, and has no memory that could be sent."""
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors_in(values)):
+        raise ModelError(
+            f"{name} is called inside of torch.vmap, grad or another function transform, whose tensors cannot be sent "
+            f"to another stage; call it on the whole batch, or put a module in its place that has it inside and does "
+            f"the same in its own forward, such as torch.vmap(self.inner)(x)"
+        )
 
 
 def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:
@@ -204,6 +228,7 @@ def _watch(
     kwargs: Any,
 ) -> tuple[Any, list[str]]:
     """A unit's run, noted as a call; also, which of its attributes it has changed."""
+    _check_not_mapped(name, (args, kwargs))
     needs = marks.of((args, kwargs))
     given = tensors_in((args, kwargs))
     call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))

@@ -142,6 +142,7 @@ def test_a_receiver_that_cannot_map_a_block_says_so() -> None:
         (lambda dense: dense.to("meta"), "meta"),
         (lambda dense: torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8), "quantised"),
         (lambda dense: torch.nested.nested_tensor([dense, dense]), "nested"),
+        (lambda dense: torch.nested.nested_tensor([dense, dense], layout=torch.jagged), "nested"),
     ],
 )
 def test_what_is_not_dense_is_refused_by_name_also_after_dense_ones(make: Any, kind: str) -> None:

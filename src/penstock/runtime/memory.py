@@ -27,6 +27,7 @@ __all__ = [
     "elements_in",
     "is_dense",
     "is_plain",
+    "more_than_numbers",
     "once",
     "phase_of",
     "regions",
@@ -156,6 +157,14 @@ def regions(tensors: Iterable[Tensor]) -> list[Region]:
 def is_plain(tensor: Any) -> bool:
     """Whether it is an ordinary tensor with strides, and no subclass that may keep its numbers elsewhere."""
     return (type(tensor) is Tensor or type(tensor) is Parameter) and tensor.layout is torch.strided
+
+
+def more_than_numbers(tensor: Tensor) -> str | None:
+    """What a tensor is that cannot be handed over, because it is more than a dense block of numbers; else None."""
+    kind = type(tensor)
+    if tensor.is_nested:
+        return "nested tensor"
+    return None if kind is Tensor or kind is Parameter else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def storage_of(tensor: Tensor) -> int:

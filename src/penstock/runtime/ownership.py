@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import ModelError, RunError
 from penstock.model.replay.undo import CONTAINERS
 from penstock.runtime.buffers import version_of
-from penstock.runtime.memory import copies, copy_like, is_plain, storage_of
+from penstock.runtime.memory import copies, copy_like, is_plain, more_than_numbers, storage_of
 
 __all__ = ["FreshGradients", "Outgoing", "Received", "Watched", "check_unwritten", "holders", "own_by_hook", "versions"]
 
@@ -151,19 +151,19 @@ class Outgoing:
         """Copy what is the stage's own. `final`: the output that leaves the pipeline and may be any object."""
         for target in emitted:
             payload = emitted[target]
-            if type(payload) is not Tensor:
+            if type(payload) is not Tensor or payload.is_nested:
                 emitted[target] = self._fit(payload, target == final)
             elif sys.getrefcount(payload) > _BARE or not _is_only_read(payload):
                 emitted[target] = self._apart([payload])[0]
 
     def _fit(self, payload: Any, is_final: bool) -> Any:
         kind, spec = type(payload), None
-        if (kind is tuple or kind is list) and all(leaf is None or type(leaf) is Tensor for leaf in payload):
+        if (kind is tuple or kind is list) and all(leaf is None or _is_tensor(leaf) for leaf in payload):
             leaves = list(payload)
         else:
             leaves, spec = pytree.tree_flatten(payload)
             if not is_final:
-                self._check_containers(leaves)
+                self._check_leaves(leaves)
         for leaf in leaves:
             if is_plain(leaf) and (sys.getrefcount(leaf) > _LEAF or not _is_only_read(leaf)):
                 break
@@ -179,15 +179,27 @@ class Outgoing:
         places = [place for place, leaf in enumerate(leaves) if is_plain(leaf) and storage_of(leaf) in own]
         return _with_copies(leaves, places)[0] if places else leaves
 
-    def _check_containers(self, leaves: Sequence[Any]) -> None:
+    def _check_leaves(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) and leaf is not None and _holds_tensors(leaf):
+            if isinstance(leaf, Tensor):
+                if (kind := more_than_numbers(leaf)) is not None:
+                    raise ModelError(
+                        f"stage {self._stage} returns a {kind}; only plain dense tensors cross to another stage, and "
+                        f"the next one would get less than that: return plain tensors (.as_subclass(torch.Tensor), a "
+                        f"DTensor's .to_local(), a nested tensor's .values() and .offsets()) and make it again there, "
+                        f"or cut the model where it is not in use"
+                    )
+            elif leaf is not None and _holds_tensors(leaf):
                 name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
                 raise ModelError(
                     f"stage {self._stage} returns a {name} that holds tensors, which torch does not know as a "
                     f"container: their gradients would be lost on the way; register it with "
                     f"torch.utils._pytree.register_dataclass or register_pytree_node, or return a dict or a tuple"
                 )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return type(leaf) is Tensor and not leaf.is_nested
 
 
 def _is_only_read(tensor: Tensor) -> bool:

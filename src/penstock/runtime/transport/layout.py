@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from penstock.runtime.memory import LINE, once
+from penstock.runtime.memory import LINE, more_than_numbers, once
 from penstock.runtime.transport import encoding
 from penstock.runtime.transport.encoding import Content
 from penstock.runtime.transport.places import DIRECT_BYTES, HEADER_BYTES, Copy, Slot, arrange, slots_of, view
@@ -271,15 +271,14 @@ def _dump_plain(items: Sequence[Any], slots: Sequence[Slot | None]) -> bytes:
 
 
 def _check_sendable(leaf: Tensor) -> None:
-    plain = type(leaf) is Tensor or type(leaf) is Parameter
-    if not plain and hasattr(leaf, "__tensor_flatten__"):
-        kind = type(leaf).__name__
-    elif leaf.is_meta:
-        kind = "meta"
-    elif plain and leaf.is_quantized:
-        kind = "quantised"
-    elif plain and (leaf.layout is not torch.strided or leaf.is_nested):
-        kind = "nested" if leaf.is_nested else str(leaf.layout)
-    else:
-        return
-    raise UsageError(f"a {kind} tensor cannot cross to another process; send a dense one (a DTensor's .to_local())")
+    kind = more_than_numbers(leaf)
+    if kind is None:
+        if leaf.is_meta:
+            kind = "meta tensor"
+        elif leaf.is_quantized:
+            kind = "quantised tensor"
+        elif leaf.layout is not torch.strided:
+            kind = f"{leaf.layout} tensor"
+        else:
+            return
+    raise UsageError(f"a {kind} cannot cross to another process; send a dense one (a DTensor's .to_local())")

@@ -228,6 +228,33 @@ def test_hooks_on_modules_fire_and_may_change_what_passes(schedule: str) -> None
 # --- the stage itself
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_value_with_three_readers_adds_their_gradients_in_the_order_of_a_plain_loop(schedule: str) -> None:
+    class Gives(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            value = torch.tanh(super().forward(x))
+            return penstock.Routed(value, {2: value, 3: value})
+
+    class Takes(nn.Linear):
+        def forward(self, x: Tensor, early: Tensor | None = None) -> Tensor:
+            return super().forward(x) if early is None else super().forward(x) * early
+
+    torch.manual_seed(0)
+    stages = [kind(WIDTH, WIDTH).bfloat16() for kind in (Gives, Takes, Takes, Takes)]
+    x, y = torch.randn(2, 8, WIDTH).bfloat16().unbind()
+    for a, b in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
+        given = stages[0](a)
+        value = stages[3](stages[2](stages[1](given.output), given.to[2]), given.to[3])
+        (F.mse_loss(value, b) / 4).backward()
+    wanted = [parameter.grad for stage in stages for parameter in stage.parameters()]
+    for stage in stages:
+        stage.zero_grad()
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "skips": ((0, 2), (0, 3))}
+    with penstock.Pipeline(list(stages), microbatches=4, schedule=schedule, **options) as pipe:
+        pipe.step(x, target=y)
+    assert all(map(torch.equal, [parameter.grad for stage in stages for parameter in stage.parameters()], wanted))
+
+
 def turned(x: Tensor) -> Tensor:
     """The gradient that comes back from this lies in other strides than x."""
     return x.t().contiguous().t()

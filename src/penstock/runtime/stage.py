@@ -282,8 +282,10 @@ class Stage:
         """The graph's roots and the gradient that enters at each; without one a root takes no part."""
         roots: list[GradientEdge] = []
         seeds: list[Tensor] = []
-        for target, edges in record.roots.items():
-            arrived = gradients[target]
+        # a value with several readers gets their gradients in the order of a plain loop: the last reader's first
+        readers = sorted(record.roots, reverse=True) if len(record.roots) > 1 else record.roots
+        for target in readers:
+            arrived, edges = gradients[target], record.roots[target]
             if len(arrived) != len(edges):
                 raise RunError(
                     f"stage {self.part.index}, microbatch {microbatch}: {len(arrived)} gradients came back from "

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.train.checkpoint.collecting import Given, check_stateful, layout_of
 from penstock.train.checkpoint.generators import restore_generators
 from penstock.train.checkpoint.manifest import INDEX, Manifest, damages, newest_first, read_manifest
@@ -93,8 +94,12 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
 def _restoring(*arguments: Any) -> _Restoring:
     """An index whose checksum is right may still have been written by somebody else."""
     try:
-        return _Restoring(*arguments)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        restoring = _Restoring(*arguments)
+        restoring.rehearse()
+        return restoring
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        if isinstance(error, PenstockError):
+            raise
         path = arguments[2].path
         raise CheckpointError(f"{path / INDEX} does not say what an index says: {error!r}", path=path) from error
 
@@ -123,6 +128,21 @@ class _Restoring:
                     raise CheckpointError(
                         f"{contents.path} was saved without {name}=; load it without {name}=", path=contents.path
                     )
+
+    def rehearse(self) -> None:
+        """Read all plain values once, before anything is changed: what cannot be read is an error now."""
+        known, nothing = self._contents.tensors, torch.empty(0)
+
+        def stand_in(key: str) -> Tensor:
+            if key not in known:
+                raise CheckpointError(
+                    f"{self._contents.path}: the index has no tensor {key!r}", path=self._contents.path
+                )
+            return nothing
+
+        for plain in self._plains:
+            for value in plain.values():
+                decode(value, stand_in)
 
     def _tensor(self, key: str) -> Tensor:
         return self.targets[key] if key in self.targets else self._contents.tensor(key)

@@ -9,8 +9,9 @@
 
 A directory gets its name by a rename when all of that is on the disk, so a name without a dot is a whole checkpoint
 unless something damaged it later. Nothing here is a pickle, and reading runs no code from a checkpoint, whoever made
-it. The checksum is CRC-32, which finds every flipped bit and every torn file at 2 GB/s; against forgery there is
-nothing to protect, because a forged checkpoint can only hold other numbers.
+it. The checksum is CRC-32, which finds every flipped bit and every torn file at 2 GB/s. It is no protection against
+forgery: a forged checkpoint can hold other numbers, and nothing else. What it says of itself (sizes, types, pieces) is
+compared with what is there before any memory is asked for.
 
 Which of several is the newest is said by a serial number and not by the step: who goes back to step 100 and trains on
 has abandoned step 300.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ INDEX = "index.json"
 FORMAT = "penstock checkpoint"
 VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
+LONGEST = 2**30  # bytes of a manifest or an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -122,13 +125,13 @@ def read_manifest(path: Path) -> Manifest:
             f"{file} has format version {body.get('version')!r}; this Penstock reads {VERSION}", path=path
         )
     try:
-        files = {name: (int(size), str(crc)) for name, (size, crc) in body["files"].items()}
+        files = {name: (_count(size, name), str(crc)) for name, (size, crc) in body["files"].items()}
         for name in files:
             if not PLAIN_NAME.fullmatch(name):
                 raise CheckpointError(f"{file} lists {name!r}, which is not a plain file name", path=path)
         return Manifest(
-            step=int(body["step"]),
-            serial=int(body["serial"]),
+            step=_count(body["step"], "step"),
+            serial=_count(body["serial"], "serial"),
             saved_at=str(body["saved_at"]),
             config=body["config"],
             layout=dict(body["layout"]),
@@ -138,6 +141,12 @@ def read_manifest(path: Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} lacks what a manifest has: {error!r}", path=path) from error
+
+
+def _count(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{what} is {str(value)[:40]}, not a count")
+    return value
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -150,11 +159,22 @@ def read_index(path: Path) -> dict[str, Any]:
 
 def _json(file: Path, otherwise: str) -> Any:
     try:
-        return json.loads(file.read_bytes())
+        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
+        with open(descriptor, "rb") as stream:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{file} is not a plain file", path=file.parent)
+            if status.st_size > LONGEST:
+                raise CheckpointError(
+                    f"{file} has {status.st_size} bytes; at most {LONGEST} are read", path=file.parent
+                )
+            return json.loads(stream.read(LONGEST + 1))
     except FileNotFoundError:
         raise CheckpointError(f"{otherwise}: {file} is not there", path=file.parent) from None
     except NotADirectoryError:
         raise CheckpointError(f"{file.parent} is a file; a checkpoint is a directory", path=file.parent) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file.parent) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: {error}", path=file.parent) from error
 

@@ -7,6 +7,8 @@ which checks its header against the file and knows nothing but numbers.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from penstock.errors import CheckpointError
+from penstock.train.checkpoint.body import TYPES
 from penstock.train.checkpoint.manifest import PLAIN_NAME, read_index
 
 __all__ = ["Contents"]
@@ -39,12 +42,21 @@ class Contents:
         try:
             self._metadata = {key: _metadata(saved) for key, saved in self.tensors.items()}
             self._homes = {
-                (key, tuple(chunk["offsets"])): _plain(chunk["file"])
+                (key, tuple(chunk["offsets"])): (_plain(chunk["file"]), tuple(chunk["sizes"]))
                 for key, saved in self.tensors.items()
                 for chunk in saved["chunks"]
             }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self._check_sizes()
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{path}: the index describes a tensor wrongly: {error!r}", path=path) from error
+
+    def _check_sizes(self) -> None:
+        """No tensor is larger than the files that are to have it: memory is asked for by what the index says."""
+        sizes = {name: os.stat(self.path / name).st_size for name in {name for name, _ in self._homes.values()}}
+        for (key, _), (name, shape) in self._homes.items():
+            need = math.prod(shape) * self._metadata[key].properties.dtype.itemsize
+            if need > sizes[name]:
+                raise ValueError(f"{name} has {sizes[name]} bytes, and a piece of {key} in it is to have {need}")
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, on the CPU."""
@@ -66,24 +78,29 @@ class Contents:
         try:
             with ExitStack() as opened, torch.no_grad():
                 files: dict[str, Any] = {}
-                for item in plan.items:
-                    key = item.storage_index.fqn
-                    name = self._homes[key, tuple(item.storage_index.offset or ())]
+                for item in plan.items:  # all are looked at before the first is copied
+                    name, sizes = self._homes[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
                     if name not in files:
                         files[name] = opened.enter_context(safe_open(self.path / name, framework="pt"))
+                    self._check_piece(files[name], name, item.storage_index.fqn, sizes)
+                for item in plan.items:
+                    key = item.storage_index.fqn
+                    name, _ = self._homes[key, tuple(item.storage_index.offset or ())]
                     goal = planner.resolve_tensor(item)
-                    found = _piece(files[name], key, item.storage_offsets, item.lengths)
-                    if found.dtype != goal.dtype or found.shape != goal.shape:
-                        raise CheckpointError(
-                            f"{self.path / name} has {key} as {found.dtype} {tuple(found.shape)}; the index says "
-                            f"{goal.dtype} {tuple(goal.shape)}",
-                            path=self.path,
-                        )
-                    goal.copy_(found)
+                    goal.copy_(_piece(files[name], key, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, goal)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / name}: {error}", path=self.path) from error
         return state
+
+    def _check_piece(self, file: Any, name: str, key: str, sizes: tuple[int, ...]) -> None:
+        piece, due = file.get_slice(key), TYPES[self._metadata[key].properties.dtype]
+        if tuple(piece.get_shape()) != sizes or piece.get_dtype() != due:
+            raise CheckpointError(
+                f"{self.path / name} has {key} as {piece.get_dtype()} {tuple(piece.get_shape())}; the index says "
+                f"{due} {sizes}",
+                path=self.path,
+            )
 
 
 def _piece(file: Any, key: str, offsets: Any, lengths: Any) -> Tensor:
@@ -103,8 +120,8 @@ def _plain(name: Any) -> str:
 
 def _metadata(saved: Mapping[str, Any]) -> TensorStorageMetadata:
     dtype = getattr(torch, saved["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch has no dtype {saved['dtype']!r}")
+    if not isinstance(dtype, torch.dtype) or dtype not in TYPES:
+        raise ValueError(f"checkpoints have no dtype {saved['dtype']!r}")
     chunks = [
         ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in saved["chunks"]
     ]
@@ -122,5 +139,19 @@ def _check_cover(found: TensorStorageMetadata) -> None:
             for begin, size, end, whole in zip(chunk.offsets, chunk.sizes, ends, found.size, strict=True)
         ):
             raise ValueError(f"a piece at {tuple(chunk.offsets)} of a tensor of shape {tuple(found.size)}")
-    if sum(chunk.sizes.numel() for chunk in found.chunks) != found.size.numel():
+    if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
         raise ValueError(f"the pieces of a tensor of shape {tuple(found.size)} do not cover it")
+    ordered = sorted(found.chunks, key=lambda chunk: tuple(chunk.offsets))
+    for number, chunk in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if not other.offsets or other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
+                break  # and so are all behind it
+            if _overlap(chunk, other):
+                raise ValueError(f"two pieces of a tensor of shape {tuple(found.size)} overlap")
+
+
+def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+    return all(
+        first < begin + length and begin < first + size
+        for first, size, begin, length in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )

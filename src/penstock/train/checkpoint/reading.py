@@ -47,8 +47,10 @@ class Contents:
                 for chunk in saved["chunks"]
             }
             self._check_sizes()
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, OSError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise CheckpointError(f"{path}: the index describes a tensor wrongly: {error!r}", path=path) from error
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}, which the index names: {error.strerror}", path=path) from error
 
     def _check_sizes(self) -> None:
         """No tensor is larger than the files that are to have it: memory is asked for by what the index says."""

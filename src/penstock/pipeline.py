@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,9 @@ from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.elsewhere import Elsewhere
 from penstock.runtime.executor import Handler, StepInput
 from penstock.runtime.feed import StepResult
+from penstock.runtime.leaves import watch_leaves
 from penstock.runtime.lengths import ByTokens
+from penstock.runtime.loss_module import loss_holding
 from penstock.runtime.microbatch import count_for
 from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
@@ -114,6 +117,7 @@ class Pipeline(Batching):
             self.split = cut_model(
                 model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
             )
+            self.split = replace(self.split, loss=loss_holding(loss_fn, self.split))
             self._prove(choose_schedule(schedule, self.split.topology, microbatches, ranks, world))
             refuse_wrapped(self.split.parts, self.schedule)
             transports = world.transports(self.schedule.ranks, devices)
@@ -130,6 +134,7 @@ class Pipeline(Batching):
             world.built()
         self.tied = TiedParameters(self.split, self.schedule.placement, world.transport, places)
         self.tied.make_equal()
+        self._watch_leaves()
         self._checked_keywords = set()
         self._passed = set()
         self._compared = set()
@@ -148,6 +153,12 @@ class Pipeline(Batching):
         self.microbatches = schedule.microbatches
         self._inference: dict[int, Schedule] = {}
         self._proved = {self.microbatches: (self.schedule, self.program)}
+
+    def _watch_leaves(self) -> None:
+        if self.world.transport is not None:
+            (executor,) = self.crew.executors.values()
+            replicated = self.replicas.replicas > 1
+            watch_leaves(executor.stages, self.split, self.schedule.placement, self.loss_fn, replicated)
 
     # -- training
 
@@ -281,7 +292,7 @@ class Pipeline(Batching):
             raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
         if type(self.replicas) is not Alone:
             raise UsageError("a pipeline with replicas or spread tensors keeps its cut; make a new one with split_at=")
-        before, after = self.split, self.split.recut(proposal.cuts)
+        before, after = self.split, replace(self.split.recut(proposal.cuts), loss=self.split.loss)
         schedule = self.schedule.compute().replace(topology=after.topology)
         move_state(before, after, schedule.placement, self.world.transport, optimizer)
         self.split = after
@@ -291,6 +302,7 @@ class Pipeline(Batching):
         self.crew = self.crew.successor(after, schedule.placement)
         self._put_on_devices()
         self.tied = TiedParameters(after, schedule.placement, self.world.transport, tied_places(after))
+        self._watch_leaves()
 
     # -- looking at it
 

@@ -135,6 +135,7 @@ class Split:
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
     allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
     recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
+    loss: Holding | None = None  # what the loss function holds, beside the last stage
     order: tuple[str, ...] = ()  # of the names in the model's state, where it is not that of the parts
     origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
 
@@ -144,8 +145,9 @@ class Split:
         return len(self.parts)
 
     def holdings(self) -> list[Holding]:
-        """All that the stages hold, in their order."""
-        return [Holding(part.index, part.module, part.names) for part in self.parts]
+        """All that the stages hold, in their order, and then the loss."""
+        found = [Holding(part.index, part.module, part.names) for part in self.parts]
+        return found if self.loss is None else [*found, self.loss]
 
     def weights_of(self, stage: int) -> tuple[Any, ...]:
         """What the pieces of one stage weigh, where that is known."""

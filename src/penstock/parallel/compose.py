@@ -39,6 +39,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     transport = pipe.world.transport
     assert isinstance(transport, DistributedTransport)
     modules = {index: stage.module for index, stage in executor.stages.items()}
+    with_loss = {index: stage.holds for index, stage in executor.stages.items()}
     links = {
         axis: Link(axes.group(axis), pipe.world.timeout, transport, word, unseen=axis == "tp")
         for axis, word in (("dp", "replica"), ("tp", "shard"))
@@ -55,7 +56,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
                 f"earlier Pipeline; pass the model as it was built, and leave that to replicate= and tensor_plan="
             )
     for each in links.values():
-        for module in modules.values():
+        for module in with_loss.values():
             make_equal([*module.parameters(), *module.buffers()], each)
     before = [
         (stage.part.names[name], index, parameter)
@@ -77,12 +78,12 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
             {index: stage.part for index, stage in executor.stages.items()}, wanted.precision is not None, whole
         )
         sharder = Sharder(executor, axes.along("dp"), wanted.window, wanted.precision, whole)
-    now = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+    now = {id(parameter) for module in with_loss.values() for parameter in module.parameters()}
     replaced = [(name, index, parameter) for name, index, parameter in before if id(parameter) not in now]
     mark_replaced(parameter for _, _, parameter in replaced)
     pipe.clock.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    reducer = Reducer(modules, names, link, () if sharder is None else sharder.managed)
+    reducer = Reducer(with_loss, names, link, () if sharder is None else sharder.managed)
     last = pipe.crew.last() is not None
     replicas = Replicas(
         executor,

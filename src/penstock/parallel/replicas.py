@@ -289,11 +289,9 @@ class Replicas(Alone):
                     stack.enter_context(link.waiting("the collection of the model"))
             return value.full_tensor()
 
-    def first_has(self, value: Any) -> Any:
+    def first_has(self, value: Tensor) -> Tensor:
         if self._link is None:
             return value
-        if not isinstance(value, Tensor):
-            return self._link.told("full_state_dict()", value)[0]
         copy = value.detach().clone()
         make_equal([copy], self._link)
         return copy

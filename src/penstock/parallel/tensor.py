@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.model.part import StagePart
 from penstock.parallel.plan import TensorPlan
+from penstock.runtime.loss_module import LOSS, StageAndLoss
 from penstock.runtime.stage import Stage
 
 __all__ = ["Carried", "SpreadValues", "module_names", "plain_parameters", "spread"]
@@ -177,6 +178,7 @@ def _placement(text: Sequence[Any]) -> Placement:
 def plain_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that every rank of the axis holds whole, outside of DTensor's care."""
     for stage in stages.values():
-        for name, parameter in stage.module.named_parameters():
-            if not isinstance(parameter, DTensor):
-                yield stage.part.names.get(name, name), parameter
+        named = [(stage.part.names.get(name, name), parameter) for name, parameter in stage.module.named_parameters()]
+        if isinstance(stage.holds, StageAndLoss):
+            named += [(f"{LOSS}.{name}", parameter) for name, parameter in stage.holds.loss.named_parameters()]
+        yield from ((name, parameter) for name, parameter in named if not isinstance(parameter, DTensor))

@@ -94,6 +94,7 @@ class Crew:
                     split.parts[index],
                     self._turn(split.parts[index], devices.get(rank)),
                     is_last=index == split.stages - 1,
+                    loss=split.loss.module if split.loss is not None and split.loss.stage == index else None,
                 )
                 for index in placement.stages_of(rank)
             }

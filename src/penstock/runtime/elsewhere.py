@@ -116,33 +116,36 @@ class Elsewhere:
 
     def full_state(self, pipe: OwnedState, rank: int | None) -> dict[str, Any]:
         """The state of all ranks' stages in one, as a copy on the CPU; on every rank or on one (elsewhere empty)."""
-        call, replicas, first = "full_state_dict()", pipe.replicas, pipe.first_names()
+        call, transport, first = "full_state_dict()", pipe.world.transport, pipe.first_names()
         targets = _targets(pipe, call, rank)
-        mine = pipe.state_dict()
+        loss = pipe.split.loss
+        apart = set() if loss is None else set(loss.names.values())
+        mine = {name: value for name, value in pipe.state_dict().items() if name not in apart}
         own = {first.get(name, name): value for name, value in mine.items()}
         held = {first.get(name, name): each for holding in pipe.holdings() for name, each in _held_by(holding)}
-        plain = replicas.first_has({name: value for name, value in own.items() if not isinstance(value, Tensor)})
-        told = pipe.world.told(call, (list(mine), plain))
+        told: list[list[str]] = pipe.world.told(call, list(mine))
         sources: dict[str, int] = {}
-        state: dict[str, Any] = {}
-        for source, (names, others) in enumerate(told):
-            state.update(others)
+        for source, names in enumerate(told):
             for name in names:
                 sources.setdefault(first.get(name, name), source)
+        state: dict[str, Any] = {}
 
-        def give(name: str) -> Tensor:
-            value: Tensor = replicas.whole(own[name])
-            own_to_replica = not isinstance(held.get(name), nn.Parameter)
-            return (replicas.first_has(value) if own_to_replica else value).detach().cpu()
+        def give(name: str) -> Any:
+            value = own[name]
+            if not isinstance(value, Tensor):
+                return value
+            value = pipe.replicas.whole(value)
+            if not isinstance(held.get(name), nn.Parameter):
+                value = pipe.replicas.first_has(value)
+            return value.detach().cpu()
 
-        def take(name: str, value: Tensor) -> None:
-            state[name] = value.clone()
+        def take(name: str, value: Any) -> None:
+            state[name] = value.clone() if isinstance(value, Tensor) else value
 
-        items = [(name, source, targets) for name, source in sources.items() if name not in state]
-        carry(pipe.world.transport, items, give, take)
-        if pipe.world.transport is not None and pipe.world.transport.rank not in targets:
+        carry(transport, [(name, source, targets) for name, source in sources.items()], give, take)
+        if transport is not None and transport.rank not in targets:
             return {}
-        there = dict.fromkeys(name for names, _ in told for name in names)
+        there = dict.fromkeys(name for names in told for name in names)
         order = [name for name in dict.fromkeys((*pipe.split.order, *there)) if name in there]
         return {name: state[first.get(name, name)] for name in order}
 

@@ -35,19 +35,20 @@ def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
         "loss_weight": ("none" if pipe.loss_weight is None else "one", None),
         "batch_dims": (str(pipe.batch_dims), None),
     }
-    for part in pipe.split.parts:
+    for number, holding in enumerate(pipe.split.holdings()):
+        place = f"stage {number}" if number < pipe.split.stages else "loss_fn"
         shapes = [
-            (part.names.get(name, name), tuple(value.shape))
-            for name, value in part.module.state_dict(keep_vars=True).items()
+            (holding.names.get(name, name), tuple(value.shape))
+            for name, value in holding.module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)  # and no state of another kind
         ]
         numbers = sum(math.prod(shape) for _, shape in shapes)
-        facts[f"stage {part.index}"] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
-        own = dict(part.module.named_parameters())
+        facts[place] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
+        own = dict(holding.module.named_parameters())
         dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in own.items()}
         trained = [name for name, value in own.items() if value.requires_grad]
-        facts[f"stage {part.index}, dtypes"] = (", ".join(sorted(set(dtypes.values()))), dtypes)
-        facts[f"stage {part.index}, trained"] = (f"{len(trained)} of {len(own)} parameters", trained)
+        facts[f"{place}, dtypes"] = (", ".join(sorted(set(dtypes.values()))), dtypes)
+        facts[f"{place}, trained"] = (f"{len(trained)} of {len(own)} parameters", trained)
     return {name: (words, _digest(value)) for name, (words, value) in facts.items()}
 
 

@@ -214,7 +214,7 @@ class Feed(OwnedState):
             raise UsageError(
                 "step() was called under torch.no_grad() or inference_mode(); call it outside, or evaluate()"
             )
-        if not any(parameter.requires_grad for part in self.split.parts for parameter in part.module.parameters()):
+        if not any(each.requires_grad for holding in self.split.holdings() for each in holding.module.parameters()):
             raise UsageError("no parameter of the model requires grad, so step() would train nothing; call evaluate()")
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_kwargs: Mapping[str, Any]) -> None:

@@ -101,8 +101,8 @@ class Alone:
         """All of a tensor that this rank may hold a part of; every rank with a part of it, or a copy, asks for it."""
         return value
 
-    def first_has(self, value: Any) -> Any:
-        """What the first replica has in the place of this value; all of them ask for it."""
+    def first_has(self, value: torch.Tensor) -> torch.Tensor:
+        """What the first replica has in the place of this tensor; all of them ask for it."""
         return value
 
     def loaded(self, values: Sequence[Any]) -> None:

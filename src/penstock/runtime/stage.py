@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
@@ -24,6 +24,7 @@ from penstock.runtime.attributes import Attributes
 from penstock.runtime.backward import DeferredWeights, StageParameters
 from penstock.runtime.batch_norm import Statistics, whole_norms
 from penstock.runtime.buffers import Buffers
+from penstock.runtime.loss_module import StageAndLoss
 from penstock.runtime.losses import ExtraLosses, check_loss
 from penstock.runtime.ownership import FreshGradients, Outgoing, Received, Watched, check_unwritten, versions
 from penstock.runtime.phase import Phase
@@ -46,25 +47,28 @@ class Stage:
 
     returns = False  # whether its output goes back to the user's graph, and the output's gradient comes from there
 
-    def __init__(self, part: StagePart, turn: Turn, *, is_last: bool) -> None:
+    def __init__(self, part: StagePart, turn: Turn, *, is_last: bool, loss: nn.Module | None = None) -> None:
         self.part = part
         self.module = part.module
+        self.holds = part.module if loss is None else StageAndLoss(part.module, loss)
         self.turn = turn
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
         self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
         self.others_take: Sequence[frozenset[str] | None] = ()  # the keyword arguments of other stages
+        self.look: Callable[[Record], None] | None = None  # at what a forward has recorded
+        self.looks = 0  # so far
         self.records: dict[int, Record] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
-        self._buffers = Buffers(part.index, part.module)
-        self._attributes = Attributes(part.index, part.module)
-        self._outgoing = Outgoing(part.index, part.module)
+        self._buffers = Buffers(part.index, self.holds)
+        self._attributes = Attributes(part.index, self.holds)
+        self._outgoing = Outgoing(part.index, self.holds)
         self._received = Received(part.index)
         self._entered = Received(part.index, "the model's input")
-        self.fresh = FreshGradients(part.module)
+        self.fresh = FreshGradients(self.holds)
 
     @property
     def gathers(self) -> bool:
@@ -198,7 +202,9 @@ class Stage:
         return emitted, loss, extra.found
 
     def _look_at_graph(self, record: Record, kind: str) -> None:
-        """What a forward has recorded, before anything of it is dropped; for stages that want to know."""
+        """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
+        if self.look is not None:
+            self.look(record)
 
     def _compute(
         self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_of: LossOf | None

@@ -20,6 +20,7 @@ from penstock.model.split import Holding, Split
 from penstock.runtime.crew import Crew
 from penstock.runtime.elsewhere import Elsewhere
 from penstock.runtime.groups import group_parameters
+from penstock.runtime.loss_module import LOSS
 from penstock.runtime.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
 from penstock.runtime.replication import Alone
 from penstock.runtime.tied import TiedParameters
@@ -115,7 +116,7 @@ class OwnedState:
                     yield holding.names[name], buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of the stages that this process owns."""
+        """Parameters and buffers of the stages that this process owns, and of a loss function that has some."""
         state = {
             holding.names.get(name, name): value
             for holding in self.holdings()
@@ -127,7 +128,7 @@ class OwnedState:
         """The state of the whole model, under its own names, as a copy on the CPU; called on every rank.
 
         All ranks get it, or only `rank` (of the first replica), and the others an empty dict. Sharded and spread
-        parameters are whole in it; buffers are those of the first replica.
+        parameters are whole in it; buffers are those of the first replica. The loss function's own are not in it.
         """
         self._check_open()
         self._check_values()
@@ -143,16 +144,26 @@ class OwnedState:
         self._elsewhere.fill(self, rank)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this process's part of a whole model's state; a name that no stage knows is an error."""
-        known = {name for holding in self.split.holdings() for name in holding.names.values()}
-        foreign = sorted(set(state) - known - set(self.split.repeated))
+        """Take this process's part of a whole model's state; a name that no stage knows is an error.
+
+        A state without the loss function's own leaves that as it is.
+        """
+        holdings, loss = self.holdings(), self.split.loss
+        known = {name for holding in self.split.holdings() for name in holding.names.values()} | set(
+            self.split.repeated
+        )
+        if loss is None:  # a state that was saved with one
+            state = {name: value for name, value in state.items() if name in known or not name.startswith(f"{LOSS}.")}
+        elif not set(loss.names.values()) & set(state):  # a state of the model alone
+            holdings = [holding for holding in holdings if holding is not loss]
+        foreign = sorted(set(state) - known)
         missing = sorted(
             full
-            for holding in self.holdings()
+            for holding in holdings
             for name in holding.module.state_dict()
             if (full := holding.names.get(name, name)) not in state
         )
-        wrong = [text for holding in self.holdings() for text in _misfits(holding.module, holding.names, state)]
+        wrong = [text for holding in holdings for text in _misfits(holding.module, holding.names, state)]
         if foreign or missing or wrong:
             raise ModelError(
                 f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}, "
@@ -160,7 +171,7 @@ class OwnedState:
             )
         self.crew.give_back()  # of a step that failed; else a value that a unit had before it would not count as new
         part_of = self.replicas.part_of
-        for module, names in ((holding.module, holding.names) for holding in self.holdings()):
+        for module, names in ((holding.module, holding.names) for holding in holdings):
             module.load_state_dict(
                 {name: part_of(state[names.get(name, name)], own) for name, own in module.state_dict().items()}
             )
@@ -226,7 +237,7 @@ class OwnedState:
 
     def _materialise(self, model: nn.Module | Sequence[nn.Module], init: Init | None) -> set[str]:
         """Parameters that were built under `lazy()` get memory on their rank; returns those left without values."""
-        built = [part for part in self.split.parts if is_lazy(part.module)]
+        built = [holding for holding in self.split.holdings() if is_lazy(holding.module)]
         if not built:
             if init is not None:
                 raise UsageError(
@@ -236,23 +247,25 @@ class OwnedState:
         ranks, cpu = self.crew.executors, torch.device("cpu")
         mine: dict[int, tuple[str, torch.device]] = {}
         others: dict[int, Home] = {}
-        for part in built:
-            rank = self.schedule.placement.rank_of(part.index)
-            for name, parameter in part.module.named_parameters():
+        for holding in built:
+            rank = self.schedule.placement.rank_of(holding.stage)
+            for name, parameter in holding.module.named_parameters():
                 if rank in ranks:
-                    mine.setdefault(id(parameter), (part.names[name], self.devices.get(rank, cpu)))
+                    mine.setdefault(id(parameter), (holding.names[name], self.devices.get(rank, cpu)))
                 else:
-                    others.setdefault(id(parameter), Home(part.names[name], rank, part.index))
-        roots = [*([model] if isinstance(model, nn.Module) else model), *(part.module for part in self.split.parts)]
+                    others.setdefault(id(parameter), Home(holding.names[name], rank, holding.stage))
+        roots = [
+            *([model] if isinstance(model, nn.Module) else model),
+            *(each.module for each in self.split.holdings()),
+        ]
         return set(materialise(roots, mine, others, self.devices.get(min(ranks), cpu), init))
 
     def _put_on_devices(self) -> None:
         """The local stages go where they belong."""
-        for rank, executor in self.crew.executors.items():
-            device = self.devices.get(rank)
+        for holding in self.holdings():
+            device = self.devices.get(self.schedule.placement.rank_of(holding.stage))
             if device is not None:
-                for stage in executor.stages.values():
-                    stage.module.to(device)
+                holding.module.to(device)
 
     @abstractmethod
     def _check_open(self) -> None:

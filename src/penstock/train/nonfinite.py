@@ -67,27 +67,31 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
 
 def _bad_parameters(pipe: Pipeline) -> list[_Found]:
     found = []
-    for stage, module in pipe.crew.modules().items():
-        for name, value in module.named_parameters():
+    for holding in pipe.holdings():
+        for name, value in holding.module.named_parameters():
             if not bool(torch.isfinite(value).all()):
-                full = pipe.split.parts[stage].names.get(name, name)
-                found.append(_Found(stage, -1, f"the parameter {full} was already {_kind(value)} before the step"))
+                full = holding.names.get(name, name)
+                found.append(
+                    _Found(holding.stage, -1, f"the parameter {full} was already {_kind(value)} before the step")
+                )
                 break
     return found
 
 
 def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
     found = []
-    for stage, module in pipe.crew.modules().items():
+    for holding in pipe.holdings():
         names = [
             name
-            for name, value in module.named_parameters()
+            for name, value in holding.module.named_parameters()
             if value.grad is not None and not bool(torch.isfinite(value.grad).all())
         ]
         if names:  # of several, the one nearest to the loss
-            full = pipe.split.parts[stage].names.get(names[-1], names[-1])
+            full = holding.names.get(names[-1], names[-1])
             owner = full.rpartition(".")[0] or full
-            found.append((stage, f"the backward of {owner}; all outputs were finite, the gradient of {full} is not"))
+            found.append(
+                (holding.stage, f"the backward of {owner}; all outputs were finite, the gradient of {full} is not")
+            )
     return found
 
 

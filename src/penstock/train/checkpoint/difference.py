@@ -15,7 +15,7 @@ from penstock.train.checkpoint.reading import Contents
 
 __all__ = ["Change", "Difference", "compare"]
 
-SECTIONS = ("model.", "optimizer.")
+SECTIONS = ("model.", "loss.", "optimizer.")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError
 from penstock.train.checkpoint.reading import Contents
-from penstock.train.checkpoint.state import Optimizers, class_of, model_entries, name_of, names_by_parameter
+from penstock.train.checkpoint.state import (
+    Optimizers,
+    class_of,
+    model_entries,
+    name_of,
+    names_by_parameter,
+    section_of,
+)
 from penstock.train.checkpoint.values import TENSOR, decode, same
 
 if TYPE_CHECKING:
@@ -31,8 +38,12 @@ def fit_model(
     tensors, path = contents.tensors, contents.path
     targets: dict[str, Tensor] = {}
     known, wrong = names_in(pipe, contents)
+    has_loss = any(key.startswith("loss.") for key in tensors)
     for name, value in model_entries(pipe):
-        key = f"model.{known.get(name, name)}"
+        section = section_of(pipe, name)
+        if section == "loss" and not has_loss:
+            continue  # it was saved with a loss that has no state: this one stays as it was made
+        key = f"{section}.{known.get(name, name)}"
         if not isinstance(value, Tensor):
             if name not in plain:
                 wrong.append(f"the extra state {name} is not in it")

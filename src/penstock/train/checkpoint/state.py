@@ -30,6 +30,7 @@ __all__ = [
     "name_of",
     "names_by_parameter",
     "optimizers_of",
+    "section_of",
 ]
 
 Optimizers = list[torch.optim.Optimizer]
@@ -64,7 +65,8 @@ class Saved:
         for name, value in model_entries(pipe):
             if isinstance(value, Tensor):
                 own = replica and not isinstance(value, (nn.Parameter, DTensor))
-                self.tensors[f"replica-{replica:05d}.{name}" if own else f"model.{name}"] = value.detach()
+                key = f"replica-{replica:05d}.{name}" if own else f"{section_of(pipe, name)}.{name}"
+                self.tensors[key] = value.detach()
             elif not replica:
                 self.plain.setdefault("model", {})[name] = self.add(
                     f"model-extra.{name}", value, f"the extra state {name}"
@@ -130,6 +132,12 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
 
 def class_of(optimizers: Optimizers) -> str:
     return ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+
+
+def section_of(pipe: Pipeline, name: str) -> str:
+    """Of which part of a checkpoint a name is: the model, which other programs may want, or the loss function."""
+    loss = pipe.split.loss
+    return "loss" if loss is not None and name in loss.names.values() else "model"
 
 
 def model_entries(pipe: Pipeline) -> Iterator[tuple[str, Any]]:

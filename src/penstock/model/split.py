@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.part import OUTPUT, StagePart, no_stream, state_names
-from penstock.model.torn import SharedBuffers, refuse_torn_norms
+from penstock.model.torn import SharedState, refuse_torn_norms
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Holding", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
@@ -56,7 +56,7 @@ class Part:
         *,
         spread: bool,
         entrances: Sequence[str] = (),
-        shared: SharedBuffers | None = None,
+        shared: SharedState | None = None,
     ) -> None:
         self.index = self.stream = index
         self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
@@ -213,7 +213,7 @@ def split_model(
             topology,
             spread=spread,
             entrances=entrances,
-            shared=SharedBuffers(index, modules, names[index]),
+            shared=SharedState(index, modules, names[index]),
         )
         for index, module in enumerate(modules)
     )

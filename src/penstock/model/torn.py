@@ -1,22 +1,24 @@
 """Layers that several stages have, and that keep something from call to call.
 
-Parameters of such a layer are tied and its gradients are summed. What it writes to its buffers is another matter: in a
-plain model each microbatch passes the layer at all of its places before the next one comes;
-stages run side by side, and on processes each has a copy. Batch norms are refused before anything runs; of other layers
-only a call shows it.
+Parameters of such a layer are tied and its gradients are summed. What it writes to its buffers, or to attributes of its
+own, is another matter: in a plain model each microbatch passes the layer at all of its places before the next one
+comes; stages run side by side, and on processes each has a copy. Batch norms are refused before anything runs; of other
+layers only a call shows it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
 
-__all__ = ["SharedBuffers", "refuse_torn_norms"]
+__all__ = ["SharedState", "refuse_torn_norms"]
 
 
 def refuse_torn_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
@@ -35,8 +37,8 @@ def refuse_torn_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str,
                     )
 
 
-class SharedBuffers:
-    """The buffers of one stage's layers that other stages have as well: they must stay as they are."""
+class SharedState:
+    """What one stage's layers keep that other stages have as well, in buffers or plain attributes: it must stay."""
 
     def __init__(self, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> None:
         others = {
@@ -44,37 +46,57 @@ class SharedBuffers:
         }
         self._index = index
         self._found = [
-            (names[f"{place}.{name}" if place else name], others[id(layer)], layer, name)
-            for place, layer in modules[index].named_modules()
-            if id(layer) in others
-            for name, buffer in layer._buffers.items()
-            if buffer is not None
+            (place, others[id(layer)], layer) for place, layer in modules[index].named_modules() if id(layer) in others
         ]
+        self._names = names
 
     def __bool__(self) -> bool:
         return bool(self._found)
 
     def kept(self, run: Callable[[], Any]) -> Any:
-        """What `run` returns, if it leaves them as they are."""
-        before = [_copy(layer._buffers.get(name)) for _, _, layer, name in self._found]
+        """What `run` returns, if it leaves all of that as it is."""
+        before = [_state(layer) for _, _, layer in self._found]
         result = run()
-        for (whole, other, layer, name), old in zip(self._found, before, strict=True):
-            if layer.training and not _same(old, layer._buffers.get(name)):
+        for (place, other, layer), old in zip(self._found, before, strict=True):
+            new = _state(layer) if layer.training else old
+            changed = [name for name in {**old, **new} if not _same(old.get(name), new.get(name))]
+            if changed:
+                name = f"{place}.{changed[0]}" if place else changed[0]
+                kind = f"buffer {self._names[name]}" if changed[0] in layer._buffers else f"attribute {changed[0]}"
                 raise ModelError(
-                    f"stages {self._index} and {other} have one {type(layer).__name__}, which changes its buffer "
-                    f"{whole} at each call; on two stages the order of updates would be another. Cut so that both "
-                    f"places are on one stage (balance=[...]), or use a copy for each"
+                    f"stages {self._index} and {other} have one {type(layer).__name__}, which changes its {kind} at "
+                    f"each call; on two stages the order of updates would be another. Cut so that both places are on "
+                    f"one stage (balance=[...]), or use a copy for each"
                 )
         return result
 
 
-def _copy(buffer: Tensor | None) -> Tensor | None:
-    return None if buffer is None else buffer.detach().clone()
+_OF_MODULES = frozenset(vars(nn.Module()))
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # nan stays nan
+def _state(layer: nn.Module) -> dict[str, Any]:
+    """Copies of its buffers and of the attributes that a module has beyond those of every module."""
+    own = {name: value for name, value in vars(layer).items() if name not in _OF_MODULES}
+    return {name: _copy(value) for name, value in {**layer._buffers, **own}.items()}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, list | tuple | set | deque):
+        return [type(value), *map(_copy, value)]
+    if isinstance(value, dict):
+        return [type(value), *(_copy(pair) for pair in value.items())]
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())  # nan stays nan
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other)

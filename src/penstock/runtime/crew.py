@@ -203,7 +203,11 @@ class Crew:
                 for hook in own_by_hook([stage.fresh for stage in self._stages()]):
                     weakref.finalize(self, hook.remove)
 
+        threads = torch.get_num_threads()
+
         def work(executor: Executor) -> list[StepReport]:
+            if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
+                torch.set_num_threads(threads)
             return executor.run(program, lambda: given[executor.rank], record=record)
 
         futures: list[Future[list[StepReport]]] = []

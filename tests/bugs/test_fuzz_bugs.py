@@ -1,0 +1,91 @@
+"""What the differential fuzz (`python -m tests.fuzz`) has found in this pipeline."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bugs.small import WIDTH, batch, check, linears, pipeline
+from torch import Tensor, nn
+
+from penstock.errors import PeerFailure
+
+
+@pytest.fixture
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def openmp_threads() -> int:
+    """How many threads OpenMP would use here. torch's own number would be set by asking for it."""
+    (path,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    found: int = ctypes.CDLL(path).omp_get_max_threads()
+    return found
+
+
+class Told(nn.Linear):
+    """Keeps how many threads its kernels may use."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.double()
+        self.seen: set[int] = set()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen.add(openmp_threads())
+        return super().forward(input)
+
+
+@pytest.mark.usefixtures("_threads_as_before")
+def test_ranks_on_threads_use_as_many_cores_as_the_user_said() -> None:
+    """torch.set_num_threads(1) held for the thread that called it; ranks used all cores, and summed in another order.
+
+    A convolution's weight gradient then differed from the plain loop's in its last bit.
+    """
+    stages, (x, y) = [Told(), Told()], batch()
+    with pipeline(stages) as pipe:
+        for wanted in (3, 2):
+            torch.set_num_threads(wanted)
+            for stage in stages:
+                stage.seen.clear()
+            pipe.step(x, target=y)
+            assert [stage.seen for stage in stages] == [{wanted}, {wanted}]
+
+
+class Fades(nn.Module):
+    """Counts its calls where only Python looks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.log, self.seen = kind, 0, [0], torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.kind == "number":
+            self.calls += 1
+        if self.training and self.kind == "list":
+            self.log.append(len(self.log))
+        if self.training and self.kind == "tensor":
+            self.seen += 1
+        return x / (1 + self.calls + len(self.log) + self.seen)
+
+
+@pytest.mark.parametrize("kind", ["number", "list", "tensor", "nothing"])
+def test_a_layer_on_two_stages_that_counts_in_an_attribute_is_refused(kind: str) -> None:
+    """Only buffers were looked at: outputs were up to 11 % off the plain loop's, in which all counts come in turn."""
+    fades, (x, y) = Fades(kind), batch()
+    first, last = linears(2)
+    stages = [nn.Sequential(first, fades), nn.Sequential(fades, last)]
+    with pipeline(stages, microbatches=4) as pipe:
+        if kind == "nothing":
+            check(pipe)
+            return
+        named = {"number": "calls", "list": "log", "tensor": "seen"}[kind]
+        with pytest.raises(PeerFailure, match=f"stages . and . have one Fades, which changes its attribute {named}"):
+            pipe.step(x, target=y)
+    with pipeline([nn.Sequential(first, fades, fades), last]) as pipe:  # on one stage all is in turn
+        pipe.step(x, target=y)

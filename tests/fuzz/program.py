@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from fuzz import blocks
@@ -101,7 +102,7 @@ def classes(case: Case) -> Iterator[str]:
     if not case.whole:
         names += ["Side"] * (case.side is not None) + ["Sends", "Takes"] * (case.skip is not None)
     for each in dict.fromkeys(need for name in names for need in (*NEEDED.get(name, ()), name)):
-        yield plainly(inspect.getsource(getattr(blocks, each)))
+        yield source_of(each)
     if case.loss == "own":
         yield "class Own(nn.Module):\n    def forward(self, x):\n        return x.square().mean()"
     if case.whole:
@@ -184,9 +185,10 @@ def options(case: Case) -> Iterator[str]:
     yield "seed=7,"
 
 
-def plainly(source: str) -> str:
-    """A class or function without types and descriptions, which only a reader of the fuzz needs."""
-    tree = ast.parse(source)
+@cache
+def source_of(name: str) -> str:
+    """A block's class or function without types and descriptions, which only a reader of the fuzz needs."""
+    tree = ast.parse(inspect.getsource(getattr(blocks, name)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.returns = None

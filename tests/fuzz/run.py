@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from processes import on_processes
 
 from fuzz.case import Case
@@ -51,7 +50,7 @@ def defined(case: Case) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet(case: Case) -> Any:
+def quiet(case: Case) -> Any:
     """Without warnings, which are not what is looked for here; with nothing buffered if the case says so."""
     capacity, World.capacity = World.capacity, 0 if case.where == "threads-0" else None
     try:
@@ -101,7 +100,7 @@ def compared(space: dict[str, Any], want: dict[str, Any], ranks: Sequence[dict[s
 
 
 def run_on_threads(case: Case) -> Outcome:
-    with _quiet(case):
+    with quiet(case):
         space = defined(case)
         want = plain(space)
         if isinstance(want, Outcome):
@@ -112,17 +111,19 @@ def run_on_threads(case: Case) -> Outcome:
 
 def run_on_processes(cases: Sequence[Case]) -> list[Outcome]:
     """All in one launch; they have as many ranks."""
+    from fuzz.ranks import run_on_rank  # which has what is above
+
     (ranks,) = {case.ranks * (2 if case.replicate else 1) for case in cases}
     outcomes: dict[int, Outcome] = {}
     wanted = {}
     for number, case in enumerate(cases):
-        with _quiet(case):
+        with quiet(case):
             want = plain(defined(case))
         if isinstance(want, Outcome):
             outcomes[number] = want
         else:
             wanted[number] = want
-    told = on_processes(ranks, rank_runs, [cases[number] for number in wanted], limit=60 + 10 * len(wanted))
+    told = on_processes(ranks, run_on_rank, [cases[number] for number in wanted], limit=60 + 10 * len(wanted))
     for place, (number, want) in enumerate(wanted.items()):
         haves = [rank[place] for rank in told]
         worst = [have for have in haves if isinstance(have, Outcome)]
@@ -132,13 +133,3 @@ def run_on_processes(cases: Sequence[Case]) -> list[Outcome]:
         else:
             outcomes[number] = compared(defined(cases[number]), want, haves)
     return [outcomes[number] for number in range(len(cases))]
-
-
-def rank_runs(cases: Sequence[Case]) -> list[dict[str, Any] | Outcome]:
-    """On each process, in turn."""
-    torch.set_num_threads(1)
-    found = []
-    for case in cases:
-        with _quiet(case):
-            found.append(piped(defined(case)))
-    return found

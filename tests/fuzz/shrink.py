@@ -41,6 +41,10 @@ def smaller(case: Case) -> Iterator[Case]:
     for fewer in range(1, case.ranks):
         for first in range(0, len(case.stages) - fewer * each + 1):
             yield replace(case, ranks=fewer, stages=case.stages[first : first + fewer * each])
+    if each > 1:
+        yield from (replace(case, ranks=1, stages=(stage,)) for stage in case.stages)
+        yield replace(case, stages=case.stages[: case.ranks])
+        yield replace(case, stages=case.stages[-case.ranks :])
     for family in FAMILIES[: FAMILIES.index(case.family)] if case.family in FAMILIES else FAMILIES:
         yield replace(case, family=family)
         if each > 1:

@@ -1,0 +1,125 @@
+"""The fuzz itself, and some of its cases; `python -m tests.fuzz` runs as many as you like."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzz.case import Case, Layer, draw
+from fuzz.program import program
+from fuzz.run import Outcome, run_on_processes, run_on_threads
+from fuzz.shrink import shrink, smaller
+
+DENSE = Layer("Dense")
+OPEN = ("faults", "graph")  # what is known not to be right yet
+
+
+def failures(cases: list[Case], outcomes: list[Outcome]) -> list[str]:
+    return [
+        f"seed {case.seed}: {outcome.kind}: {outcome.text}\n{outcome.differences[:5]}\n{program(case)}"
+        for case, outcome in zip(cases, outcomes, strict=True)
+        if outcome.bad
+    ]
+
+
+def check_threads(seeds: range) -> None:
+    cases = [draw(seed, without=OPEN) for seed in seeds]
+    assert failures(cases, [run_on_threads(case) for case in cases]) == []
+
+
+def test_some_cases_on_threads() -> None:
+    check_threads(range(8))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(10_000, 10_400, 100))
+def test_many_cases_on_threads(first: int) -> None:
+    check_threads(range(first, first + 100))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_many_cases_on_processes(transport: str, replicas: bool) -> None:
+    for first in range(20_000, 20_060, 20):
+        cases = [draw(seed, transport, 2, replicas, OPEN) for seed in range(first, first + 20)]
+        assert failures(cases, run_on_processes(cases)) == []
+
+
+# The tools
+
+
+def test_a_seed_is_one_case_and_its_program_is_python() -> None:
+    for seed in range(40):
+        case = draw(seed)
+        assert case == draw(seed)
+        assert case.fits()
+        compile(program(case), "case", "exec")
+
+
+def test_what_is_left_out_is_not_drawn() -> None:
+    for seed in range(100):
+        case = draw(seed, without=("faults", "replay", "graph", "state", "random"))
+        assert case.fault is None
+        assert not case.whole
+        assert not case.has("Count", "Mean", "BatchNorm", "Calls", "Seen", "Drop", "Noise")
+
+
+def test_smaller_cases_are_smaller_and_never_lead_back() -> None:
+    for seed in range(20):
+        case = draw(seed)
+        for other in smaller(case):
+            if other != case and other.fits():
+                assert case not in smaller(other)
+
+
+def test_a_difference_is_shrunk_to_the_layer_that_makes_it() -> None:
+    """Planted: whatever has a Square counts as wrong."""
+
+    def run(cases: list[Case]) -> list[Outcome]:
+        return [Outcome("differs" if case.has("Square") else "same") for case in cases]
+
+    seed = next(seed for seed in range(1000) if draw(seed).has("Square"))
+    found = shrink(draw(seed), Outcome("differs"), run)
+    assert found.layers == (Layer("Square"),)
+    assert (found.ranks, found.steps, found.microbatches, found.family, found.way) == (1, 1, 1, "gpipe", "list")
+
+
+def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: each microbatch's loss is seeded with twice its share."""
+    from penstock.runtime.losses import Seeds
+
+    case = Case(((DENSE,), (DENSE,)), ranks=2, sizes=(2, 1))
+    assert run_on_threads(case).kind == "same"
+    make = Seeds.__init__
+
+    def doubled(self: Seeds, shares: Any, *rest: Any, **more: Any) -> None:
+        make(self, [2 * share for share in shares], *rest, **more)
+
+    monkeypatch.setattr(Seeds, "__init__", doubled)
+    outcome = run_on_threads(case)
+    assert outcome.kind == "differs"
+    assert {name for name, _ in outcome.differences} >= {"step 0: gradient of 0.linear.weight"}
+    assert all("off by 1 of the largest number" in text for name, text in outcome.differences if "gradient" in name)
+
+
+def test_a_program_runs_by_itself(tmp_path: Path) -> None:
+    path = tmp_path / "case.py"
+    path.write_text(program(Case(((DENSE,), (Layer("Bias", 1),)), ranks=2, steps=2, optimizer="SGD")))
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=110)
+    assert done.stdout == "0 differences\n", done.stderr
+
+
+def test_a_refusal_is_no_difference_and_an_error_of_the_model_is() -> None:
+    shared = Case(((Layer("Count"),), (Layer("Count"),)), ranks=2, shared=((0, 1),), dtype="float64")
+    outcome = run_on_threads(shared)
+    assert (outcome.kind, outcome.bad) == ("refused", False)
+    assert "have one Count" in outcome.text
+    assert Outcome("crashed", "KeyError: x").bad
+    assert not Outcome("crashed", "KeyError: x").like(Outcome("crashed", "ValueError: y"))

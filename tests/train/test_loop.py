@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import penstock
+from penstock.cli import app
 from penstock.errors import CheckpointError, UsageError
 from penstock.train.build import rate_at
 from penstock.train.config import load_config
@@ -361,6 +363,17 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, text: Path)
     weights = sum(p.numel() for p in open_model(config).parameters()) * 4
     assert sum(plan.memory) > 4 * weights  # with gradients, two moments, and activations on top
     assert not Path(config.output).exists()
+
+
+def test_a_dry_run_of_somebody_elses_configuration_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", "model.source=theirs:build", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "model.source = 'theirs:build'" in result.output
+    assert not (tmp_path / "ran").exists()
 
 
 def open_model(config: TrainConfig) -> nn.Module:

@@ -15,6 +15,7 @@ from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
 from penstock.train.config import load_config
 from penstock.train.consistent import check_consistent
+from penstock.train.source import functions_in
 
 if TYPE_CHECKING:
     from penstock.train.run import RunFolder
@@ -31,6 +32,9 @@ Items = Annotated[
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the stages, the schedule and predictions, and stop.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Let --dry-run import the functions that the configuration names.")
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run in `output`.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
 
@@ -47,7 +51,9 @@ def read_config(items: list[str] | None) -> tuple[TrainConfig, Path | None]:
 
 
 @guarded
-def train(items: Items = None, dry_run: DryRun = False, resume: Resume = False, fresh: Fresh = False) -> None:
+def train(
+    items: Items = None, dry_run: DryRun = False, trust: Trust = False, resume: Resume = False, fresh: Fresh = False
+) -> None:
     """Train a model as a pipeline: a byte-level GPT on Python's own library, or what a configuration says.
 
     Ranks are local processes, started again from the newest checkpoint when one fails. Under torchrun each process is a
@@ -56,10 +62,18 @@ def train(items: Items = None, dry_run: DryRun = False, resume: Resume = False, 
     config, _ = read_config(items)
     if resume and fresh:
         raise UsageError("--resume goes on with the run, --fresh removes it; give one of them")
-    raise typer.Exit(_dry_run(config) if dry_run else _train(config, items or [], resume, fresh))
+    raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh))
 
 
-def _dry_run(config: TrainConfig) -> int:
+def _dry_run(config: TrainConfig, trust: bool) -> int:
+    named = functions_in(config)
+    if named and not trust:  # a look at somebody else's configuration must not run their code
+        lines = [f"  {key} = {text!r}, of the working folder or installed" for key, text in named.items()]
+        write(
+            "\n".join(["the configuration names Python functions, which training it would import and call:", *lines])
+            + "\nread them, then --dry-run --trust builds and measures the model"
+        )
+        return 0
     with working("building and measuring"):
         from penstock.train.plan import make_plan
 

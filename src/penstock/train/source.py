@@ -7,11 +7,14 @@ import inspect
 import os
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 
-__all__ = ["call_source", "is_function"]
+if TYPE_CHECKING:
+    from penstock.train.settings import TrainConfig
+
+__all__ = ["call_source", "functions_in", "is_function"]
 
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -19,6 +22,12 @@ FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 def is_function(text: str) -> bool:
     """Is `module:function` meant?"""
     return FORM.fullmatch(text) is not None
+
+
+def functions_in(config: TrainConfig) -> dict[str, str]:
+    """The functions that a configuration names, by key: to train it is to run them."""
+    sources = {"model.source": config.model.source, "data.source": config.data.source}
+    return {key: text for key, text in sources.items() if isinstance(text, str) and is_function(text)}
 
 
 def call_source(key: str, text: str, options: dict[str, Any]) -> Any:

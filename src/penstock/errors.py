@@ -1,4 +1,4 @@
-"""Every exception that Penstock raises on purpose.
+"""Every exception that Penstock raises on purpose, and its warnings.
 
 ::
 
@@ -13,6 +13,8 @@
         ├── MessageError    a message arrived that is not the one that was due
         └── PeerFailure     another rank failed, died or stalled; says which, where and why
 
+    FallbackWarning         a model was cut in another way than the one that comes first (UserWarning)
+
 One tree of our own, so that `except PenstockError` means "Penstock refused or stopped",
 and never hides a defect of the user's model: an error of user code reaches every rank as
 `PeerFailure`, and on the rank where it happened that has the error itself as its `__cause__`.
@@ -26,6 +28,7 @@ from typing import Any
 
 __all__ = [
     "CheckpointError",
+    "FallbackWarning",
     "Fault",
     "MessageError",
     "ModelError",
@@ -43,6 +46,10 @@ SHOWN_FAULTS = 40
 
 class PenstockError(Exception):
     """The root of all errors that Penstock raises on purpose."""
+
+
+class FallbackWarning(UserWarning):
+    """A model was not cut in the way that comes first, but in one that can take it; says why."""
 
 
 class UsageError(PenstockError, ValueError):

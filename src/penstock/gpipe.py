@@ -21,7 +21,6 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
-from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split, more_than_its_layers
 from penstock.runtime.batch_norm import prepare_batch_norm
 from penstock.runtime.calls import Calls
@@ -114,14 +113,13 @@ class GPipe(nn.Module):
         return _uncompiled(self._output, args, kwargs)
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._calls is None or self._cut_from != self._what_is_cut():
+        if self._calls is not None:
+            self._calls.crew.follow()
+        if self._calls is None or self._cut_from != self._what_is_cut() or self._calls.crew.changes.fault():
             self._build((args, kwargs))
         assert self._calls is not None
         check_tangents((args, kwargs), self.parameters())
         self._check_names(len(args), kwargs)
-        for part in self._calls.split.parts:
-            if isinstance(part, ReplayPart):
-                part.follow()
         return self._calls(args, kwargs, self.training)
 
     def __len__(self) -> int:
@@ -170,12 +168,14 @@ class GPipe(nn.Module):
             self._calls.crew.close()
         self.__dict__["_calls"] = None
         split = self._split(first)
+        split.warn()
         devices = self.devices
         if devices is None and torch.cuda.device_count() >= split.stages > 1:
             devices = self.__dict__["devices"] = [torch.device("cuda", number) for number in range(split.stages)]
         calls = Calls(split, self.chunks, self.checkpoint, devices, self.batch_dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
             part.module.to(device)
+        calls.crew.watch()
         self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
 
     def _what_is_cut(self) -> tuple[Any, ...]:

@@ -132,9 +132,12 @@ class Pipeline(Batching):
             places = tied_places(self.split)  # before anything takes the place of a parameter
             self.replicas = self.composition.build(self, places)
             world.built()
+        self.crew.watch()  # shards, or values for what had none, have taken the place of parameters
         self.tied = TiedParameters(self.split, self.schedule.placement, world.transport, places)
         self.tied.make_equal()
         self._watch_leaves()
+        if measures:
+            self.split.warn()
         self._checked_keywords = set()
         self._passed = set()
         self._compared = set()
@@ -178,6 +181,7 @@ class Pipeline(Batching):
         self._check_open()
         self._settle()
         self._elsewhere.check(self)
+        self.crew.follow()
         if self.batching is not None:
             self._take(
                 self.replicas.same_count(
@@ -247,6 +251,7 @@ class Pipeline(Batching):
 
         self._check_open()
         self._settle()
+        self.crew.follow()
         if self.batching is None:
             count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
         else:
@@ -292,6 +297,7 @@ class Pipeline(Batching):
             raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
         if type(self.replicas) is not Alone:
             raise UsageError("a pipeline with replicas or spread tensors keeps its cut; make a new one with split_at=")
+        self.crew.changes.check()
         before, after = self.split, replace(self.split.recut(proposal.cuts), loss=self.split.loss)
         schedule = self.schedule.compute().replace(topology=after.topology)
         move_state(before, after, schedule.placement, self.world.transport, optimizer)
@@ -301,6 +307,7 @@ class Pipeline(Batching):
         self._recorded = None  # it was of the cut before
         self.crew = self.crew.successor(after, schedule.placement)
         self._put_on_devices()
+        self.crew.watch()
         self.tied = TiedParameters(after, schedule.placement, self.world.transport, tied_places(after))
         self._watch_leaves()
 

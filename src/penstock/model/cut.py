@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance import counts_of
 from penstock.model.balancing import Balancing
-from penstock.model.lazy import check_values
+from penstock.model.lazy import check_values, is_lazy
 from penstock.model.profile import Weight, crossing_of, profile_layers
 from penstock.model.split import Split, more_than_its_layers, split_model
 
@@ -142,7 +143,7 @@ def _by_example(
     split: str,
 ) -> Split:
     refusals: list[str] = []
-    for way, cut in (("replay", _replay), ("graph", _graph)):
+    for way, cut in (("replay", _replay), ("graph", partial(_graph, split == "auto"))):
         if split in ("auto", way):
             try:
                 found = cut(model, stages, example, balance, split_at)
@@ -152,7 +153,7 @@ def _by_example(
                 refusals.append(f"{way}: {error}")
             else:
                 why = f" ({'; '.join(refusals)})" if refusals else ""
-                return replace(found, how=found.how + why)
+                return replace(found, how=found.how + why, fallback="; ".join(refusals))
     raise ModelError("the model cannot be cut as it is:\n  " + "\n  ".join(refusals))
 
 
@@ -163,10 +164,15 @@ def _replay(*arguments: Any) -> Split:
 
 
 def _graph(
-    model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
+    fallback: bool, model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
 ) -> Split:
     from penstock.model.graph.cut import split_by_graph
 
+    if fallback and is_lazy(model):
+        raise ModelError(
+            "a model that was built under penstock.lazy() has no values yet, with which its graph could be checked "
+            "against it; pass split='graph' to take the graph as it is"
+        )
     if balance.runs or isinstance(balance.how, Mapping):
         raise ModelError("a graph has no units to measure or name; leave balance= out, or give counts")
     try:

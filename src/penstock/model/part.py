@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["OUTPUT", "WHOLE", "StagePart", "no_stream", "state_names"]
+from penstock.model.settings import Change, Settings
+
+__all__ = ["OUTPUT", "WHOLE", "Names", "StagePart", "no_stream", "state_names"]
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
@@ -19,11 +21,34 @@ def no_stream(number: int) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+class Names(dict[str, str]):
+    """Names in a stage's module, and the names that they have in the whole model.
+
+    Also of what was not there when the model was cut, such as a buffer that a first forward registers: `prefix` stands
+    before it or, in the place of its first part, what `within` has for that.
+    """
+
+    def __init__(self, known: Mapping[str, str], prefix: str = "", within: Mapping[str, str] | None = None) -> None:
+        super().__init__(known)
+        self._prefix, self._within = prefix, dict(within or {})
+
+    def __missing__(self, name: str) -> str:
+        head, _, rest = name.partition(".")
+        if head in self._within:
+            return ".".join(filter(None, (self._within[head], rest)))
+        return self._prefix + name
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As `names[name]`: there is an answer for every name."""
+        return self[name]
+
+
 class StagePart(Protocol):
     """One stage: what it owns, and how it computes.
 
     `module` owns the stage's parameters and buffers; `names` maps their names there to those in
-    the whole model. `takes` are the keyword arguments that it reads (None: any); with
+    the whole model. `copied` are the user's modules that do not run here as they are, because a copy or, where it was
+    `captured`, a graph runs in their place. `takes` are the keyword arguments that it reads (None: any); with
     `whole_batch` it reads the model's positional arguments too, wherever it stands. `stream` is what
     its random numbers follow from beside the microbatch, and `around(number)` wraps a call that
     has numbers of its own.
@@ -32,6 +57,8 @@ class StagePart(Protocol):
     index: int
     module: nn.Module
     names: dict[str, str]
+    copied: Sequence[nn.Module]
+    captured: bool
     takes: frozenset[str] | None
     whole_batch: bool
     stream: int
@@ -47,6 +74,18 @@ class StagePart(Protocol):
 
     def settle(self) -> None:
         """Parameters and buffers of other stages may have no values here any more."""
+        ...
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        """Before a step: these attributes of the user's modules are others now, or, of parameters, of another type."""
+        ...
+
+    def fault(self) -> str:
+        """What the user's model is set to that this stage cannot follow; or nothing."""
+        ...
+
+    def give_back(self, settings: Settings) -> None:
+        """After a step: set on the user's modules what the code of their copies has set."""
         ...
 
 

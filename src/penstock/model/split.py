@@ -9,6 +9,7 @@ the way that needs no look at the model: lists of stage modules, and `nn.Sequent
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import ModelError
-from penstock.model.part import OUTPUT, StagePart, no_stream, state_names
+from penstock.errors import FallbackWarning, ModelError
+from penstock.model.part import OUTPUT, Names, StagePart, no_stream, state_names
+from penstock.model.settings import Change, Settings
 from penstock.model.torn import SharedState, refuse_torn_norms
 from penstock.schedule.topology import Topology
 
@@ -46,6 +48,7 @@ class Part:
     """
 
     whole_batch = False
+    captured = False
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Part:
         names: dict[str, str],
         topology: Topology,
         *,
+        copied: Sequence[nn.Module] = (),
         spread: bool,
         entrances: Sequence[str] = (),
         shared: SharedState | None = None,
@@ -62,6 +66,7 @@ class Part:
         self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
         self.module = module
         self.names = names
+        self.copied = copied
         self._previous = index - 1 if index - 1 in topology.producers(index) else None
         self._skips_in = tuple(stage for stage in topology.producers(index) if stage != index - 1)
         self._skips_out = frozenset(stage for stage in topology.consumers(index) if stage != index + 1)
@@ -102,6 +107,16 @@ class Part:
     def settle(self) -> None:
         """Nothing of it depends on other stages' values."""
 
+    def follow(self, changes: Sequence[Change]) -> None:
+        """The user's own modules run here."""
+
+    def fault(self) -> str:
+        """The user's own modules run here."""
+        return ""
+
+    def give_back(self, settings: Settings) -> None:
+        """The user's own modules run here."""
+
     def _routes(self, result: Any) -> dict[int, Any]:
         routed = result if isinstance(result, Routed) else Routed(result)
         if set(routed.to) != self._skips_out:
@@ -129,6 +144,7 @@ class Split:
     parts: tuple[StagePart, ...]
     topology: Topology
     how: str  # one sentence for the user: in which way it was cut
+    model: Any = None  # what was cut: a module, or a list of stage modules
     aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
     repeated: Mapping[str, str] = field(default_factory=dict)  # in the model's state, of no part: name -> a part's name
     weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
@@ -138,6 +154,18 @@ class Split:
     loss: Holding | None = None  # what the loss function holds, beside the last stage
     order: tuple[str, ...] = ()  # of the names in the model's state, where it is not that of the parts
     origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
+    fallback: str = ""  # why it is this way, where another that comes first has refused the model
+
+    def warn(self) -> None:
+        """Say that a fallback was taken, and why."""
+        if self.fallback:
+            warnings.warn(
+                f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "
+                f"model, because replaying its own forward is not possible ({self.fallback}). Pass split='graph' if "
+                f"that is meant, or split='replay' for an error in its place",
+                FallbackWarning,
+                stacklevel=3,
+            )
 
     @property
     def stages(self) -> int:
@@ -188,14 +216,17 @@ def split_model(
         groups = _groups(layers, stages, balance)
         modules: list[nn.Module] = [nn.Sequential(OrderedDict(group)) for group in groups]
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):  # what hangs on the container itself
-            getattr(modules[0], table).update(getattr(model, table))
+            modules[0].__dict__[table] = getattr(model, table)
         counts = ", ".join(str(len(group)) for group in groups)
-        names = [{name: name for name in state_names(module)} for module in modules]
+        names = [Names({name: name for name in state_names(module)}) for module in modules]
         how, spread = f"nn.Sequential by position, layers a stage: {counts}", False
     elif isinstance(model, nn.ModuleList) or (isinstance(model, Sequence) and not isinstance(model, nn.Module)):
         modules = list(model)
         _check_list(modules, stages, balance)
-        names = [{name: f"{index}.{name}" for name in state_names(module)} for index, module in enumerate(modules)]
+        names = [
+            Names({name: f"{index}.{name}" for name in state_names(module)}, f"{index}.")
+            for index, module in enumerate(modules)
+        ]
         how, spread = f"a list of {len(modules)} stage modules", True
     else:
         raise ModelError(
@@ -211,13 +242,14 @@ def split_model(
             module,
             names[index],
             topology,
+            copied=[model] if isinstance(model, nn.Sequential) else (),
             spread=spread,
             entrances=entrances,
             shared=SharedState(index, modules, names[index]),
         )
         for index, module in enumerate(modules)
     )
-    return Split(parts, topology, how)
+    return Split(parts, topology, how, model)
 
 
 def _check_list(modules: Sequence[Any], stages: int | None, balance: Sequence[int] | None) -> None:

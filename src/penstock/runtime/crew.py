@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from penstock.errors import PeerFailure, RunError, UsageError
+from penstock.model.changes import Changes
 from penstock.model.part import StagePart
-from penstock.model.replay.part import ReplayPart
-from penstock.model.replay.tree import give_back
 from penstock.model.split import Split
 from penstock.runtime.executor import Executor, StepInput, StepReport
 from penstock.runtime.mailbox import Mailbox
@@ -104,6 +103,17 @@ class Crew:
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         self._workers: _Workers | None = None
+        self._model = split.model
+        self.watch()
+
+    def watch(self) -> None:
+        """From here on, what is done to the user's model is followed or refused."""
+        self.changes = Changes(self._model, [stage.part for stage in self._stages()])
+
+    def follow(self) -> None:
+        """Before a step: what the user has set on the model reaches its stages."""
+        if self.changes.follow():
+            self.turns.forget()
 
     def successor(self, split: Split, placement: Placement) -> Crew:
         """A crew for another cut, on the same transports; this one must not be used any more."""
@@ -259,7 +269,7 @@ class Crew:
 
     def give_back(self) -> None:
         """What replayed units have set on themselves is set on the user's, too."""
-        give_back(stage.part.user for stage in self._stages() if isinstance(stage.part, ReplayPart))
+        self.changes.give_back()
 
     def _stages(self) -> list[Stage]:
         return [stage for executor in self.executors.values() for stage in executor.stages.values()]

@@ -71,6 +71,7 @@ class Feed(OwnedState):
         if training:
             self.replicas.ready()  # before anything else can raise: the other copies may wait for its answer
         self._check_values()
+        self.crew.changes.check()
         if training:
             self._check_trains()
 

@@ -233,6 +233,10 @@ class Turns:
         self._modes = {stage: tuple([m.training for m in modules]) for stage, modules in self._modules.items()}
         self.alone = set(alone)
 
+    def forget(self) -> None:
+        """The model was set to something else: which forwards draw is to be found out again."""
+        self._draws.clear()
+
     @property
     def draw(self) -> bool:
         """Whether a forward of the step that ran last draws."""

@@ -226,9 +226,11 @@ class OwnedState:
         return join_norms(self.world.told("clip_grad_norm_()", said), order)
 
     def train(self, mode: bool = True) -> Self:
-        """Put the stages into training mode, or out of it."""
-        for holding in self.holdings():
-            holding.module.train(mode)
+        """Put the model into training mode, or out of it, as its own `train` does."""
+        model = self.split.model
+        whole = [model] if isinstance(model, nn.Module) else model
+        for module in (*whole, *(holding.module for holding in self.holdings())):
+            module.train(mode)
         return self
 
     def eval(self) -> Self:

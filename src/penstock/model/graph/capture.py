@@ -24,6 +24,7 @@ from torch.fx import Node
 
 from penstock.errors import ModelError
 from penstock.model.graph.effects import Effects, Where, nothing_lost
+from penstock.model.graph.hidden import Draws
 from penstock.model.graph.structure import Arguments, Template, is_channels_last, put_together, settled, take_apart
 
 __all__ = ["Capture", "capture"]
@@ -119,6 +120,16 @@ def _shown(like: Tensor) -> str:
 
 def capture(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
     """Capture the model as it is, in its present mode, on these inputs."""
+    draws = Draws(model, capture=True)
+
+    def run() -> Capture:
+        with draws.watched():
+            return _captured(model, arguments, args, kwargs)
+
+    return draws.never(run)
+
+
+def _captured(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
     effects = Effects(model)
     made = _capture(model, arguments, args, kwargs, effects)
     if effects.changed:

@@ -12,9 +12,11 @@ from penstock.model.fixed import fixed_inputs
 from penstock.model.graph.capture import capture
 from penstock.model.graph.part import GraphPart, Program, Programs, StageState, all_tensors
 from penstock.model.graph.places import choose_cuts, find_cuts, modules_of
+from penstock.model.graph.proof import runs
 from penstock.model.graph.stages import build_stages
 from penstock.model.graph.structure import Arguments
 from penstock.model.graph.values import Values
+from penstock.model.lazy import is_lazy
 from penstock.model.origin import origin_of
 from penstock.model.split import Split
 
@@ -37,18 +39,21 @@ def split_by_graph(
     if wanted < 1:
         raise ModelError(f"a model cannot make {wanted} stages; pass stages=1 or more")
     arguments = Arguments(model, fixed_inputs(model, kwargs))
+    if not is_lazy(model):
+        runs(model, arguments, args, kwargs)  # before the long capture of what has no graph
     values = Values(capture(model, arguments, args, kwargs))
     tensors = all_tensors(model)
     cuts = choose_cuts(values, tensors, wanted, balance, split_at)
     program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts)))
     programs = Programs(model, arguments, cuts, program)
     programs.held = _holders(model, tensors, program)
+    programs.prove(args, kwargs)
     parts = tuple(_part(index, model, tensors, programs) for index in range(wanted))
     counts = ", ".join(str(stage.operations) for stage in program.stages)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     how = f"torch.export graph ({sizes}), operations a stage: {counts}"
     order = tuple(model.state_dict(keep_vars=True))
-    return Split(parts, programs.topology, how, order=order, origin=origin_of(model))
+    return Split(parts, programs.topology, how, model, order=order, origin=origin_of(model))
 
 
 def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Programs) -> GraphPart:
@@ -59,9 +64,9 @@ def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Pr
         if name in programs.held[index]:
             module.take(name, tensor, persistent=isinstance(tensor, nn.Parameter) or name in saved)
             here.setdefault(id(tensor), name)
-    module.train(model.training)
+    module.train(any(programs.modes))
     aliases = {name: here[id(tensor)] for name, tensor in tensors.items() if id(tensor) in here}
-    return GraphPart(index, programs, module, aliases)
+    return GraphPart(index, model, programs, module, aliases)
 
 
 def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> list[set[str]]:

@@ -21,15 +21,19 @@ from penstock.errors import ModelError
 from penstock.model.away import with_memory
 from penstock.model.graph.capture import Capture, capture
 from penstock.model.graph.places import Cut, find_cuts
+from penstock.model.graph.proof import prove, runs
 from penstock.model.graph.stages import StageGraph, build_stages
 from penstock.model.graph.structure import Arguments, is_channels_last, put_together, settled, take_apart
 from penstock.model.graph.values import Values
-from penstock.model.split import OUTPUT
+from penstock.model.lazy import is_lazy
+from penstock.model.part import OUTPUT, Names
+from penstock.model.replay.tree import OWN
+from penstock.model.settings import Change, Settings, value_key
 from penstock.schedule.topology import Topology
 
 __all__ = ["GraphPart", "Program", "Programs", "StageState", "all_tensors"]
 
-MOST_CAPTURES = 16  # of one mode: one that changes at every step would capture for ever
+MOST_CAPTURES = 16  # of one setting, and settings: one that changes at every step would capture for ever
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -54,35 +58,83 @@ class Program:
 
 
 class Programs:
-    """The captures of one model, shared by its parts."""
+    """The captures of one model, shared by its parts.
+
+    A capture holds for what the model was set to: the modes of its modules, their plain attributes, the types and
+    shapes of its buffers. The graph has all of that built in, so that each such setting has captures of its own.
+    """
 
     def __init__(self, model: nn.Module, arguments: Arguments, cuts: Sequence[Cut], first: Program) -> None:
         self._model = model
         self._arguments = arguments
         self._cuts = cuts
-        self._mode = model.training
-        self._made: dict[bool, list[Program]] = {model.training: [first], not model.training: []}
+        self._modules = list(model.modules())
+        self._kept: list[Any] = []
+        self.follow()
+        self._made: dict[Any, list[Program]] = {self._key(self.modes): [first]}
         self._known: dict[Any, Program] = {}
+        self._refused: dict[tuple[bool, ...], str] = {}
         self._lock = threading.Lock()
         self.topology = Topology(len(first.stages), _edges(first))
         self.held: list[set[str]] = []  # by stage: the names of what it holds
 
+    def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See that the graph is the model's function; and what there is to say of other modes, for when they come.
+
+        A model that is all in eval mode, as `from_pretrained` returns it, will be trained: that graph is made and
+        proved as well.
+        """
+        if is_lazy(self._model):
+            return  # nothing can be run
+        (first,) = self._made[self._key(self.modes)]
+        prove(self._model, self._arguments, first.capture, first.stages, args, kwargs)
+        for modes in {(True,) * len(self.modes), (False,) * len(self.modes)} - {self.modes}:
+            with _in_modes(self._modules, modes):
+                try:
+                    if runs(self._model, self._arguments, args, kwargs) and any(modes) and not any(self.modes):
+                        made = self._captured(modes, args, kwargs)
+                        if made is not None:
+                            prove(self._model, self._arguments, made.capture, made.stages, args, kwargs)
+                except ModelError as error:
+                    self._refused[modes] = str(error)
+
+    def _captured(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program | None:
+        """The program in that mode, if there is one for these inputs: another microbatch may have another answer."""
+        try:
+            return self._at(modes, args, kwargs)[0]
+        except ModelError:
+            return None
+
+    def follow(self) -> None:
+        """Take note of what the model is set to."""
+        self.modes = tuple([module.training for module in self._modules])
+        self._settings = _settings(self._modules, self._kept)
+
+    def _key(self, modes: tuple[bool, ...]) -> Any:
+        return modes, self._settings
+
     def find(self, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
-        """The program for these inputs, and their tensors."""
+        """The program for these inputs, and their tensors; in evaluation, that of a model all in eval mode."""
+        return self._at(self.modes if training else (False,) * len(self.modes), args, kwargs)
+
+    def _at(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
         tensors: list[Any] = []
         plain = take_apart(self._arguments.named(args, kwargs), "input", tensors).key()
         tensors = [settled(tensor) for tensor in tensors]
         sizes = tuple((tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor)) for tensor in tensors)
-        key = (training, plain, sizes, _autocast())
+        if modes in self._refused:
+            raise ModelError(self._refused[modes])
+        key = (self._key(modes), plain, sizes, _autocast())
         known = self._known.get(key)
         if known is None:
             with self._lock:
-                known = self._known[key] = self._find(training, plain, tensors, args, kwargs)
+                known = self._known[key] = self._find(modes, plain, tensors, args, kwargs)
         return known, tensors
 
-    def _find(self, training: bool, plain: Any, tensors: list[Any], args: Any, kwargs: Any) -> Program:
+    def _find(self, modes: tuple[bool, ...], plain: Any, tensors: list[Any], args: Any, kwargs: Any) -> Program:
         reasons = []
-        for program in self._made[training]:
+        made_so_far = self._made.setdefault(self._key(modes), [])
+        for program in made_so_far:
             if program.capture.key != plain:
                 reason: str | None = "other inputs, or other plain values among them"
             elif program.autocast != _autocast():
@@ -97,13 +149,19 @@ class Programs:
                 f"the model was captured {len(reasons)} times and none fits this microbatch: it has {reasons[-1]}; "
                 f"pad the inputs to a few shapes, or pass a list of stage modules"
             )
-        with _mode(self._model, training, self._mode), with_memory(self._model):
+        count = len({settings for _, settings in self._made})
+        if count > MOST_CAPTURES:
+            raise ModelError(
+                f"attributes of the model have been set to {count} different things, each of which had to be captured, "
+                f"because a graph has them built in; make what changes often a registered buffer"
+            )
+        with _in_modes(self._modules, modes), with_memory(self._model):
             made = capture(self._model, self._arguments, args, kwargs)
         values = Values(made)
         tensors_of = all_tensors(self._model)
         program = Program(made, build_stages(values, find_cuts(values, tensors_of, self._cuts)))
-        self._check(program, tensors_of, "training" if training else "evaluation", reasons)
-        self._made[training].append(program)
+        self._check(program, tensors_of, "training" if any(modes) else "evaluation", reasons)
+        made_so_far.append(program)
         return program
 
     def _check(self, program: Program, tensors: dict[str, Tensor], mode: str, reasons: list[str]) -> None:
@@ -130,16 +188,30 @@ def _edges(program: Program) -> set[tuple[int, int]]:
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool, usual: bool) -> Iterator[None]:
-    """The model in the mode that it had when it was split, module by module, or all of it in the other."""
-    modes = [(module, module.training) for module in model.modules()]
+def _in_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> Iterator[None]:
+    before = [module.training for module in modules]
     try:
-        if training != usual or model.training != usual:
-            model.train(training)
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
         yield
     finally:
-        for module, mode in modes:
+        for module, mode in zip(modules, before, strict=True):
             module.training = mode
+
+
+def _settings(modules: Sequence[nn.Module], kept: list[Any]) -> Any:
+    """What a graph of these modules has built in, beside their modes."""
+    return tuple(
+        (
+            tuple([(name, value_key(value, kept)) for name, value in vars(module).items() if name not in OWN]),
+            tuple([(name, _kind(tensor)) for name, tensor in (module._buffers | module._parameters).items()]),
+        )
+        for module in modules
+    )
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 class StageState(nn.Module):
@@ -180,15 +252,42 @@ class GraphPart:
 
     takes: frozenset[str] | None = None  # every keyword argument
     whole_batch = True  # and all positional ones: inputs are read where they are needed
+    captured = True
 
-    def __init__(self, index: int, programs: Programs, module: StageState, aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, index: int, model: nn.Module, programs: Programs, module: StageState, aliases: Mapping[str, str]
+    ) -> None:
         self.index = self.stream = index
         self.module: nn.Module = module
-        self.names = {name: name for name in all_tensors(module)}  # of the module -> of the whole model
+        self.names: dict[str, str] = Names({name: name for name in all_tensors(module)})
         self.around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()
+        self.copied: Sequence[nn.Module] = list(model.modules())
         self._programs = programs
         self._is_last = index == programs.topology.stages - 1
         self._tables = {name: module.table(own) for name, own in aliases.items()}  # by every name that a tensor has
+        holders = dict(model.named_modules(remove_duplicate=False))
+        places = [(name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers(remove_duplicate=False)]
+        self._buffers = {name: (holders[path], leaf, holders[path]._buffers[leaf]) for name, path, leaf in places}
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        """Another buffer in the user's model takes its place here; other settings need another capture."""
+        replaced = False
+        for name, (holder, leaf, seen) in self._buffers.items():
+            now = holder._buffers.get(leaf)
+            if now is not seen:
+                table, own = self._tables[name]
+                table[own], replaced = now, True
+                self._buffers[name] = holder, leaf, now
+        if changes or replaced:
+            self._programs.follow()
+            self.module.train(any(self._programs.modes))
+
+    def fault(self) -> str:
+        """What cannot be captured anew is refused by the capture."""
+        return ""
+
+    def give_back(self, settings: Settings) -> None:
+        """No code of the user's modules runs here."""
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Run the stage's operations; payloads are lists of tensors and plain values."""

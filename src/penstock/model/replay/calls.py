@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.model.replay.structure import flatten, tensors_in
 
-__all__ = ["PARAMETER", "STATE", "Call", "Leaf", "Mark", "Recording", "State", "shapes_of"]
+__all__ = ["PARAMETER", "STATE", "Call", "Leaf", "Mark", "Recording", "State", "Untried", "shapes_of"]
 
 Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, number), (STATE, number) for what the glue reads
 PARAMETER, STATE = -1, -2
@@ -60,6 +61,14 @@ def shapes_of(value: Any, mode: Any = True) -> tuple[Any, ...]:
     return (tensors, plain, structure, mode)
 
 
+@dataclass(frozen=True)
+class Untried:
+    """Modules that were in eval mode in every run that was recorded, and why there was none with them in training."""
+
+    modules: list[nn.Module]
+    reason: str
+
+
 @dataclass
 class Recording:
     """All unit calls in order, and what the final output needs."""
@@ -73,3 +82,4 @@ class Recording:
     draws_in_glue: bool = False
     reads_values: bool = False  # the glue turned a tensor into a Python value
     writes_inputs: bool = False  # the glue changes the model's inputs in place
+    untried: Untried | None = None  # None: the recording holds for training mode as well

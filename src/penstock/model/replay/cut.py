@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from penstock.model.lazy import is_lazy
 from penstock.model.origin import origin_of
 from penstock.model.profile import Weight, profile_calls
 from penstock.model.replay.calls import Leaf, Recording
+from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import Plan, plan_stages, torn_by
 from penstock.model.replay.record import record
@@ -76,6 +78,7 @@ def _assemble(
         parts,
         plan.topology,
         f"replay of the model's own forward, units a stage: {counts}",
+        model,
         _aliases(model),
         _repeated(model, parts),
         weights=tuple(weights),
@@ -99,7 +102,9 @@ def _recorded(
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
     units = find_units(model, 1, tuple(split_at))
     while True:
-        recording = record(model, units, args, kwargs, instead)
+        run = partial(record, model, units, args, kwargs, instead)
+        recording = run()
+        also_in_training(list(modules.values()), recording, run)
         count = len(_starts(modules, recording))
         if split_at or count >= wanted:
             return units, recording

@@ -106,12 +106,17 @@ class Reads(TorchFunctionMode):
 
 
 class Absent(Follower):
-    """Follows stand-ins through the glue of one replay; `fail` gives the error for one that is read."""
+    """Follows stand-ins through the glue of one replay; `fail` gives the error for one that is read.
+
+    And for what the glue writes to that it left alone with the example, so that each stage would do it once more.
+    """
 
     def __init__(self, fail: Callable[[str], ModelError]) -> None:
         super().__init__()
         self._fail = fail
         self._absent: set[int] = set()
+        self._unwritten: dict[int, str] = {}
+        self.decides = False  # something in this run may decide the path, and another way in the next one
         self._reads = Reads(self.check_read)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
@@ -122,16 +127,26 @@ class Absent(Follower):
         """Whether a value depends on a stand-in."""
         return any(self.storages.key(tensor) in self._absent for tensor in tensors_in(value))
 
+    def guard(self, tensors: Iterable[Any], what: str) -> None:
+        """These are not to be written to."""
+        self._unwritten.update({self.storages.key(each): what for each in tensors if isinstance(each, Tensor)})
+
     def check_read(self, tensors: list[Tensor]) -> None:
         """A stand-in has no value that could decide anything."""
+        self.decides = True
         if self._absent and self.touches(tensors):
             raise self._fail("a value was read that the example's run did not need here")
 
     def seen(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+        if self.reads_values(func):
+            self.check_read(taken)
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            self.decides = True
         if self._absent and self.touches(taken):
-            if self.reads_values(func):
-                self.check_read(taken)
             self.add([*made, *written])
+        for tensor in written:
+            if (what := self._unwritten.get(self.storages.key(tensor))) is not None:
+                raise self._fail(f"its code changes {what} in place, which it left alone then")
 
     def __enter__(self) -> Any:
         self._reads.__enter__()  # type: ignore[no-untyped-call]

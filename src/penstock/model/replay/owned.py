@@ -59,7 +59,8 @@ class Outside:
     """Parameters that the glue reads (`self.class_token`), in the stage's tree, and which its module owns.
 
     Others may take their place in the module: a shard, and what is gathered of it. The tree has to follow, or the glue
-    would go on with what it was made with.
+    would go on with what it was made with. With buffers it is the other way round: the tree shares the user's tables of
+    them, and the module follows where the user puts another into one.
     """
 
     def __init__(self, root: nn.Module, owned: StageUnits) -> None:
@@ -77,6 +78,22 @@ class Outside:
             and id(parameter) in owners
             and owners[id(parameter)][0]._parameters is not holder._parameters
         ]
+        held = {id(buffer): name for name, buffer in owned._buffers.items() if buffer is not None}
+        self._own = owned._buffers
+        self._buffers: dict[tuple[str, str], tuple[nn.Module, Tensor | None]] = {
+            (held[id(buffer)], leaf): (holder, buffer)
+            for holder in root.modules()
+            for leaf, buffer in holder._buffers.items()
+            if buffer is not None and id(buffer) in held
+        }
+
+    def follow_buffers(self) -> None:
+        """Before a step."""
+        for (name, leaf), (holder, seen) in self._buffers.items():
+            now = holder._buffers.get(leaf)
+            if now is not seen:
+                self._own[name] = now
+                self._buffers[name, leaf] = holder, now
 
     def look(self) -> None:
         """Before the glue runs."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.aside import EVERYWHERE, aside
-from penstock.model.away import noted
-from penstock.model.part import OUTPUT, WHOLE, no_stream, state_names
+from penstock.model.away import is_away, noted
+from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
 from penstock.model.replay.again import check_reentrant, not_again
 from penstock.model.replay.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.guard import Guard
@@ -37,8 +37,9 @@ from penstock.model.replay.paths import diverged, stale
 from penstock.model.replay.plan import GLUE, Plan
 from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.sinks import Sinks
-from penstock.model.replay.structure import differ, flatten, unflatten
-from penstock.model.replay.tree import Followed, stage_tree
+from penstock.model.replay.structure import differ, flatten, tensors_in, unflatten
+from penstock.model.replay.tree import Twins, stage_tree
+from penstock.model.settings import Change, Settings
 
 __all__ = ["ReplayPart"]
 
@@ -71,6 +72,7 @@ class ReplayPart:
 
     takes: frozenset[str] | None = None  # every keyword argument: the glue may read any of them
     whole_batch = True  # and all positional ones
+    captured = False
     stream = WHOLE
 
     def __init__(
@@ -91,35 +93,36 @@ class ReplayPart:
         self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
         watched = {call.unit for call in plan.recording.calls}
         self._root = stage_tree(model, watched, self._answer)
-        for module in self._root.modules():
-            original = module.__dict__.get("_gradient_checkpointing_func")
-            if original is not None and not getattr(module, "is_asked", False):
-                module.__dict__["_gradient_checkpointing_func"] = self._checkpointed(original)
-            if isinstance(module, nn.TransformerEncoder) and not getattr(module, "is_asked", False):
-                module.__dict__["use_nested_tensor"] = False  # in eval mode, what it hands on would have no shape
-        twins = dict(self._root.named_modules())
-        self._twins = [(twins[name], own) for name, own in model.named_modules() if twins.get(name, own) is not own]
+        twins: dict[str, Any] = dict(self._root.named_modules())
+        for module in twins.values():
+            if not getattr(module, "is_asked", False):
+                for name, value in module.__dict__.items():
+                    module.__dict__[name] = self._between(module, name, value)
         self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
         self._followed: set[Any] = set()  # kinds of microbatches for which the plan has been seen to hold
         self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
-        self.user = Followed(model, self._root, units.values())
+        self._twins = Twins(model, self._root, units.values())
+        self.copied: Sequence[nn.Module] = self._twins.glue
+        self._modes_of: dict[str, Any] = {name: twins.get(name, module) for name, module in modules.items()}
         inside = {id(module) for unit in units.values() for module in unit.modules()}
         others = [module for module in self._root.modules() if id(module) not in inside]
         self._modes = [module for module in others if not getattr(module, "is_asked", False)]
+        self._guarded = [*self.copied, *(twins[call.unit] for call in plan.recording.calls if call.glue)]
         self.units = list(units)
         running = [twins.get(name, unit) for name, unit in units.items()]
         guarded = plan.recording.guarded
         self._guards = {name: Guard(name, twins[name], guarded[name]) for name in units if name in guarded}
         self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others, running)
         self._outside = Outside(self._root, self.module)
-        self.names = {
+        known = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
             for number, (unit, module) in enumerate(units.items())
             for name in state_names(module)
         }
-        self.names.update({f"loose_{number}": name for number, name in enumerate(loose)})
+        known.update({f"loose_{number}": name for number, name in enumerate(loose)})
+        self.names: dict[str, str] = Names(known, within={str(number): unit for number, unit in enumerate(units)})
         own = [number for number, stage in enumerate(plan.stage_of) if stage == index]
         self._last_own = own[-1] if own else -1
         self._wanted = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}
@@ -142,10 +145,35 @@ class ReplayPart:
         """Before this process's parameters are taken apart: what units return is to be known all the same."""
         self._shapes.keep()
 
-    def follow(self) -> None:
-        """Take over the modes of the model's own modules, where the user has set them there."""
-        for twin, own in self._twins:
-            twin.training = own.training
+    def follow(self, changes: Sequence[Change]) -> None:
+        """What was set on the user's modules, on their copies; buffers that the user replaced, in the stage's own."""
+        self._outside.follow_buffers()
+        if changes:
+            self._twins.follow(changes, self._between)
+            self._followed.clear()
+            self._shapes.forget()
+
+    def fault(self) -> str:
+        """A mode in which the model's forward was not looked at may need another plan."""
+        untried = self._plan.recording.untried
+        if untried is None or not any(module.training for module in untried.modules):
+            return ""
+        return (
+            f"modules are in training mode that were in eval mode when the model was cut, and its forward could not be "
+            f"looked at in training mode then ({untried.reason})"
+        )
+
+    def give_back(self, settings: Settings) -> None:
+        """Units get what their code has set on their copies, as if they had run themselves."""
+        self._twins.give_back(settings)
+
+    def _between(self, module: nn.Module, name: str, value: Any) -> Any:
+        """What the code between units gets in the place of an attribute of the user's."""
+        if name == "_gradient_checkpointing_func" and value is not None:
+            return self._checkpointed(value)
+        if name == "use_nested_tensor" and isinstance(module, nn.TransformerEncoder):
+            return False  # in eval mode, what it hands on would have no shape
+        return value
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Replay the forward; payloads are lists of tensors, in the plan's order of marks."""
@@ -156,14 +184,18 @@ class ReplayPart:
         }
         kwargs = {**self._defaults, **kwargs}
         self._outside.look()
-        if self.user.look():
-            self._followed.clear()
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself
         run = self._local.run = _Run(received, Absent(stale) if follow else None)
         noted.add = None if run.absent is None else run.absent.add
         if self._plan.recording.writes_inputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+        elif run.absent is not None:
+            run.absent.guard(tensors_in((args, kwargs)), "the model's input")
+        if run.absent is not None:
+            for module in self._guarded:
+                here = [buffer for buffer in module._buffers.values() if not is_away(buffer)]
+                run.absent.guard(here, f"a buffer of {type(module).__name__}")
         result: dict[int, Any] = {}
         try:
             with run.absent or nullcontext(), aside(EVERYWHERE):
@@ -179,7 +211,8 @@ class ReplayPart:
             self._local.run = None
         for target, marks in self._out.items():
             result[target] = [run.emitted[mark] for mark in marks]
-        self._followed.add(kind)
+        if run.absent is None or not run.absent.decides:
+            self._followed.add(kind)
         return result
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -248,6 +281,8 @@ class ReplayPart:
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
                 run.emitted[number, place] = leaf
+                if run.absent is not None and not call.changed_in_place:
+                    run.absent.guard([leaf], f"what {call.unit} returned")
         if number == self._last_own and not self._is_last:
             raise _Abandoned
         if not call.changed_in_place:
@@ -291,8 +326,9 @@ class ReplayPart:
 
     def _shapes_of(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """What a call returns for such arguments; to find out, the unit may have to run, and decide by their values."""
+        call = self._plan.recording.calls[number]
         with run.not_followed():
-            return self._shapes.of(number, self._plan.recording.calls[number], args, kwargs)
+            return self._shapes.of(number, call, args, kwargs, self._modes_of[call.unit].training)
 
     def _handed(self, number: int, value: Any, sinks: Sinks | None) -> Any:
         """What the model's code gets of a call: the output, and in its lists what belongs there."""

@@ -32,16 +32,24 @@ class Shapes:
         self._modules = modules
         self._known: dict[tuple[int, Any], tuple[list[Any], Any]] = {}
         self._copies: dict[str, nn.Module] = {}
+        self._recorded = True  # what the recording knows still holds
+
+    def forget(self) -> None:
+        """The model is set to something else: what units return may be other than it was."""
+        self._recorded = False
+        self._known.clear()
 
     def keep(self) -> None:
         """Before parameters are taken apart, as by FSDP: later runs are on copies, which have no memory for them."""
         self._copies = {name: hollow_copy(module, _without_memory) for name, module in self._modules.items()}
 
-    def of(self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        """(leaves, structure) of the output of call `number` for these arguments."""
+    def of(
+        self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+    ) -> tuple[list[Any], Any]:
+        """(leaves, structure) of the output of call `number` for these arguments, in that mode."""
         module = self._modules[call.unit]
-        given = shapes_of((args, kwargs), module.training)
-        if given == call.given:
+        given = shapes_of((args, kwargs), training)
+        if self._recorded and given == call.given:
             return call.leaves, call.spec
         key = (number, given)
         if key not in self._known:
@@ -56,13 +64,13 @@ class Shapes:
                 twin.training = own.training
             module = copied
         try:
-            found = run_on_meta(module, args, kwargs)
+            found = run_on_meta(module, args, kwargs, given[-1])
         except _FAILURES:
             guessed = _with_changed_sizes(call, given[0])
-            if guessed is not None and given[1:] == call.given[1:]:
+            if self._recorded and guessed is not None and given[1:] == call.given[1:]:
                 return guessed, call.spec
             try:
-                found = run_with(module, device, args, kwargs)
+                found = run_with(module, device, args, kwargs, given[-1])
             except _FAILURES as error:
                 raise ModelError(
                     f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
@@ -80,7 +88,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Any]]:
+def run_on_meta(module: nn.Module, args: Any, kwargs: Any, training: bool | None = None) -> tuple[Any, dict[Any, Any]]:
     """A module's output without computing it, and what it adds to sinks: shapes, types, structure."""
 
     def to_meta(value: Any) -> Any:
@@ -88,13 +96,15 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, dict[An
         moved = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return unflatten(moved, structure)
 
-    return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs))
+    return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs), training)
 
 
-def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) -> tuple[Any, dict[Any, Any]]:
+def run_with(
+    module: nn.Module, device: torch.device, args: Any, kwargs: Any, training: bool | None = None
+) -> tuple[Any, dict[Any, Any]]:
     """A module's forward on zeros in the place of its parameters; buffers keep their values.
 
-    On a copy: stages on other threads may be running the module itself.
+    On a copy: stages on other threads may be running the module itself. `training` is its own mode, if not as it is.
     """
 
     def fill(tensor: Tensor) -> Tensor:
@@ -106,6 +116,7 @@ def run_with(module: nn.Module, device: torch.device, args: Any, kwargs: Any) ->
 
     with torch.no_grad(), aside(DRY):
         copy = hollow_copy(module, fill)
+        copy.training = module.training if training is None else training
         return Sinks(args, kwargs).run(lambda: copy(*args, **kwargs))
 
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["OWN", "Answer", "Followed", "give_back", "hollow_copy", "stage_tree"]
+from penstock.model.settings import Change, Settings
+
+__all__ = ["OWN", "Answer", "Twins", "hollow_copy", "stage_tree"]
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
@@ -139,60 +141,46 @@ def _mapped(value: Any, made: dict[int, Any], apart: bool, depth: int) -> Any:
     return kind(after)
 
 
-class Followed:
-    """What the user sets on the model after it was copied (a temperature, a flag) reaches the copies.
+class Twins:
+    """The modules of a model and their copies in one stage's tree: what is set on the one reaches the other.
 
-    Only what has changed on the original since the last look: what the model's code has set on a copy stays. The
-    other way, between steps, what a unit's code has set on its copy is given back to the unit (`give_back`).
+    What the user sets on a module (a mode, a temperature) is set on its copy. The other way, between steps, what a
+    unit's code has set on its copy is given back to the unit, so that the unit's own state (`get_extra_state`), a new
+    cut and the user find it where the plain model has it. What the model's code sets on a copy otherwise stays there.
     """
 
     def __init__(self, model: nn.Module, tree: nn.Module, owned: Iterable[nn.Module] = ()) -> None:
         twins = dict(tree.named_modules())
-        self._pairs = [
-            (own, twins[name], dict(vars(own)))
-            for name, own in model.named_modules()
-            if twins.get(name, own) is not own and not isinstance(twins[name], _Scripted)
-        ]
-        mine = set(map(id, owned))
-        self._owned = [pair for pair in self._pairs if id(pair[0]) in mine]
+        named = model.named_modules()
+        pairs = {id(own): (own, twins[name]) for name, own in named if twins.get(name, own) is not own}
+        self._made: dict[int, Any] = {number: twin for number, (_, twin) in pairs.items()}
+        pairs = {number: pair for number, pair in pairs.items() if not isinstance(pair[1], _Scripted)}
+        self._twins: dict[int, Any] = {number: twin for number, (_, twin) in pairs.items()}
+        self._owned = [pairs[id(unit)] for unit in owned if id(unit) in pairs]
+        self.glue = [own for own, twin in pairs.values() if not getattr(twin, "is_asked", False)]
 
-    def look(self) -> bool:
-        """Take over what has changed; whether anything has."""
-        changed = False
-        for own, twin, seen in self._pairs:
-            for name, value in vars(own).items():
-                if name not in OWN and (name not in seen or seen[name] is not value):
-                    seen[name] = twin.__dict__[name] = value
-                    changed = True
-        return changed
+    def follow(self, changes: Iterable[Change], between: Callable[[nn.Module, str, Any], Any]) -> None:
+        """Set on the copies what was set on the modules; `between` says what the code between units gets of it."""
+        for own, name in changes:
+            twin = self._twins.get(id(own))
+            if twin is None or name in _KEPT:
+                continue
+            is_unit = getattr(twin, "is_asked", False)
+            if name not in vars(own):
+                twin.__dict__.pop(name, None)
+            elif is_unit or name in OWN:
+                twin.__dict__[name] = vars(own)[name]
+            elif name not in _OF_UNITS:
+                twin.__dict__[name] = between(own, name, _mapped(vars(own)[name], self._made, True, 4))
 
-    def give_back(self) -> list[tuple[nn.Module, str, Any]]:
-        """Put what the units' code has set since the last time on the units; returns what that was."""
-        found = []
-        for own, twin, seen in self._owned:
-            table = vars(own)
+    def give_back(self, settings: Settings) -> None:
+        """Set on the stage's units what their code has set on the copies; where the user has done so too, he counts."""
+        for own, twin in self._owned:
             for name, value in list(vars(twin).items()):
-                now = table.get(name, _ABSENT)
-                if name not in OWN and now is not value and now is seen.get(name, _ABSENT):  # the user's word counts
-                    seen[name] = table[name] = value
-                    found.append((own, name, value))
-        return found
-
-    def know(self, given: Iterable[tuple[nn.Module, str, Any]]) -> None:
-        """Another stage has given this back: it is none of the user's settings, which all stages take over."""
-        by_module = {id(own): seen for own, _, seen in self._pairs}
-        for own, name, value in given:
-            if id(own) in by_module:
-                by_module[id(own)][name] = value
+                if name not in OWN and vars(own).get(name, _ABSENT) is not value and settings.is_as_seen(own, name):
+                    settings.put(own, name, value)
 
 
-def give_back(stages: Iterable[Followed]) -> None:
-    """While no stage runs: the model's units get what their code has set, as if they had run themselves.
-
-    So a unit's own state (`get_extra_state`), a new cut and the user find it where the plain model has it.
-    """
-    all_of_them = list(stages)
-    given = [each for stage in all_of_them for each in stage.give_back()]
-    if given:
-        for stage in all_of_them:
-            stage.know(given)
+# a copy has its own children, and stand-ins for parameters that are not here; another forward is refused
+_KEPT = frozenset({"_modules", "_parameters", "forward"})
+_OF_UNITS = frozenset({"_compiled_call_impl"})  # compiled code calls the user's own modules

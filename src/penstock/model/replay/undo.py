@@ -86,7 +86,8 @@ def undone(model: nn.Module) -> Iterator[None]:
         for each in ([value] if name in OWN and type(value) in CONTAINERS else _changeable(value, DEPTH))
     ]
     before = [(each, _contents(each)) for each in {id(each): each for each in inside}.values()]
-    state, others = random_state(), random.getstate()
+    state, others, numpy = random_state(), random.getstate(), sys.modules.get("numpy")
+    array = None if numpy is None else numpy.random.get_state()
     scripted = []  # their tables are not Python's
     for holder in holders:
         for name, value in list(holder._buffers.items()):
@@ -105,6 +106,8 @@ def undone(model: nn.Module) -> Iterator[None]:
             holder._buffers[name] = value
         restore_random(state)
         random.setstate(others)
+        if numpy is not None:
+            numpy.random.set_state(array)
 
 
 def _changeable(value: Any, depth: int) -> Iterator[Any]:

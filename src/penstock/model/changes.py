@@ -1,0 +1,261 @@
+"""A model that is changed after it was cut. One rule for all ways to cut:
+
+    followed   what its code computes with: modes, plain attributes, buffers (written to or replaced), the values and
+               types of parameters, and whether they are trained
+    refused    what it is made of: modules or parameters that are exchanged, added or taken away (a parametrization
+               does both), and forwards that are replaced
+
+Stages by position run the user's own modules, so that much follows by itself; replayed ones run copies of some, and
+graphs have neither: `StagePart.follow` sees to it. What would need another cut, other messages or another optimizer is
+noticed before each step and refused, because each way to cut would otherwise go on with something else. Hooks belong
+to the module that they are on: where that runs as it is, they run; where it is copied, captured or passed over, they
+are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.model.part import StagePart
+from penstock.model.settings import Change, Settings
+
+__all__ = ["Changes"]
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_SCRIPTED = torch.jit.ScriptModule  # compiled: nothing in it can be exchanged
+_dtype = attrgetter("dtype")
+
+
+class Changes:
+    """What the user does to a model, seen from the stages of this process."""
+
+    def __init__(self, model: Any, parts: Sequence[StagePart]) -> None:
+        self._parts = parts
+        named = list(_named_modules(model))
+        self._names = {id(module): name for name, module in reversed(named)}
+        modules = list({id(module): module for _, module in named}.values())
+        copied = list({id(module): module for part in parts for module in part.copied}.values())
+        captured = any(part.captured for part in parts)
+        self._settings = Settings(modules, copied, objects=captured)
+        self._moves = False  # the model's own code changes its attributes
+        self._forwards = {id(module): vars(module).get("forward") for module in modules}
+        self._patched: set[int] = set()
+        parameters = _Parameters(parts, dict(named), modules, self._where)
+        self._types = _Types(parameters.places())
+        self._checks: list[_Check] = [
+            _List(model),
+            _Tree(modules, self._where),
+            parameters,
+            _Code(modules, captured),
+            _Hooks(copied, self._where),
+        ]
+        for part in parts:  # what was set since the cut, by a state that was loaded or moved here
+            part.follow(self._settings.all())
+
+    def follow(self) -> bool:
+        """Before a step: what was set on the model reaches its stages. Whether anything was."""
+        changes = self._settings.look() + self._types.look()
+        self._note(changes)
+        for part in self._parts:
+            part.follow(changes)
+        self._moves = self._moves or bool(changes)
+        return bool(changes)
+
+    def give_back(self) -> None:
+        """After a step: what stages' code has set is set on the user's modules, and is no change of the user's."""
+        for part in self._parts:
+            part.give_back(self._settings)
+        if self._moves:
+            self._note(self._settings.look())
+
+    def check(self) -> None:
+        """Refuse what cannot be followed."""
+        fault = self.fault()
+        if fault:
+            raise ModelError(
+                f"{fault}; a pipeline trains the model as it was when the pipeline was built, so make the change "
+                f"first, then a new Pipeline and optimizer"
+            )
+
+    def fault(self) -> str:
+        """What about the model is not as it was when it was cut, and cannot be followed; or nothing."""
+        if self._patched:
+            return f"the forward of {self._names[next(iter(self._patched))] or 'the model'} was replaced"
+        return next((fault for each in (*self._checks, *self._parts) if (fault := each.fault())), "")
+
+    def _note(self, changes: Sequence[Change]) -> None:
+        for module, name in changes:
+            if name == "forward":
+                same = vars(module).get(name) == self._forwards[id(module)]  # a bound method is made anew
+                (self._patched.discard if same else self._patched.add)(id(module))
+
+    def _where(self, module: nn.Module, inner: str = "") -> str:
+        name = self._names[id(module)]
+        return ".".join(filter(None, (name, inner))) or "the model"
+
+
+def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Every name of every module; in a list of stage modules, as in an `nn.ModuleList` of them."""
+    if isinstance(model, nn.Module):
+        yield from model.named_modules(remove_duplicate=False)
+        return
+    for place, root in enumerate(model or ()):
+        for name, module in root.named_modules(remove_duplicate=False):
+            yield f"{place}.{name}" if name else str(place), module
+
+
+Where = Callable[..., str]
+
+
+class _Check(Protocol):
+    """Something about a model that must stay as it was."""
+
+    def fault(self) -> str:
+        """What has become of it; or nothing."""
+        ...
+
+
+class _List:
+    """The entries of a list of stage modules."""
+
+    def __init__(self, model: Any) -> None:
+        self._list: Any = model if isinstance(model, list) else []
+        self._was = list(self._list)
+
+    def fault(self) -> str:
+        if self._list == self._was:  # modules are equal where they are the same
+            return ""
+        return f"the list of stage modules was changed (it has {len(self._list)} entries, and had {len(self._was)})"
+
+
+class _Tree:
+    """Which modules there are, and of which class."""
+
+    def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
+        self._modules = [module for module in modules if not isinstance(module, _SCRIPTED)]
+        self._where = where
+        self._kinds = [type(module) for module in self._modules]
+        self._children = [dict(module._modules) for module in self._modules]
+
+    def fault(self) -> str:
+        if [*map(type, self._modules)] != self._kinds:
+            pairs = zip(self._modules, self._kinds, strict=True)
+            module, kind = next((module, kind) for module, kind in pairs if type(module) is not kind)
+            return f"{self._where(module)} was a {kind.__name__} and is a {type(module).__name__} now"
+        if [module._modules for module in self._modules] != self._children:
+            return next(filter(None, map(self._difference, self._modules, self._children)))
+        return ""
+
+    def _difference(self, module: nn.Module, was: dict[str, nn.Module | None]) -> str:
+        now = module._modules
+        for name in {**was, **now}:
+            if now.get(name) is not was.get(name):
+                what = "exchanged" if now.get(name) and was.get(name) else "added" if now.get(name) else "taken away"
+                return f"{self._where(module, name)} was {what}"
+        return "" if list(now) == list(was) else f"the layers of {self._where(module)} were put into another order"
+
+
+class _Parameters:
+    """The parameters that stages of this process have; others may be elsewhere."""
+
+    def __init__(
+        self, parts: Sequence[StagePart], named: dict[str, nn.Module], modules: Sequence[nn.Module], where: Where
+    ) -> None:
+        self._where = where
+        places = (full.rpartition(".") for part in parts for full in part.names.values())
+        own = {(id(named[holder]), leaf) for holder, _, leaf in places if holder in named}
+        python = [module for module in modules if not isinstance(module, _SCRIPTED)]
+        self._whole = [each for each in python if all((id(each), leaf) in own for leaf in each._parameters)]
+        whole = set(self._whole)
+        some = ((each, leaf) for each in python if each not in whole for leaf in each._parameters)
+        self._single = [(each, leaf) for each, leaf in some if (id(each), leaf) in own]
+        self._was = self._now()  # an id counts for as long as its object lives
+        self._ids = [*map(id, self._was)]
+
+    def _now(self) -> list[nn.Parameter | None]:
+        found = list(chain.from_iterable([module._parameters.values() for module in self._whole]))
+        return found + [module._parameters.get(leaf) for module, leaf in self._single] if self._single else found
+
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """Where they are: a module, and a name in it."""
+        return [(module, leaf) for module in self._whole for leaf in module._parameters] + self._single
+
+    def fault(self) -> str:
+        if [*map(id, self._now())] == self._ids:
+            return ""
+        for module, leaf in self.places():
+            parameter = module._parameters.get(leaf)
+            if parameter is not None and id(parameter) not in self._ids:
+                return f"the parameter {self._where(module, leaf)} was added, or exchanged for another"
+        gone = [module for module in self._whole if None in module._parameters.values()]
+        return f"a parameter{f' of {self._where(gone[0])}' if gone else ''} was taken away, or put elsewhere"
+
+
+class _Types:
+    """The types of parameters, as `model.double()` changes them."""
+
+    def __init__(self, places: Sequence[tuple[nn.Module, str]]) -> None:
+        found = [(module, parameter) for module, leaf in places if (parameter := module._parameters[leaf]) is not None]
+        self._modules, self._parameters = [module for module, _ in found], [parameter for _, parameter in found]
+        self._was = [*map(_dtype, self._parameters)]
+
+    def look(self) -> list[Change]:
+        """The modules whose parameters are of another type than at the last look."""
+        now = [*map(_dtype, self._parameters)]
+        if now == self._was:
+            return []
+        changed = [place for place, kind in enumerate(now) if kind != self._was[place]]
+        self._was = now
+        return [(self._modules[place], "_parameters") for place in changed]
+
+
+class _Code:
+    """The forwards of classes; where they were captured, all that a class has."""
+
+    def __init__(self, modules: Sequence[nn.Module], captured: bool) -> None:
+        kinds: list[Any] = [kind for kind in dict.fromkeys(map(type, modules)) if not issubclass(kind, _SCRIPTED)]
+        self._forwards = [(kind, kind.forward) for kind in kinds]
+        own = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if issubclass(base, nn.Module))
+        self._whole = [(base, dict(vars(base))) for base in own if captured and base is not nn.Module]
+
+    def fault(self) -> str:
+        for kind, forward in self._forwards:
+            if kind.forward is not forward:
+                return f"{kind.__name__}.forward was replaced"
+        for base, was in self._whole:
+            now = vars(base)
+            if len(was) == len(now) and all(map(is_, was.values(), now.values())):
+                continue
+            for name in dict.fromkeys((*was, *now)):
+                if now.get(name) is not was.get(name) and not name.startswith("__"):
+                    return f"{base.__name__}.{name} was replaced"
+        return ""
+
+
+class _Hooks:
+    """Hooks of modules that do not run as they are."""
+
+    def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
+        self._where = where
+        self._places = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
+        self._was = [dict(table) for table in self._now()]
+
+    def _now(self) -> list[Any]:
+        return [module.__dict__[name] for module, name in self._places]
+
+    def fault(self) -> str:
+        now = self._now()
+        if now == self._was:
+            return ""
+        place = next(place for place, table in enumerate(now) if table != self._was[place])
+        return (
+            f"a hook was added to {self._where(self._places[place][0])} or taken from it, whose own code does not run "
+            f"as it is: it is spread over stages, or captured in a graph"
+        )

@@ -106,6 +106,7 @@ class _State:
     home: Home
     kind: type[Tensor]  # the class that it had
     stride: tuple[int, ...] | None  # and how it lay in memory; None: it still does
+    phase: int = 0  # where in a cache line it started: kernels may round by that, so it starts there again
 
 
 _STATES: Any = WeakTensorKeyDictionary()
@@ -137,12 +138,13 @@ def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) ->
     if is_away(tensor):
         _STATES[tensor] = replace(_STATES[tensor], home=home)
         return
-    kind = type(tensor)
+    kind, phase = type(tensor), 0
     if kind in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference():
+        phase = tensor.data_ptr() % 64
         stride = tensor.stride() if stride is None else stride
         tensor.grad = None
         tensor.data = _one_element(tensor)
-    _STATES[tensor] = _State(home, kind, stride)
+    _STATES[tensor] = _State(home, kind, stride, phase)
     tensor.__class__ = _away_kind(kind)
 
 
@@ -152,8 +154,16 @@ def take_back(tensor: Tensor) -> Tensor:
     if is_away(tensor) and state is not None:
         tensor.__class__ = state.kind
         if state.stride is not None:
-            tensor.data = torch.empty_strided(tensor.shape, state.stride, dtype=tensor.dtype, device=tensor.device)
+            tensor.data = _memory(tensor, state.stride, state.phase // tensor.element_size())
     return tensor
+
+
+def _memory(tensor: Tensor, stride: tuple[int, ...], skipped: int) -> Tensor:
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    if not skipped:
+        return torch.empty_strided(tensor.shape, stride, **options)
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    return torch.empty(skipped + reach, **options).as_strided(tensor.shape, stride, skipped)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import penstock
 from penstock.check import Parity
 from penstock.errors import ParityError
 from penstock.runtime.crew import Clock
+from penstock.runtime.shares import BatchShares
 from penstock.runtime.stage import Stage
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
@@ -128,7 +129,7 @@ def test_weights_and_loss_arguments_reach_both_sides() -> None:
         pipeline={
             "microbatches": M,
             "loss_fn": loss_fn,
-            "loss_weight": lambda goal: (goal != -1).sum().item(),
+            "loss_weight": lambda goal, weight: weight[goal[goal != -1]].sum(),
             "transport": "threads",
         },
     )
@@ -226,7 +227,13 @@ def test_a_buffer_that_a_backward_changes_is_found_after_the_step(monkeypatch: p
 def test_a_wrong_share_of_the_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     import penstock.runtime.feed as module
 
-    monkeypatch.setattr(module, "loss_weights", lambda batch, *_: [1.0] * M)  # ragged microbatches, counted alike
+    class Alike(BatchShares):
+        """Ragged microbatches, counted alike."""
+
+        def __call__(self) -> list[float]:
+            return [1 / M] * M
+
+    monkeypatch.setattr(module, "BatchShares", Alike)
     assert mistake().startswith("step 0, stage 1, microbatch 0, gradient of 1.")
 
 

@@ -29,12 +29,14 @@ from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.lengths import ByTokens
-from penstock.runtime.losses import ExtraLosses, check_loss, loss_shares, own_loss
+from penstock.runtime.losses import ExtraLosses, check_loss, own_loss
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.ownership import FreshGradients
 from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
 from penstock.runtime.randomness import randomness, unit_stream
+from penstock.runtime.replication import Alone
+from penstock.runtime.shares import BatchShares
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
 from penstock.whole import compare_whole, near, poison, uncut
@@ -249,7 +251,6 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace) -> Non
 
 
 def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, precision: Precision | None) -> None:
-    shares = loss_shares(batch, pipe.loss_reduction, pipe.loss_weight)
     for part in split.parts:
         part.around = unit_stream
     fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
@@ -258,21 +259,25 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
             each.begin_step()
         total: Tensor | None = None
         statistics = Statistics()  # of batch norms that see each batch once
+        shares = BatchShares(pipe.weighing, batch, Alone(), training=True)
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
                 with Phase("forward", number, statistics):
                     loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision)
-                roots = [(loss, shares[number]), *((value, 1.0 / pipe.microbatches) for value in extra)]
-                roots = [(root, seed) for root, seed in roots if root.requires_grad]
+                shares.saw(number, loss)
+                share = shares()[number] if shares.counts(number) else 0.0
+                roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
+                roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
                 seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
                 for each in fresh:
                     each.before()
                 torch.autograd.backward([root for root, _ in roots], seeds)
                 for each in fresh:
                     each.after()
-                part_of_loss = loss.detach() * shares[number]
-                total = part_of_loss if total is None else total + part_of_loss
+                if share:
+                    part_of_loss = loss.detach() * share
+                    total = part_of_loss if total is None else total + part_of_loss
         statistics.commit()
         trace.keep_step(total)
 

@@ -27,15 +27,17 @@ from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.elsewhere import Elsewhere
 from penstock.runtime.executor import Handler, StepInput
-from penstock.runtime.feed import StepResult
+from penstock.runtime.feed import StepResult, positional
 from penstock.runtime.leaves import watch_leaves
 from penstock.runtime.lengths import ByTokens
+from penstock.runtime.loss_check import LossChecks
 from penstock.runtime.loss_module import loss_holding
 from penstock.runtime.microbatch import count_for
 from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.replication import Alone
+from penstock.runtime.shares import Weighing
 from penstock.runtime.tied import TiedParameters, tied_places
 from penstock.runtime.undisturbed import Undisturbed
 from penstock.runtime.world import World
@@ -79,8 +81,9 @@ class Pipeline(Batching):
         precision: str | torch.dtype | None = None,
         batch_norm: str = "microbatch",
         batch_norm_group: Any = None,
-        loss_reduction: str = "mean",
-        loss_weight: Callable[[Any], Any] | None = None,
+        loss_reduction: str | None = None,
+        loss_weight: Callable[..., Any] | None = None,
+        loss_per_microbatch: bool = False,
         init: Callable[[str, Tensor], Any] | None = None,
         batch_dims: Mapping[str | int, Any] | None = None,
         inputs: str = "every",
@@ -95,7 +98,11 @@ class Pipeline(Batching):
         self.batch_norm = batch_norm
         self.loss_reduction = loss_reduction
         self.loss_weight = loss_weight
+        self.loss_per_microbatch = loss_per_microbatch
+        names = positional(model.forward if isinstance(model, nn.Module) else model[0].forward)
+        self.weighing = Weighing(loss_fn, loss_weight, loss_reduction, loss_per_microbatch, names)
         self.batch_dims = dict(batch_dims or {})
+        self.checks = LossChecks(loss_fn, self.weighing, self.batch_dims, loss_per_microbatch)
         self.inputs = inputs
         self._named = (schedule, ranks)
         self.composition = Composition(mesh, replicate, window, shard_precision, tensor_plan)

@@ -484,7 +484,7 @@ def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         for last in (nn.ReLU(), nn.Tanh(), nn.Softmax(-1), nn.LayerNorm(WIDTH))
     ]
     stages.append(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Unflatten(-1, (2, WIDTH)), nn.Flatten(-2)))
-    pipe = penstock.Pipeline(stages, microbatches=4, schedule="zb-h1", loss_fn=lambda output, _: output.sum())
+    pipe = penstock.Pipeline(stages, microbatches=4, schedule="zb-h1", loss_fn=lambda output, _: output.mean())
     x = torch.randn(ROWS, WIDTH)
     pipe.step(x)  # the first forward of a stage is on copies, which show whether it writes
     pipe.zero_grad()

@@ -24,7 +24,8 @@ def facts(change: Any = None, **options: Any) -> dict[str, tuple[str, str]]:
     [
         ({"change": lambda stage: stage.double()}, "stage 1, dtypes", "float64"),
         ({"change": lambda stage: stage.bias.requires_grad_(False)}, "stage 1, trained", "1 of 2 parameters"),
-        ({"loss_reduction": "sum"}, "loss_reduction", "sum"),
+        ({"loss_reduction": "mean"}, "loss_reduction", "mean"),
+        ({"loss_per_microbatch": True}, "loss_per_microbatch", "True"),
         ({"loss_weight": len}, "loss_weight", "one"),
         ({"batch_dims": {"target": None}}, "batch_dims", "{'target': None}"),
         ({"timeout": 5.0}, "timeout", "5.0"),

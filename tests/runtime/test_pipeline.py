@@ -251,7 +251,7 @@ def linears(count: int) -> list[nn.Module]:
         ({"model": linears(2), "microbatches": 0}, "microbatches must be a whole number of at least 1, got 0"),
         ({"model": linears(2), "timeout": 0}, "timeout=0: timeout is in seconds and above 0"),
         ({"model": linears(2), "inputs": "last"}, "inputs='last': choose one of 'every', 'first'"),
-        ({"model": linears(2), "loss_reduction": "max"}, "loss_reduction='max': choose one of 'mean', 'sum'"),
+        ({"model": linears(2), "loss_reduction": "max"}, "loss_reduction='max': choose one of None, 'mean', 'sum'"),
         ({"model": linears(2), "transport": "pigeon"}, "transport='pigeon': choose one of"),
         ({"model": linears(2), "transport": "distributed"}, "needs a process group: start with torchrun"),
         ({"model": linears(2), "devices": ["cpu"]}, "1 devices for 2 ranks"),

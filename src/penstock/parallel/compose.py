@@ -91,7 +91,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         reducer,
         sharder,
         Norms(links),
-        weighs=last and pipe.loss_reduction == "mean",
+        weighing=lambda: pipe.weighing.when if last else "never",
         shards=links.get("tp"),
         loss_parallel=last and wanted.plan is not None and wanted.plan.loss_parallel,
     )

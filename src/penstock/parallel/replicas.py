@@ -33,9 +33,11 @@ from penstock.schedule import Action, Op, Schedule, insert_shards
 
 __all__ = ["Replicas"]
 
+COMPARISONS = 2  # of what replicas measure by, and of what their batches weigh
+
 
 class Replicas(Alone):
-    """This rank's part. `weighs`: whether it has the last stage and so the batch's weight to tell."""
+    """This rank's part. `weighing`: when in a step its batch's weight is told, "before", "during" or "never"."""
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class Replicas(Alone):
         reducer: Reducer,
         sharder: Sharder | None,
         norms: Norms,
-        weighs: bool,
+        weighing: Callable[[], str],
         shards: Link | None = None,
         loss_parallel: bool = False,
     ) -> None:
@@ -56,8 +58,11 @@ class Replicas(Alone):
         self._shards = shards
         self._loss_parallel = loss_parallel
         self._checks = Checks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
-        self._weighs = weighs and link is not None
+        self._weighing = weighing
+        self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None
+        self._comparisons = 0  # that replicas have before them in this step
+        self._failure: PeerFailure | None = None  # of this step
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
         if sharder is not None:
             sharder.waiting = self._waiting
@@ -83,11 +88,14 @@ class Replicas(Alone):
     def fail(self, failure: PeerFailure) -> None:
         if self._shards is not None and self._executor.computing:
             self._shards.abort(failure)  # the other parts of these tensors wait for this one, in the middle of a stage
+        self._failure = failure
         if self._weighs and self._total is None:
             self.total(0.0)
 
     def drain(self, action: Action) -> None:
-        if action.op is Op.REDUCE_GRAD and self._checks.apart:
+        if action.op in (Op.B, Op.I) and self._executor.stages[action.stage].is_last:
+            self._answer()
+        if not action.op.is_sharding or (action.op is Op.REDUCE_GRAD and self._checks.apart):
             return
         if self._sharder is not None:
             with self._waiting(str(action)):
@@ -113,6 +121,23 @@ class Replicas(Alone):
         parts, work = self._total
         self._link.wait(work, "the sum of the batches' weights")
         return sum(part.item() for part in parts)
+
+    def compare(self, value: Any) -> list[Any]:
+        if self._link is None:
+            return [value]
+        self._comparisons -= 1
+        told = self._link.exchange(value)
+        for each in told:
+            if isinstance(each, Said):
+                self._comparisons, self._met = 0, True  # that was its last word in this step
+                raise each.failure or PeerFailure(self._executor.rank, "a replica has no loss in this call; others do")
+        return told
+
+    def _answer(self) -> None:
+        """In a step that has failed: others may wait to compare."""
+        if self._comparisons and self._link is not None and self._failure is not None:
+            self._comparisons, self._met = 0, True
+            self._link.exchange(Said(failure=self._link.named(self._failure)))
 
     # -- around it
 
@@ -148,6 +173,9 @@ class Replicas(Alone):
         """What earlier steps added is set aside: it has been reduced."""
         self._total = None
         self._met = False
+        self._weighs = self._link is not None and self._weighing() == "before"
+        self._comparisons = COMPARISONS if self._weighing() == "during" else 0
+        self._failure = None
         if self._sharder is not None:
             self._sharder.begin()
         self._earlier = []

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch_norm import BATCH_NORMS
-from penstock.runtime.losses import REDUCTIONS
+from penstock.runtime.measures import torch_reduction
 from penstock.runtime.precision import precision_of
 from penstock.schedule import Op, Schedule
 
@@ -24,7 +24,8 @@ __all__ = ["check_arguments", "op_of"]
 
 CHOICES = {
     "recompute": ("never", "except_last", "always"),
-    "loss_reduction": REDUCTIONS,
+    "loss_reduction": (None, "mean", "sum"),
+    "loss_per_microbatch": (False, True),
     "inputs": ("every", "first"),
     "batch_norm": BATCH_NORMS,
     "replicate": (None, "ddp", "fsdp"),
@@ -47,6 +48,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
         raise UsageError(
             "loss_weight= weighs the terms of a mean; with loss_reduction='sum' all count alike: leave it out"
         )
+    _check_reduction(given)
     if not isinstance(model, (nn.Module, Sequence)) or isinstance(model, str):
         raise UsageError(f"model={model!r}: pass an nn.Module, or a list of stage modules")
     layers = model if isinstance(model, (nn.Sequential, nn.ModuleList, Sequence)) else None
@@ -59,6 +61,21 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     if given["speeds"] is not None and (cut_already or counted):
         why = "balance=[counts] says" if counted else "a list of stage modules says"
         raise UsageError(f"speeds= helps to find a cut, but {why} already where to cut; leave one of them out")
+
+
+def _check_reduction(given: Mapping[str, Any]) -> None:
+    """What one of torch's losses says of itself must be what the pipeline is told."""
+    said, wanted = torch_reduction(given["loss_fn"], {}), given["loss_reduction"]
+    if said == "none":
+        raise UsageError("loss_fn has reduction='none', but must return one number: pass reduction='mean' or 'sum'")
+    differ = said is not None and wanted is not None and (said == "sum") != (wanted == "sum")
+    if differ and not given["loss_per_microbatch"]:
+        raise UsageError(
+            f"loss_reduction={wanted!r}, but loss_fn has reduction={said!r}; leave loss_reduction= out, or pass "
+            f"loss_per_microbatch=True if the batch's loss shall be the {wanted} of its microbatches' losses"
+        )
+    if said == "sum" and given["loss_weight"] is not None:
+        raise UsageError("loss_weight= weighs the terms of a mean, but loss_fn has reduction='sum': leave it out")
 
 
 def _shown(value: Any) -> str:
@@ -148,7 +165,10 @@ RULES: dict[str, Rule] = {
     ),
     "timeout": (_is_timeout, "timeout is in seconds and above 0, such as 60.0"),
     "loss_fn": (callable, "pass a function of (output, target) that returns the loss, such as F.mse_loss"),
-    "loss_weight": (callable, "pass a function of the target that returns a number"),
+    "loss_weight": (
+        callable,
+        "pass a function that returns a number, of the target or of anything that step() is passed, by name",
+    ),
     "init": (callable, "pass a function of (name, tensor) that fills the tensor"),
     "batch_dims": (_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
     "batch_norm_group": (lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of replicas"),

@@ -23,6 +23,7 @@ from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.microbatch import Batch, count_for, merge, split_batch
 from penstock.runtime.nodes import Outputs, Stages
 from penstock.runtime.record import Record
+from penstock.runtime.shares import Shares
 from penstock.runtime.step import StepInput
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
@@ -154,7 +155,7 @@ class Call:
     def _input(self, batch: Batch, training: bool, gradients: Sequence[list[Tensor | None]] = ()) -> StepInput:
         return StepInput(
             batch,
-            lambda: [1.0] * self._count,
+            Shares(self._count, 1.0),
             keep_outputs=True,
             training=training,
             recompute=self._recomputed,

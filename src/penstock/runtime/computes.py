@@ -17,10 +17,11 @@ from penstock.errors import RunError
 from penstock.model.split import OUTPUT
 from penstock.runtime.agreement import Readers
 from penstock.runtime.fingerprint import Seen
-from penstock.runtime.losses import Seeds, own_loss, sum_in_order
+from penstock.runtime.losses import own_loss, with_graph
 from penstock.runtime.mailbox import Mailbox
 from penstock.runtime.ownership import Watched, check_unwritten, versions
 from penstock.runtime.replication import Alone
+from penstock.runtime.seeds import Seeds, sum_in_order
 from penstock.runtime.stage import LossOf, Stage
 from penstock.runtime.step import StepInput, StepReport
 from penstock.runtime.together import Together
@@ -62,7 +63,6 @@ class Computes:
         self._fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
-        self._shares: list[float] | None = None  # not asked for yet
         self._seeds: Seeds | None = None
         self._waited = 0.0
         self._resumed = 0.0  # when the last wait ended
@@ -82,14 +82,13 @@ class Computes:
         self.given = given
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         self.seen, self.readers = given.seen, given.readers
-        self._shares = self._seeds = None
+        self._seeds = None
         for stage in self.stages.values():
             stage.begin_step()
 
     def _seeded(self) -> Seeds:
         """The seeds of this step; other replicas may have a say in them, which by now has come."""
-        self._shares = self.given.shares()
-        self._seeds = Seeds(self._shares, self.given.scale, self.given.replicas)
+        self._seeds = Seeds(self.given.shares, len(self.given.batch.args), self.given.scale, self.given.replicas)
         return self._seeds
 
     def fetch(self, op: Op, stage: int, microbatch: int) -> Any:
@@ -125,7 +124,8 @@ class Computes:
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
         loss_of = self.loss_of(microbatch) if owner.is_last and not given.returns else None
         if not given.training:
-            emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of)
+            graph = loss_of is not None and given.loss_fn is None and given.shares.wants_graph
+            emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of, graph)
         else:
             emitted, loss, extra = owner.forward(
                 microbatch,
@@ -176,12 +176,24 @@ class Computes:
     def loss_of(self, microbatch: int) -> LossOf | None:
         """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
         given = self.given
-        if given.loss_fn is None:
-            return own_loss if given.training else _scalar
-        if not (given.training or given.batch.has_target):
+        if given.loss_fn is not None and not (given.training or given.batch.has_target):
             return None
         target, extra = given.batch.targets[microbatch], given.batch.loss_kwargs[microbatch]
-        return lambda output: given.loss_fn(output, target, **extra)  # type: ignore[misc]
+
+        def loss_of(output: Any) -> Any:
+            if given.loss_fn is None:
+                loss = _scalar(output)
+            elif given.shares.wants_graph and not given.training:
+                loss = with_graph(given.loss_fn, output, target, extra)
+            else:
+                loss = given.loss_fn(output, target, **extra)
+            if isinstance(loss, Tensor):
+                given.shares.saw(microbatch, loss)
+                if given.check is not None:
+                    given.check.saw(microbatch, output, loss)
+            return loss
+
+        return loss_of
 
     def _backward(self, stage: int, microbatch: int) -> None:
         """B, or I where the program has an I of this microbatch."""
@@ -235,10 +247,18 @@ class Computes:
         if not numbers:
             return
         losses = torch.stack([self.losses[number] for number in numbers])
-        shares = self._shares or self.given.shares()
+        shares = self.given.shares()
+        self.given.shares.check()
+        if self.given.check is not None:
+            self.report.is_open = self.given.check.end()
         self.report.loss = sum_in_order(losses, [shares[number] for number in numbers])
         self.report.losses_by_number = losses.tolist()
         self.report.dtype = losses.dtype
+
+    def forget_batch(self) -> None:
+        """Hold nothing of what the step was given."""
+        self.__dict__.pop("given", None)
+        self._seeds = None
 
     def clear(self) -> None:
         """Forget everything about the step, so that the next one starts clean."""
@@ -250,7 +270,7 @@ class Computes:
         self.together.clear()
         self.losses = {}
         self.report = StepReport()
-        self.__dict__.pop("given", None)
+        self.forget_batch()
         for stage in self.stages.values():
             stage.clear()
 

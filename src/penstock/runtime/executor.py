@@ -184,7 +184,7 @@ class Executor(Computes):
                     self._drain(failure)
             return self._finish(failure, own)
         finally:
-            self.__dict__.pop("given", None)  # the batch is the user's to free
+            self.forget_batch()  # it is the user's to free
             del own, failure  # an error that its own frame holds would keep the whole step alive
 
     def _loop(self, plan: list[Entry]) -> None:
@@ -271,9 +271,9 @@ class Executor(Computes):
         self.replication.fail(failure)
         pending = self.mailbox.pending
         for position, action in enumerate(self._actions[self._position :], self._position):
-            if action.op.is_sharding:
-                self.replication.drain(action)
             if not action.op.is_transfer:
+                for part in action.parts():
+                    self.replication.drain(part)
                 continue
             channel = self.mailbox.channel(action)
             if action.op in (Op.SEND_F, Op.SEND_B):

@@ -31,7 +31,8 @@ def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
         "split of batches": (str(pipe.batching or "by rows"), None),
         "transport": (pipe.world.way or "no choice", None),
         "timeout": (str(pipe.world.timeout), None),
-        "loss_reduction": (pipe.loss_reduction, None),
+        "loss_reduction": (str(pipe.loss_reduction), None),
+        "loss_per_microbatch": (str(pipe.loss_per_microbatch), None),
         "loss_weight": ("none" if pipe.loss_weight is None else "one", None),
         "batch_dims": (str(pipe.batch_dims), None),
     }

@@ -19,12 +19,14 @@ from penstock.runtime.crew import Clock
 from penstock.runtime.executor import StepInput, StepReport
 from penstock.runtime.fingerprint import Key, Seen, look
 from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
-from penstock.runtime.losses import loss_weights, shares_of, trained_loss
+from penstock.runtime.loss_check import LossChecks
+from penstock.runtime.losses import trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
+from penstock.runtime.shares import BatchShares, Shares, Weighing
 from penstock.runtime.state import OwnedState
 from penstock.schedule import Schedule
 
-__all__ = ["Feed", "StepResult"]
+__all__ = ["Feed", "StepResult", "positional"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,11 @@ class Feed(OwnedState):
     clock: Clock
     loss_fn: Callable[..., Any] | None
     recompute: str
-    loss_reduction: str
-    loss_weight: Callable[[Any], Any] | None
+    loss_reduction: str | None
+    loss_weight: Callable[..., Any] | None
+    loss_per_microbatch: bool
+    weighing: Weighing
+    checks: LossChecks
     batch_dims: dict[str | int, Any]
     inputs: str
     batch_norm: str
@@ -88,26 +93,32 @@ class Feed(OwnedState):
 
         given = (args, kwargs, target, loss_kwargs)
         batch = self.world.carry(self, *given, cut) if self.inputs == "first" else cut(*given)
-        shares = self._shares(batch, count, training)
+        batches = {rank: _on_device(batch, self.devices.get(rank)) for rank in self.crew.executors}
+        shares, check, last = Shares(count, 1.0 / count), None, self.crew.last()
+        if last is not None:
+            shares = weighed = BatchShares(self.weighing, batch, self.replicas, training)
+            if training or batch.has_target or self.loss_fn is None:
+                check = self.checks.begin(batches[last.rank], weighed)
         self._training = training
         seen = self._look(*given)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.recompute] if training else 0
         return {
             rank: StepInput(
-                _on_device(batch, self.devices.get(rank)),
+                own,
                 shares,
                 trained_loss(self.loss_fn) if training else self.loss_fn,
                 keep_outputs=outputs,
                 training=training,
                 batch_dims=self.batch_dims,
                 scale=1.0 if self.scaler is None or not training else self.scaler.loss_scale(),
+                check=check,
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=self.schedule.recompute if training else frozenset(),
                 replicas=self.replicas.replicas,
                 seen=seen,
                 readers=self._readers if self.inputs == "every" else None,
             )
-            for rank in self.crew.executors
+            for rank, own in batches.items()
         }
 
     def _look(
@@ -128,6 +139,7 @@ class Feed(OwnedState):
             read = [part for part in parts if part.index == 0 or part.whole_batch]
         else:
             read = [part for part in parts if part.takes is None or name in part.takes]
+            read += [parts[-1]] if self.weighing.looks_at(name) else []
         return {self.schedule.placement.rank_of(part.index) for part in read}
 
     def _cut(
@@ -164,19 +176,6 @@ class Feed(OwnedState):
         if self._plan is None:
             raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
         return self._plan.count
-
-    def _shares(self, batch: Batch, count: int, training: bool) -> Callable[[], list[float]]:
-        if self.crew.last() is None:
-            return lambda: [1.0 / count] * count
-        weigh = self.loss_weight if training or batch.has_target else None
-        weights = loss_weights(batch, self.loss_reduction, weigh)
-        if weights is None:
-            return lambda: [1.0] * count
-        if self.replicas.replicas == 1:
-            shares = shares_of(weights, sum(weights))
-            return lambda: shares
-        total = self.replicas.total(sum(weights))
-        return lambda: shares_of(weights, total())
 
     def _result(self, reports: Sequence[StepReport], outputs: bool) -> StepResult:
         self._compared.add(self._training)
@@ -225,9 +224,9 @@ class Feed(OwnedState):
             )
         self._check_keywords(kwargs)
         if self.batch_dims:
-            filled = _positional(self.split.parts[0].module.forward)[: len(args)]
+            filled = positional(self.split.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
-            optional = [name for part in self.split.parts for name in part.takes or ()] + _positional(self.loss_fn)[2:]
+            optional = [name for part in self.split.parts for name in part.takes or ()] + positional(self.loss_fn)[2:]
             known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
             check_labels(self.batch_dims, list(known), {*self._passed, *optional}.difference(filled))
 
@@ -244,7 +243,7 @@ class Feed(OwnedState):
         self._checked_keywords.add(names)
 
 
-def _positional(function: Callable[..., Any] | None) -> list[str]:
+def positional(function: Callable[..., Any] | None) -> list[str]:
     """The names of the places that arguments fill, in order; none where the function does not say."""
     try:
         parameters = [] if function is None else list(inspect.signature(function).parameters.values())

@@ -1,136 +1,25 @@
-"""What each microbatch's loss counts in the loss of the batch, and losses from inside stages.
-
-A gradient is right when its seed is: each microbatch's loss is seeded with its share of the
-batch, and `.grad` is never touched afterwards. So several steps before one optimizer step
-just add, tied parameters are not scaled twice, and hooks see final numbers.
-
-    mean   share = weight of the microbatch / weight of the batch; the weight is its number of
-           rows, or what `loss_weight(target)` says (say, its number of valid tokens)
-    sum    share = 1
-"""
+"""The loss of a microbatch, from a loss function or from the model itself, and losses from inside stages."""
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from ctypes import c_float
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from penstock.errors import ModelError, RunError, UsageError
+from penstock.errors import ModelError, RunError
 from penstock.model.aside import DRY, EVERYWHERE, run_kind
-from penstock.runtime.microbatch import Batch
 
 __all__ = [
     "ExtraLosses",
-    "Seeds",
     "add_loss",
     "check_loss",
-    "loss_shares",
-    "loss_weights",
-    "shares_of",
-    "sum_in_order",
     "trained_loss",
+    "with_graph",
 ]
-
-REDUCTIONS = ("mean", "sum")
-
-
-def loss_shares(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] | None) -> list[float]:
-    """Each microbatch's share of the batch's loss."""
-    weights = loss_weights(batch, reduction, loss_weight)
-    return [1.0] * len(batch.args) if weights is None else shares_of(weights, sum(weights))
-
-
-def loss_weights(batch: Batch, reduction: str, loss_weight: Callable[[Any], Any] | None) -> list[float] | None:
-    """What each microbatch weighs in the mean; None where the losses are summed."""
-    count = len(batch.args)
-    if reduction == "sum":
-        return None
-    if loss_weight is not None:
-        if not batch.has_target:
-            raise UsageError("loss_weight reads the target, but step() got none on the rank of the last stage")
-        return [_weight(number, loss_weight(target)) for number, target in enumerate(batch.targets)]
-    return [1.0] * count if batch.rows is None else [float(rows) for rows in batch.rows]
-
-
-def shares_of(weights: Sequence[float], total: float) -> list[float]:
-    """Weights as shares of the whole batch, which may be more than these microbatches."""
-    if not total > 0:
-        raise ModelError(f"the microbatches weigh {total} in all; the mean loss of such a batch is not defined")
-    return [weight / total for weight in weights]
-
-
-def _weight(number: int, value: Any) -> float:
-    """What loss_weight says of one microbatch, as a number that a mean can go by."""
-    try:
-        weight = float(value)
-    except (TypeError, ValueError, RuntimeError):  # None, a text, a tensor of several numbers
-        weight = math.nan
-    if not 0 <= weight < math.inf:
-        said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
-        raise ModelError(
-            f"loss_weight gave {said} for microbatch {number}; it must return one number, 0 or above, such as the "
-            f"target's count of valid tokens"
-        )
-    return weight
-
-
-class Seeds:
-    """What enters the backward at each microbatch's loss: its share, as a tensor like the loss.
-
-    All of them are made at once, when the first loss shows its kind: one by one they cost more than a small backward.
-    A microbatch without a share takes no part: its own mean may well be nan, and 0 * nan would reach the weights.
-    """
-
-    def __init__(self, shares: Sequence[float], scale: float = 1.0, replicas: int = 1) -> None:
-        self._shares = [share * scale for share in shares]
-        self._counts = [share != 0 for share in shares]
-        self._dtype: torch.dtype | None = None
-        self._device: torch.device | None = None
-        self._seeds: tuple[Tensor, ...] = ()
-        self._of_named = scale / (len(shares) * replicas)
-
-    def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
-        if not self._counts[microbatch]:
-            return None
-        if loss.dtype is not self._dtype or loss.device != self._device:
-            self._dtype, self._device = loss.dtype, loss.device
-            shares = torch.tensor(self._shares, dtype=torch.float64)
-            self._seeds = shares.to(self._device, self._dtype).unbind()
-        return self._seeds[microbatch]
-
-    @cached_property
-    def extra(self) -> Tensor:
-        """At a named loss, which is a mean over the microbatches of all replicas."""
-        return torch.tensor(self._of_named, dtype=torch.float64)
-
-
-def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
-    """The batch's loss with the bits of a plain loop: `total = total + loss * share`, rounded at every step.
-
-    In Python's numbers, because 128 operations on tensors of one element cost more than the step's exchange. These are
-    doubles; of two floats, product and sum in doubles, rounded once more, are the floats' own (53 bits >= 2 * 24 + 2).
-    """
-    counted = [number for number, share in enumerate(shares) if share != 0]
-    if losses.dtype not in (torch.float32, torch.float64):
-        terms = [losses[number] * shares[number] for number in counted]
-        return sum(terms[1:], terms[0]).item() if terms else 0.0
-    rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
-    result: float | None = None
-    values = losses.tolist()
-    for number in counted:
-        term = rounded(values[number] * rounded(shares[number]))
-        result = term if result is None else rounded(result + term)
-    return 0.0 if result is None else result  # all 0: it is other replicas' batches that count
-
-
-def _as_float(value: float) -> float:
-    return c_float(value).value
 
 
 def check_loss(loss: Any) -> Tensor:
@@ -163,6 +52,22 @@ def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
         return loss
 
     return loss_of
+
+
+def with_graph(loss_fn: Callable[..., Any], output: Any, target: Any, extra: Mapping[str, Any]) -> Any:
+    """A loss of an evaluation with its graph, which says what it was divided by."""
+    with torch.inference_mode(False), torch.enable_grad():
+
+        def leaf(tensor: Tensor) -> Tensor:
+            own = tensor.clone() if tensor.is_inference() else tensor.detach()
+            return own.requires_grad_(own.is_floating_point() or own.is_complex())
+
+        def data(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.is_inference() else tensor
+
+        output = pytree.tree_map_only(Tensor, leaf, output)
+        target, extra = pytree.tree_map_only(Tensor, data, (target, dict(extra)))
+        return loss_fn(output, target, **extra)
 
 
 def _called(loss_fn: Callable[..., Any] | None) -> str:

@@ -31,12 +31,22 @@ class Said:
     failure: PeerFailure | None = None
     loss: float | None = None  # its part of the batch's loss
     dtype: torch.dtype = torch.float32
+    is_open: bool = False  # whether the loss is right could not be checked on outputs
     extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
     count: int = 0  # of its microbatches
     more: Any = None
 
 
-plain.record(Said, failure=PeerFailure | None, loss=float | None, dtype=torch.dtype, extra=dict, count=int, more=object)
+plain.record(
+    Said,
+    failure=PeerFailure | None,
+    loss=float | None,
+    dtype=torch.dtype,
+    is_open=bool,
+    extra=dict,
+    count=int,
+    more=object,
+)
 
 
 def said_by(reports: Sequence[StepReport], count: int) -> Said:
@@ -44,7 +54,7 @@ def said_by(reports: Sequence[StepReport], count: int) -> Said:
     said = Said(count=count)
     for report in reports:
         if report.loss is not None:
-            said.loss, said.dtype = report.loss, report.dtype
+            said.loss, said.dtype, said.is_open = report.loss, report.dtype, report.is_open
         for name, value in report.extra.items():
             said.extra[name] = said.extra.get(name, 0.0) + value
     return said
@@ -73,11 +83,15 @@ class Alone:
         """The step has failed here, and the rest of the program is drained: what other replicas wait for must come."""
 
     def drain(self, action: Action) -> None:
-        """A sharding action of a step that has failed: take part, so that no other replica waits."""
+        """An action of a step that has failed: take part where other replicas would wait."""
 
     def total(self, weight: float) -> Callable[[], float]:
         """What the batches of all replicas weigh; may be asked for once other replicas had time to answer."""
         return lambda: weight
+
+    def compare(self, value: Any) -> list[Any]:
+        """What every replica says at this place of a step; all of them come by it."""
+        return [value]
 
     def run(self, program: Schedule, run: Callable[[], list[StepReport]], training: bool) -> list[StepReport]:
         """One step: afterwards this replica's gradients are those of all. `said` has every replica's word."""

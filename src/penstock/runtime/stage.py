@@ -95,10 +95,11 @@ class Stage:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         loss_of: LossOf | None,
+        graph: bool = False,
     ) -> Forward:
-        """A forward that keeps nothing."""
+        """A forward that keeps nothing; the loss has a graph only if that is asked for."""
         phase = Phase("forward", microbatch, self.statistics)
-        with torch.no_grad(), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra, phase:
+        with torch.set_grad_enabled(graph), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra, phase:
             emitted, loss = self._compute(arrived, args, kwargs, loss_of)
         return emitted, loss, extra.found
 
@@ -331,9 +332,12 @@ def _afresh(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf, value)
 
 
-def _save_nothing(_: Tensor) -> None:
-    return None
+def _save_nothing(tensor: Tensor) -> Tensor | None:
+    """But for what a loss can be understood by: its targets, and what it is divided by."""
+    return tensor.detach() if tensor.dim() < 2 or not tensor.is_floating_point() else None
 
 
-def _never_unpack(_: Any) -> Tensor:
+def _never_unpack(saved: Tensor | None) -> Tensor:
+    if saved is not None:
+        return saved
     raise ModelError("a stage that is recomputed took a gradient inside its own forward; use recompute='never' for it")

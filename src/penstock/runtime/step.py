@@ -14,8 +14,10 @@ from penstock.errors import ModelError, PeerFailure
 from penstock.runtime import plain
 from penstock.runtime.agreement import Readers, Told, left_out
 from penstock.runtime.fingerprint import Seen
+from penstock.runtime.loss_check import PairCheck
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import Begun
+from penstock.runtime.shares import Shares
 from penstock.runtime.transport.base import with_report
 from penstock.schedule import Action, Span
 
@@ -27,7 +29,7 @@ class StepInput:
     """What one step works on, on one rank."""
 
     batch: Batch
-    shares: Callable[[], list[float]]  # of each microbatch in the batch's loss; asked for when they are needed
+    shares: Shares  # of each microbatch in the batch's loss
     loss_fn: Callable[..., Any] | None = None
     keep_outputs: bool = False
     training: bool = True
@@ -37,6 +39,7 @@ class StepInput:
     batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
     returns: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
+    check: PairCheck | None = None  # of the loss, in a step that needs one
     replicas: int = 1  # that work on a batch each
     seen: Seen | None = None  # where ranks compare what they were given
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
@@ -50,6 +53,7 @@ class StepReport:
     loss: float | None = None  # of the batch, from the rank of the last stage
     losses_by_number: list[float] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
+    is_open: bool = False  # whether the loss is right could not be checked on outputs
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
@@ -67,6 +71,7 @@ plain.record(
     loss=float | None,
     losses_by_number=list,
     dtype=torch.dtype,
+    is_open=bool,
     failure=PeerFailure | None,
     progress=str,
     rows=int | None,

@@ -275,10 +275,12 @@ def _needed(
     loss_kwargs: Mapping[str, Any],
 ) -> Any:
     parts = [pipe.split.parts[stage] for stage in pipe.schedule.placement.stages_of(rank)]
-    given = args if any(part.whole_batch for part in parts) else ()
+    is_last = parts[-1].index == pipe.split.stages - 1
+    weighed = is_last and any(map(pipe.weighing.looks_at, range(len(args))))
+    given = args if weighed or any(part.whole_batch for part in parts) else ()
     named = {
-        name: value for name, value in kwargs.items() if any(part.takes is None or name in part.takes for part in parts)
+        name: value
+        for name, value in kwargs.items()
+        if (is_last and pipe.weighing.looks_at(name)) or any(part.takes is None or name in part.takes for part in parts)
     }
-    if parts[-1].index == pipe.split.stages - 1:
-        return given, named, target, dict(loss_kwargs)
-    return given, named, None, {}
+    return (given, named, target, dict(loss_kwargs)) if is_last else (given, named, None, {})

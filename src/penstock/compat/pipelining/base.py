@@ -176,6 +176,7 @@ class _PipelineSchedule(CustomFunctions):
             schedule=schedule,
             loss_fn=self._loss_fn,
             loss_reduction="mean" if self.scale_grads else "sum",
+            loss_per_microbatch=True,
             group=None if "mesh" in self.options else first.group,
             devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
             **{**cut, **self.options},

@@ -24,6 +24,7 @@ from penstock.errors import RunError
 from penstock.model.replay.tree import OWN
 from penstock.model.replay.undo import CONTAINERS, DEPTH
 from penstock.runtime.buffers import SMALL_BYTES, version_of
+from penstock.runtime.memory import copy_like
 
 __all__ = ["Attributes", "Seen"]
 
@@ -38,7 +39,7 @@ class _Tensor:
 
     def __init__(self, tensor: Tensor, copied: bool) -> None:
         self.tensor, self.version = tensor, version_of(tensor)
-        self.copy = tensor.detach().clone() if copied else None
+        self.copy = copy_like(tensor.detach()) if copied else None
 
     def is_as_it_was(self) -> bool:
         """Versions do not tell all: batch norm writes past them."""
@@ -265,7 +266,7 @@ class Attributes:
                 f"stage {self._stage}: a tensor in the attribute {key[1]} was written to between the forward of a "
                 f"microbatch and its recomputation, {what}; use recompute='never', or make it a buffer"
             )
-        return seen.copy.clone()
+        return copy_like(seen.copy)
 
 
 class _Exchanged:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
+from penstock.runtime.memory import copy_like
 
 __all__ = ["SMALL_BYTES", "Buffers", "Key", "Then", "version_of"]
 
@@ -67,7 +68,7 @@ class Buffers:
         if not moves and kept is not None and kept.buffer is buffer and kept.version == version:
             return kept
         wanted = moves or buffer.numel() * buffer.element_size() <= SMALL_BYTES
-        then = Then(buffer, version, buffer.detach().clone() if wanted else None)
+        then = Then(buffer, version, copy_like(buffer.detach()) if wanted else None)
         if not moves:
             self._kept[key] = then
         return then
@@ -83,7 +84,7 @@ class Buffers:
         for key, holder, buffer in self._all():
             then = was.get(key)
             if then is None:  # made since, by the forward itself
-                exchange.append((holder, key[1], buffer, buffer.detach().clone()))
+                exchange.append((holder, key[1], buffer, copy_like(buffer.detach())))
                 continue
             if then.copy is None and version_of(then.buffer) != then.version:
                 raise RunError(
@@ -92,7 +93,7 @@ class Buffers:
                     f"kept; use recompute='never'"
                 )
             old = then.buffer if then.copy is None else then.copy
-            exchange.append((holder, key[1], buffer, old.detach().clone()))
+            exchange.append((holder, key[1], buffer, copy_like(old.detach())))
         return _Exchanged(exchange)
 
 

@@ -97,6 +97,8 @@ def once(tensor: Tensor) -> Tensor:
 
 def copy_like(tensor: Tensor) -> Tensor:
     """A copy that lies in memory as this one does; gradients go through it unchanged, as through `clone`."""
+    if not is_plain(tensor) or tensor.is_nested:
+        return tensor.clone()
     if not tensor.data_ptr() % LINE:
         copied = tensor.clone()
         if copied.stride() == tensor.stride():

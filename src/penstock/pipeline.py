@@ -40,7 +40,7 @@ from penstock.runtime.replication import Alone
 from penstock.runtime.shares import Weighing
 from penstock.runtime.tied import TiedParameters, tied_places
 from penstock.runtime.undisturbed import Undisturbed
-from penstock.runtime.world import World
+from penstock.runtime.world import World, collective
 from penstock.runtime.wrapped import refuse_wrapped
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, verify
 from penstock.schedule.builders import forward_program
@@ -141,7 +141,8 @@ class Pipeline(Batching):
             world.built()
         self.crew.watch()  # shards, or values for what had none, have taken the place of parameters
         self.tied = TiedParameters(self.split, self.schedule.placement, world.transport, places)
-        self.tied.make_equal()
+        with world.calling("Pipeline()"):
+            self.tied.make_equal()
         self._watch_leaves()
         if measures:
             self.split.warn()
@@ -172,6 +173,7 @@ class Pipeline(Batching):
 
     # -- training
 
+    @collective("step()")
     def step(
         self,
         *args: Any,
@@ -239,6 +241,7 @@ class Pipeline(Batching):
 
     # -- inference
 
+    @collective("evaluate()")
     def evaluate(
         self,
         *args: Any,
@@ -279,6 +282,7 @@ class Pipeline(Batching):
             self.clock.training = True
         return self._result(reports, outputs)
 
+    @collective("predict()")
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch of any size, on the rank of the last stage (elsewhere None)."""
         return self.evaluate(*args, outputs=True, **kwargs).output
@@ -289,6 +293,7 @@ class Pipeline(Batching):
         """A better cut from a measured step (by default the last `pipe.record()`), with its gain; changes nothing."""
         return propose_cut(self, self._recorded if timeline is None else timeline)
 
+    @collective("apply()")
     def apply(
         self, proposal: Proposal, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:

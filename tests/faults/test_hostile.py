@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import MessageError, PenstockError
 from penstock.runtime import plain, secret
-from penstock.runtime.transport import encoding, watch
+from penstock.runtime.transport import encoding, notes
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.meeting import Place
 
@@ -56,11 +56,11 @@ def loads_of(path: str) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["verdict", "news", "alarm", "state"])
+@pytest.mark.parametrize("kind", ["verdict", "news", "alarm", "state", "call"])
 def test_what_no_rank_has_written_is_not_taken_from_the_store(kind: str, tmp_path: Path) -> None:
     for content in loads_of(str(tmp_path / "boom")):
-        with pytest.raises(watch._Tampered):
-            watch._load(kind, content)
+        with pytest.raises(notes.Tampered):
+            notes.read(kind, content)
     assert not (tmp_path / "boom").exists()
 
 
@@ -140,7 +140,9 @@ def trains_beside_a_stranger(say: Callable[[Any], None], path: str) -> None:
             names = [key for key in server.list_keys() if "penstock" in key]
             roots = {name.rsplit("/", 1)[0] for name in names}
             names += [
-                f"{root}/{word}" for root in roots for word in ("verdict", "alarm", "news/1", "state/0", "state/1")
+                f"{root}/{word}"
+                for root in roots
+                for word in ("verdict", "alarm", "news/1", "state/0", "state/1", "call/0")
             ]
             for name in names:
                 number += 1

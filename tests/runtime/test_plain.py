@@ -14,7 +14,7 @@ from penstock.runtime.recorder import Begun
 from penstock.runtime.replication import Said
 from penstock.runtime.step import StepReport
 from penstock.runtime.transport.base import Channel
-from penstock.runtime.transport.watch import Waiting
+from penstock.runtime.transport.judging import Waiting
 from penstock.schedule import Span
 from penstock.schedule.action import parse
 

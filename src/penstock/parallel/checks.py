@@ -145,7 +145,7 @@ class Checks:
         }
         seen = self._executor.seen
         given = {} if seen is None else seen.details(seen.checksums())
-        told = self._shards.told("step()", ((given, self._loads), norms))
+        told = self._shards.exchange(((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in told]) or _other_gradients([norms for _, norms in told])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
         if faults:

@@ -8,12 +8,12 @@ Parameters that several stages hold are found before anything is spread, by iden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from penstock.errors import UsageError
+from penstock.errors import PeerFailure, UsageError
 from penstock.model.replaced import mark_replaced
 from penstock.model.replay.part import ReplayPart
 from penstock.parallel.link import Link
@@ -46,6 +46,10 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         if axes.size(axis) > 1
     }
     link = links.get("dp")
+    host = _store_host(axes.mesh)
+    if host is not None:
+        for one in (transport, *(each._transport for each in links.values())):
+            one.name_far_host(host)
     for each in links.values():
         each.report_by(executor.progress, executor.where)
         _agree(pipe, each, wanted)
@@ -98,6 +102,16 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     replicas.replaced = replaced
     executor.replication = replicas
     return replicas
+
+
+def _store_host(mesh: Any) -> PeerFailure | None:
+    """What to say where process 0, which has the store, is gone: other ranks then leave because of it."""
+    places = (mesh.mesh == 0).nonzero().tolist()
+    if not places:
+        return None
+    at = dict(zip(mesh.mesh_dim_names, places[0], strict=True))
+    cause = "died or left (the store that it hosts is gone)"
+    return PeerFailure(at.get("pp", 0), cause, replica=at.get("dp", 0), shard=at.get("tp"))
 
 
 def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int, str]]]) -> set[nn.Parameter]:

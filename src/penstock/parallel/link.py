@@ -24,7 +24,8 @@ import torch.distributed as dist
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Where, after_loss, nowhere
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.watch import SETTLE_SECONDS, Waiting
+from penstock.runtime.transport.judging import Waiting
+from penstock.runtime.transport.watch import SETTLE_SECONDS
 
 __all__ = ["Link"]
 
@@ -80,41 +81,27 @@ class Link:
         return None if found is None else self._told(found)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small value to every member, and get every member's."""
+        """Give a small value to every member, and get every member's; all must be in the same call."""
+        return self.told(self._pipeline.call, value)
+
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What every member says in this call, which all must make."""
+        before, self._inside, self._transport.call = self._inside, call, call
         try:
             with self._pipeline.outside(self.abort):
                 return self._transport.exchange(value)
         except PeerFailure as failure:
+            self.abort(failure)  # members that do different things: none of their collectives would meet again
             raise self._lost(failure) from None
-
-    def told(self, call: str, value: Any) -> list[Any]:
-        """What every member says in this call, which all must make."""
-        self._inside = call
-        try:
-            answers = self.exchange((call, value))
         finally:
-            self._inside = ""
-        for number, answer in enumerate(answers):
-            where, _ = answer if isinstance(answer, tuple) else ("step()", None)
-            if where != call:
-                raise self.apart(number, where, call)
-        return [answer for _, answer in answers]
-
-    def apart(self, number: int, where: str, call: str) -> PeerFailure:
-        """Members do different things: none of their collectives would meet again."""
-        failure = PeerFailure(
-            self._rank, f"it was in {where} while {self.word} {self.index} was in {call}; call the same on every rank"
-        )
-        setattr(failure, self.word, number)
-        self.abort(failure)
-        return copy(failure)
+            self._inside, self._transport.call = before, ""
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Around anything that waits for all members: ends with a named failure where it cannot end well."""
         watch = self._watch
         before, watch.waiting = watch.waiting, Waiting((self.index + 1) % self.size, None, -1, monotonic())
-        inside, self._inside = self._inside, what
+        inside, self._inside, self._transport.call = self._inside, what, self._pipeline.call
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
@@ -127,7 +114,7 @@ class Link:
                 raise
             raise self._lost(self._verdict(what)) from error
         finally:
-            watch.waiting, self._inside = before, inside
+            watch.waiting, self._inside, self._transport.call = before, inside, ""
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -193,7 +180,7 @@ class Link:
         told = copy(failure)
         if getattr(told, self.word) is None:
             told.rank = self._rank
-            told.cause = re.sub(r"\brank (?=\d)", f"{self.word} ", told.cause)  # which counts the members
+            told.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", told.cause)  # which counts the members
             setattr(told, self.word, failure.rank)
         if told.report:
             told.report = told.report.replace("what each rank was doing", f"what each {self.word} was doing")

@@ -34,7 +34,7 @@ class Norms:
             kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
         said = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
         for axis, link in self._links.items():
-            told = link.told("clip_grad_norm_()", {axes: each for axes, each in said.items() if axis in axes})
+            told = link.exchange({axes: each for axes, each in said.items() if axis in axes})
             apart: dict[frozenset[str], list[Any]] = {axes: [each] for axes, each in said.items() if axis not in axes}
             for axes in sorted({axes for each in told for axes in each}, key=sorted):
                 whole = join_norms([each.get(axes) for each in told], order)

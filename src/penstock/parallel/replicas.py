@@ -197,9 +197,6 @@ class Replicas(Alone):
             return [mine]
         told = self._link.exchange(mine)
         self._met = True
-        other = [number for number, each in enumerate(told) if not isinstance(each, Said)]
-        if other:
-            raise self._link.apart(other[0], told[other[0]][0], "step()")
         for number, each in enumerate(told):
             if each.failure is not None and number != self.index:
                 raise each.failure
@@ -287,7 +284,7 @@ class Replicas(Alone):
                 link.abort(failure)
                 raise own
         try:
-            told = link.told("evaluate()", (mine, failure))
+            told = link.exchange((mine, failure))
         except PeerFailure:
             if own is not None:
                 raise own from None

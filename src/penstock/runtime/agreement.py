@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from penstock.runtime.fingerprint import Detail, Key, Seen, alike
+from penstock.runtime.transport.judging import name_ranks
 
 __all__ = ["Readers", "Told", "different_batches", "left_out", "tell", "unlike"]
 
@@ -130,10 +131,3 @@ def name_of(name: Key) -> str:
     if isinstance(name, int):
         return f"argument {name}"
     return repr(name) if isinstance(name, str) else f"loss_kwargs[{name[1]!r}]"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

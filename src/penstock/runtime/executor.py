@@ -65,6 +65,7 @@ class Executor(Computes):
         self._position = 0
         self._part: Action | None = None  # the half of a pair that failed
         self._ready = False
+        self._running = False
         transport.report_by(self.progress, self.where)
 
     # -- preparing
@@ -147,6 +148,7 @@ class Executor(Computes):
         self._position = 0
         self._part = None
         self._ready = False
+        self._running = True
         self.context._begin()
         failure: PeerFailure | None = None
         own: BaseException | None = None
@@ -184,6 +186,7 @@ class Executor(Computes):
                     self._drain(failure)
             return self._finish(failure, own)
         finally:
+            self._running = False
             self.forget_batch()  # it is the user's to free
             del own, failure  # an error that its own frame holds would keep the whole step alive
 
@@ -241,7 +244,7 @@ class Executor(Computes):
     def where(self) -> Action | None:
         """The action that this rank is at, if it is at one; asked for by other threads too."""
         actions, position = self._actions, self._position
-        return actions[position] if self._ready and not self.transport.call and position < len(actions) else None
+        return actions[position] if self._running and self._ready and position < len(actions) else None
 
     @property
     def computing(self) -> bool:
@@ -250,7 +253,7 @@ class Executor(Computes):
 
     def progress(self) -> str:
         """Where this rank is in its program; asked for by other threads too."""
-        if self.transport.call:
+        if self.transport.call and not self._running:
             return f"in {self.transport.call}"
         actions, position = self._actions, self._position
         last = actions[position - 1] if 0 < position <= len(actions) else None

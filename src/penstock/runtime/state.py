@@ -202,7 +202,9 @@ class OwnedState:
         limit, order = check_limit("max_norm", max_norm), norm_order(norm_type)
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_norm_()")
-        total = self.grad_norm(order, foreach)
+        kind = "" if order == 2.0 else f", {order:g}"
+        with self.world.calling(f"clip_grad_norm_({limit:g}{kind})"):
+            total = self.grad_norm(order, foreach)
         if error_if_nonfinite:
             check_finite(total, order)
         scale_down(self.parameters(), limit, total, foreach)
@@ -222,8 +224,9 @@ class OwnedState:
         order = norm_order(norm_type)
         counted = filter(self.tied.counts, self.parameters())
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        said = self.replicas.norm(gradients, order, foreach)
-        return join_norms(self.world.told("clip_grad_norm_()", said), order)
+        with self.world.calling("grad_norm()"):
+            said = self.replicas.norm(gradients, order, foreach)
+            return join_norms(self.world.told("grad_norm()", said), order)
 
     def train(self, mode: bool = True) -> Self:
         """Put the model into training mode, or out of it, as its own `train` does."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from penstock.runtime.facts import compared, facts_of
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.recorder import host_name, offsets
 from penstock.runtime.transport import Channel, ThreadTransport, Transport
+from penstock.runtime.transport.base import calling
 from penstock.runtime.transport.collective import all_gather
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.shared import SharedMemoryTransport
@@ -28,11 +30,27 @@ from penstock.runtime.transport.shared import SharedMemoryTransport
 if TYPE_CHECKING:
     from penstock.runtime.feed import Feed
 
-__all__ = ["World"]
+__all__ = ["World", "collective"]
 
 Found = TypeVar("Found")
+Given = ParamSpec("Given")
 TRANSPORTS = ("threads", "shared", "distributed")
 VARIABLE = "PENSTOCK_TRANSPORT"
+
+
+def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """A method of a pipeline that every rank must call; where ranks are in different ones, each is named."""
+
+    def decorate(method: Callable[Given, Found]) -> Callable[Given, Found]:
+        @wraps(method)
+        def named(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            pipe: Any = args[0]
+            with pipe.world.calling(call):
+                return method(*args, **kwargs)
+
+        return named
+
+    return decorate
 
 
 class World:
@@ -168,7 +186,8 @@ class World:
         """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
         if self._transport is None or self._one_host:
             return [0.0] * ranks, 0.0
-        return offsets(self._transport)
+        with self.calling("record()"):
+            return offsets(self._transport)
 
     def same_count(self, pipe: Feed, count: Callable[[], int | None]) -> int:
         """How many microbatches an evaluation has: what the ranks that see the batch say."""
@@ -199,14 +218,12 @@ class World:
         """What every rank says in this call, which all must make; on threads there is one to say it."""
         if self._transport is None:
             return [value]
-        self._transport.call = call
-        answers = self._transport.exchange((call, value))
-        self._transport.call = ""
-        for rank, answer in enumerate(answers):
-            where = answer[0] if isinstance(answer, tuple) else "step()"
-            if where != call:
-                raise PeerFailure(rank, f"it was in {where} while this rank was in {call}; call the same on every rank")
-        return [answer[1] for answer in answers]
+        with self.calling(call):
+            return self._transport.exchange(value)
+
+    def calling(self, call: str) -> AbstractContextManager[None]:
+        """Inside, this process is in that call, which all must make."""
+        return calling(self._transport, call)
 
     def carry(
         self,

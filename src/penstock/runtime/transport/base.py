@@ -28,7 +28,8 @@ Nothing waits for longer than `timeout`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime import plain
 from penstock.schedule import Action
 
-__all__ = ["Channel", "Transport"]
+__all__ = ["Channel", "Transport", "calling"]
 
 REBUILD = "the group must be rebuilt"
 Where = Callable[[], Action | None]  # the action that a rank is at, if it is at one
@@ -80,7 +81,7 @@ class Transport(ABC):
     ranks: int
     timeout: float
     torn: bool = False  # whether Ctrl-C in the middle of a call would leave it in disorder, see `interrupts`
-    call: str = ""  # what this rank's user has called, where all ranks must have called the same before a program runs
+    call: str = ""  # what this rank's user has called, where all ranks must call the same; see `calling`
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
 
     @property
@@ -134,7 +135,8 @@ class Transport(ABC):
     def exchange(self, value: Any) -> list[Any]:
         """Give a small plain value (see `plain`) to every rank and get every rank's. Ends the step.
 
-        If any rank has lost a peer, all ranks raise the same `PeerFailure` instead.
+        If any rank has lost a peer, all ranks raise the same `PeerFailure` instead; so they do where they are in
+        different calls.
         """
 
     def awaits(self, channel: int, microbatch: int) -> bool:
@@ -165,6 +167,19 @@ class Transport(ABC):
         """Every call that moves data begins here: a broken group must not train on."""
         if self.broken is not None:
             raise after_loss(self.broken)
+
+
+@contextmanager
+def calling(transport: Transport | None, call: str) -> Iterator[None]:
+    """Inside, this rank is in that call of its user, unless it is in one already: a call may make others."""
+    if transport is None or transport.call:
+        yield
+        return
+    transport.call = call
+    try:
+        yield
+    finally:
+        transport.call = ""
 
 
 def after_loss(loss: PeerFailure) -> PeerFailure:

@@ -33,6 +33,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +44,7 @@ from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import Channel, Transport, Where, check_channels, nowhere
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.inbox import Inbox
+from penstock.runtime.transport.judging import different_calls
 from penstock.runtime.transport.layout import Book
 from penstock.runtime.transport.link import SUBTAGS, Incoming, Links, Outgoing
 from penstock.runtime.transport.operations import Operations, find_device_backend
@@ -87,6 +89,7 @@ class DistributedTransport(Transport):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
+        self._group = group
         self.timeout = timeout
         self.device = None if device is None else torch.device(device)
         backend = group._get_backend(torch.device("cpu"))
@@ -108,6 +111,14 @@ class DistributedTransport(Transport):
         self._links = Links((), self.rank, 0)
         self._opened: dict[tuple[Channel, ...], Links] = {}
         self._next_channel = 0
+
+    @property
+    def call(self) -> str:
+        return self._watch.call
+
+    @call.setter
+    def call(self, call: str) -> None:
+        self._watch.call = call
 
     @property
     def exchanges(self) -> int:
@@ -190,15 +201,28 @@ class DistributedTransport(Transport):
         self._check_whole()
         used = list(self._opened.values())
         try:
-            values = self._star.exchange(self._operations.step, self._links, used, value)
+            told = self._star.exchange(self._operations.step, self._links, used, self.call, value)
+            apart = different_calls(told.calls)
+            if told.fault is not None and apart is None:
+                raise MessageError(told.fault)
         except MessageError as error:
             self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
             raise
+        if told.fault is not None and apart is not None:
+            self.abort(apart)  # messages are left on the links
+            raise copy(apart)
         for links in used:
             links.end_step()
         self._operations.step += 1
         self._watch.end_step()
-        return values
+        if apart is not None:
+            raise apart
+        return told.values
+
+    def name_far_host(self, failure: PeerFailure) -> None:
+        """What to say where the store is gone, which another group's process had."""
+        if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():
+            self._watch.far_host = failure
 
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         self._watch.doing, self._watch.where = doing, where
@@ -245,6 +269,10 @@ def _start_watch(
             backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
 
     members = dist.get_process_group_ranks(group)
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    host = None if agent or 0 not in members else members.index(0)
+    host = None if _has_agent() or 0 not in members else members.index(0)
     return Watch(store, host, prefix, dist.get_rank(group), len(members), timeout, cut, bell)
+
+
+def _has_agent() -> bool:
+    """Whether torchrun's agent has the store, and no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

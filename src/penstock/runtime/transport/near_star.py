@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MessageError
+from penstock.runtime.transport.judging import Waiting
 from penstock.runtime.transport.operations import Operations
 from penstock.runtime.transport.pair import Gone
 from penstock.runtime.transport.pairs import Pairs
 from penstock.runtime.transport.star import Star
-from penstock.runtime.transport.watch import Waiting
 
 __all__ = ["NearStar"]
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel, after_loss
+from penstock.runtime.transport.judging import Waiting
 from penstock.runtime.transport.link import End, Part
-from penstock.runtime.transport.watch import Waiting, Watch
+from penstock.runtime.transport.watch import Watch
 
 __all__ = ["Operations", "find_device_backend"]
 

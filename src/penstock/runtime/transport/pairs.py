@@ -17,8 +17,9 @@ from typing import NoReturn
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel, after_loss
 from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.judging import Waiting
 from penstock.runtime.transport.pair import SLICE_SECONDS, Gone, Pair
-from penstock.runtime.transport.watch import Waiting, Watch
+from penstock.runtime.transport.watch import Watch
 
 __all__ = ["Pairs"]
 

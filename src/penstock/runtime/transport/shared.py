@@ -34,6 +34,7 @@ from penstock.runtime.transport.base import Channel, after_loss, failure_from, w
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.blocks import USED, build_plain
 from penstock.runtime.transport.distributed import CONTROL_TAG, DistributedTransport
+from penstock.runtime.transport.judging import Waiting
 from penstock.runtime.transport.link import Links
 from penstock.runtime.transport.meeting import Meeting, missing_here
 from penstock.runtime.transport.near import NearIn, NearLinks, NearOut
@@ -41,7 +42,7 @@ from penstock.runtime.transport.near_star import NearStar
 from penstock.runtime.transport.outbox import Outbox
 from penstock.runtime.transport.pair import DATA, FAILURE, FAR, HEAD, NO_BLOCK, Filed, Gone, Pair
 from penstock.runtime.transport.pairs import Pairs
-from penstock.runtime.transport.watch import Waiting, Watch
+from penstock.runtime.transport.watch import Watch
 
 __all__ = ["SharedMemoryTransport"]
 

@@ -22,7 +22,7 @@ from penstock.runtime import plain
 from penstock.runtime.transport.link import Links
 from penstock.runtime.transport.operations import Operations
 
-__all__ = ["Report", "Star", "compare"]
+__all__ = ["Exchanged", "Report", "Star", "compare"]
 
 FRAME_BYTES = 512
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
@@ -33,11 +33,20 @@ Counts = tuple[dict[int, int], dict[int, int]]
 
 
 class Report(NamedTuple):
-    """What one rank says: which program it has open, its counts for all programs used in this step, its value."""
+    """What one rank says: the program that it has open, its counts for all programs of this step, call and value."""
 
     program: int
     counts: dict[int, Counts]
+    call: str
     value: bytes
+
+
+class Exchanged(NamedTuple):
+    """What an exchange has found: every rank's call and value, and in what their programs differ, if in anything."""
+
+    calls: list[str]
+    values: list[Any]
+    fault: str | None
 
 
 class Star:
@@ -52,32 +61,31 @@ class Star:
         self._tag = tag
         self._operations = operations
 
-    def exchange(self, step: int, current: Links, used: Sequence[Links], value: Any) -> list[Any]:
-        """Every rank's value, in the order of the ranks; or the same `MessageError` on all."""
+    def exchange(self, step: int, current: Links, used: Sequence[Links], call: str, value: Any) -> Exchanged:
+        """The same on every rank. `call` is what this rank's user has called."""
         mine = plain.dumps(value)
-        report = Report(current.program, {links.program: links.counts() for links in used}, mine)
+        report = Report(current.program, {links.program: links.counts() for links in used}, call, mine)
         if self.rank == self.coordinator:
-            fault, values = self._conduct(step, report, used)
+            fault, calls, values = self._conduct(step, report, used)
         else:
             frame, work = self._post(self.coordinator)
             self._put(self.coordinator, step, plain.dumps(tuple(report)))
-            fault, values = self._read(self.coordinator, self._get(self.coordinator, step, frame, work))
-        if fault is not None:
-            raise MessageError(fault)
-        return [value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
+            fault, calls, values = self._read(self.coordinator, self._get(self.coordinator, step, frame, work))
+        found = [value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
+        return Exchanged(calls, found, fault)
 
-    def _conduct(self, step: int, report: Report, used: Sequence[Links]) -> tuple[str | None, list[bytes]]:
+    def _conduct(self, step: int, report: Report, used: Sequence[Links]) -> tuple[str | None, list[str], list[bytes]]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         posted = {rank: self._post(rank) for rank in others}
         reports = {self.rank: report}
         for rank in others:
             reports[rank] = Report(*self._read(rank, self._get(rank, step, *posted[rank])))
-        fault = compare([reports[rank] for rank in range(self.ranks)], used)
-        values = [reports[rank].value for rank in range(self.ranks)]
-        answer = plain.dumps((fault, values))
+        told = [reports[rank] for rank in range(self.ranks)]
+        answer = compare(told, used), [each.call for each in told], [each.value for each in told]
+        packed = plain.dumps(answer)
         for rank in others:
-            self._put(rank, step, answer)
-        return fault, values
+            self._put(rank, step, packed)
+        return answer
 
     def _read(self, peer: int, content: bytes) -> Any:
         try:

@@ -14,6 +14,8 @@ in the store of the process group:
   then say what they do and for whom they wait, if for anybody. The chain from the alarmed rank
   ends at the culprit: a rank that does not answer (stopped, or gone), or answers that it waits for
   nobody (busy in its own code); a chain that closes is a deadlock.
+- A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait
+  and not all are in the same call, they wait in vain, and the odd one is named at once.
 - A rank that finds a verdict cuts its own connections, by a receive that times out on purpose.
   That frees its main thread, wherever gloo holds it. It is done only after the verdict is in
   the store, so whoever sees such a connection close will find the true reason there.
@@ -21,64 +23,44 @@ in the store of the process group:
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
 Only this thread talks to the store, and through another one (`store`), because a call to a store
-whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank.
+whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
+where it has left, so does that. What is written there (`bulletin`) is plain (`notes`); who is to blame
+follows from what ranks say (`judging`).
 """
 
 from __future__ import annotations
 
-import base64
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from copy import copy
+from typing import Any
 
 from penstock.errors import PeerFailure, RunError
-from penstock.runtime import plain
-from penstock.runtime.secret import signed, unsigned
-from penstock.runtime.transport.base import (
-    Channel,
-    Where,
-    after_loss,
-    located,
-    lost_source,
-    lost_target,
-    nowhere,
-    with_report,
-)
+from penstock.runtime.transport.base import Where, after_loss, nowhere, with_report
 from penstock.runtime.transport.bell import Bell
+from penstock.runtime.transport.bulletin import Bulletin
+from penstock.runtime.transport.judging import State, Waiting, different_calls, judge
 from penstock.runtime.transport.marks import Marks
+from penstock.runtime.transport.notes import Alarm, Tampered
 from penstock.runtime.transport.store import Asker, NoAnswer
-from penstock.schedule import Action
 
-__all__ = ["Waiting", "Watch"]
+__all__ = ["Watch"]
 
 BEAT = 0.5
 STORE_SECONDS = 3.0  # for the store to answer
 SETTLE_SECONDS = 6.0  # for the thread to settle a verdict: the store's and some beats
 OUTSIDE_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
 STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
-
-
-class Waiting(NamedTuple):
-    """What the main thread is blocked in."""
-
-    peer: int
-    edge: Channel | None  # None: the exchange that ends a step
-    microbatch: int
-    since: float
-
-    def blame(self, rank: int, cause: str) -> PeerFailure:
-        """The failure of the awaited peer, as seen from `rank`."""
-        if self.edge is None:
-            return PeerFailure(self.peer, f"{cause} while rank {rank} waited in the exchange that ends the step")
-        if self.edge.source_rank == self.peer:
-            return lost_source(self.edge, self.microbatch, cause)
-        return lost_target(self.edge, self.microbatch, cause)
+CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
+SLOW = 4  # a store is silent only where it is so many times slower than it was
+TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
+MOST_SECONDS = 10.0  # for what takes a busy machine longer
 
 
 class Watch:
-    """The thread of one transport. The transport writes `waiting` and reads `verdict`."""
+    """The thread of one transport. The transport writes `waiting` and `call`, and reads `verdict`."""
 
     def __init__(
         self,
@@ -92,6 +74,7 @@ class Watch:
         bell: Bell | None = None,
     ) -> None:
         self.waiting: Waiting | None = None
+        self.call = ""  # what the user has called, where all ranks must have called the same
         self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
         self.elsewhere: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
@@ -99,18 +82,20 @@ class Watch:
         self.doing: Callable[[], str] = lambda: "nothing known"
         self.where: Where = nowhere
         self.news: list[PeerFailure] = []
+        self.far_host: PeerFailure | None = None  # what to say where the store is gone that no rank here had
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
         self._step = 0
         self._asker = Asker(store, f"penstock-store-{rank}") if ranks > 1 else None
+        self._slowest = 0.0  # seconds that the store took for an answer of late
+        self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
         self._store_host = store_host
-        self._prefix = prefix
         self._rank = rank
         self._ranks = ranks
         self._timeout = timeout
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
-        self._marks = Marks(self._ask, self._key, rank, ranks, min(STATE_SECONDS, timeout / 2))
+        self._marks = Marks(self._ask, self._bulletin.key, rank, ranks, min(STATE_SECONDS, timeout / 2))
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: threading.Event | Bell = bell or threading.Event()
@@ -120,25 +105,37 @@ class Watch:
         if not self._stopping:
             self._thread.start()
 
+    # -- from the main thread
+
     def settle(self, failure: PeerFailure) -> PeerFailure:
-        """Propose a verdict and return the one that stands. From the main thread."""
+        """Propose a verdict and return the one that stands."""
         if self.verdict is None and self._stopping:
             self.verdict = failure
         if self.verdict is None:
             self._proposal = failure
             self._wake.set()
-            if not self._settled.wait(SETTLE_SECONDS) and self.verdict is None:
+            begin = time.monotonic()
+            while not self._settled.wait(self._beat) and self._may_settle(begin):
+                pass
+            if self.verdict is None:
                 self.verdict = failure
         assert self.verdict is not None
         return self.verdict
 
+    def _may_settle(self, begin: float) -> bool:
+        """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
+        now = time.monotonic()
+        asked = None if self._asker is None else self._asker.asked_at
+        quick = now - max(begin, asked or begin) < SETTLE_SECONDS
+        return self._thread.is_alive() and (now - begin < SETTLE_SECONDS or (quick and now - begin < MOST_SECONDS))
+
     def without_store(self, error: Exception) -> PeerFailure | RunError:
         """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
-        if self.verdict is None and self._store_host in (None, self._rank):
-            return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
         if self.verdict is None:
-            assert self._store_host is not None
-            self.settle(PeerFailure(self._store_host, "died or left (the store that it hosts is gone)"))
+            lost = self._host_lost()
+            if lost is None:
+                return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
+            self.settle(lost)
         assert self.verdict is not None
         return after_loss(self.verdict)
 
@@ -163,6 +160,8 @@ class Watch:
         if self._asker is not None:
             self._asker.close(SETTLE_SECONDS)
 
+    # -- the thread
+
     def _run(self) -> None:
         gone: float | None = None  # since when there is no store
         while self.verdict is None:
@@ -176,7 +175,7 @@ class Watch:
                     verdict = self._look()
                 except NoAnswer:
                     verdict = self._without_store()
-                except _Tampered as error:
+                except Tampered as error:
                     verdict = PeerFailure(
                         self._rank,
                         f"the store of the process group holds a {error} that no rank of this run has written: "
@@ -187,24 +186,24 @@ class Watch:
             if gone is not None:
                 verdict = self._after_store(gone)
             if verdict is not None:
+                if gone is None:
+                    with suppress(Exception):
+                        self._hand_on(verdict)
                 self._conclude(verdict)
-        with suppress(Exception):
-            self._linger()
 
-    def _linger(self) -> None:
-        """Where this process hosts the store, keep it until the others have read the verdict.
+    def _hand_on(self, verdict: PeerFailure) -> None:
+        """Say that this rank has read the verdict; where its process hosts the store, wait until all others have.
 
-        They would else find the store gone and this rank's connection closed, and blame this rank.
+        It may leave as soon as it knows. The others would then find the store gone, and blame this rank.
         """
-        assert self.verdict is not None
-        self._ask("set", self._key(f"seen/{self._rank}"), "1")
+        self._bulletin.tell_read()
         if self._store_host == self._rank:
-            others = [rank for rank in range(self._ranks) if rank != self.verdict.rank]
-            deadline = time.monotonic() + STORE_SECONDS
-            while not self._ask("check", [self._key(f"seen/{rank}") for rank in others]):
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(self._beat / 10)
+            others = [rank for rank in range(self._ranks) if rank != verdict.rank]
+            nap = self._beat / 10
+            for _ in range(int(STORE_SECONDS / nap)):
+                if self._bulletin.have_read(others):
+                    break
+                time.sleep(nap)
 
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
@@ -217,24 +216,38 @@ class Watch:
         if outside is not None:
             outside(verdict)
         self.ended(verdict)
+        self._free()
+
+    def _free(self) -> None:
+        """A connection that is closed already closes no other: try each, as long as the main thread waits."""
+        for peer in [rank for rank in range(self._ranks) if rank != self._rank] * 2:
+            for _ in range(10):
+                if self.waiting is None or self._stopping:
+                    return
+                time.sleep(self._beat / 10)
+            self._cut(peer)
 
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
-        if self._ask("check", [self._key("verdict")]):
-            return self._standing()
+        verdict = self._bulletin.verdict()
+        if verdict is not None:
+            return verdict
         if not self.news:
             self._read_news()
         self._marks.tell(self.outside is not None or self.elsewhere())
         waiting, proposal = self.waiting, self._proposal
-        if proposal is not None or self._is_overdue(waiting):
-            self._ask("compare_set", self._key("alarm"), "", _dump(self._rank, waiting, proposal))
-            self._call()
-        if self._ask("check", [self._key("alarm")]):
-            accuser, accusation, proposal = _load("alarm", self._ask("get", self._key("alarm")))
-            if accusation is None and proposal is None:
-                raise _Tampered("alarm")
-            return self._arbitrate(accuser, accusation, proposal)
-        return None
+        if proposal is not None:
+            self._raise_alarm(Alarm(self._rank, waiting, proposal))
+        elif (apart := self._compare_calls(waiting)) is not None:
+            self._raise_alarm(Alarm(self._rank, waiting, apart, heard=True))
+        elif self._is_overdue(waiting):
+            self._raise_alarm(Alarm(self._rank, waiting, None))
+        alarm = self._bulletin.alarm()
+        return None if alarm is None else self._arbitrate(alarm)
+
+    def _raise_alarm(self, alarm: Alarm) -> None:
+        self._bulletin.raise_alarm(alarm)
+        self._call_others()
 
     def _is_overdue(self, waiting: Waiting | None) -> bool:
         waited = 0.0 if waiting is None else time.monotonic() - waiting.since
@@ -244,80 +257,90 @@ class Watch:
         patience = OUTSIDE_SECONDS if self._marks.anybody() else 0.0
         return waited > self._timeout + patience
 
+    def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
+        """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
+        patience = min(CALL_SECONDS, self._timeout / 4)
+        if waiting is None or not self.call or time.monotonic() - waiting.since < patience:
+            return None
+        step, call = self._step, self.call
+        self._bulletin.tell_call(step, call)
+        return different_calls(self._bulletin.calls(step))
+
     def _read_news(self) -> None:
         step, announced = self._step, self._announced
-        key = self._key(f"news/{step}")
         if announced is not None:
-            self._ask("compare_set", key, "", _dump(announced))
-            self._call()
-        if announced is not None or self._ask("check", [key]):
-            failure: PeerFailure = _load("news", self._ask("get", key))[0]
-            with self._news_lock:
-                if step == self._step:
-                    self.news.append(failure)
+            self._bulletin.tell_news(step, announced)
+            self._call_others()
+        failure = self._bulletin.news(step)
+        with self._news_lock:
+            if failure is not None and step == self._step:
+                self.news.append(failure)
 
-    def _call(self) -> None:
+    def _call_others(self) -> None:
         if self._bell is not None:
             self._bell.call()
 
-    def _pronounce(self, failure: PeerFailure) -> PeerFailure:
-        self._ask("compare_set", self._key("verdict"), "", _dump(failure))
-        return self._standing()
-
-    def _standing(self) -> PeerFailure:
-        verdict: PeerFailure = _load("verdict", self._ask("get", self._key("verdict")))[0]
-        return verdict
-
-    def _arbitrate(self, accuser: int, accusation: Waiting | None, proposal: PeerFailure | None) -> PeerFailure:
+    def _arbitrate(self, alarm: Alarm) -> PeerFailure:
         """Say what this rank does and for whom it waits, hear the others, and judge."""
-        self._ask("set", self._key(f"state/{self._rank}"), _dump(self.waiting, self._progress(), self.where()))
-        states: dict[int, Waiting | None] = {}
-        places: dict[int, Action | None] = {}
-        doing = ["no answer"] * self._ranks
-        missed = {proposal.rank} if proposal is not None else set()  # the dead need not be heard
-        deadline = time.monotonic() + min(STATE_SECONDS, self._timeout)
-        while len(states.keys() | missed) < self._ranks and time.monotonic() < deadline:
-            if self._ask("check", [self._key("verdict")]):
-                return self._standing()
-            for rank in range(self._ranks):
-                if rank not in states and self._ask("check", [self._key(f"state/{rank}")]):
-                    states[rank], doing[rank], places[rank] = _load(
-                        "state", self._ask("get", self._key(f"state/{rank}"))
-                    )
+        self._bulletin.tell_state(self._state())
+        states: dict[int, State] = {}
+        missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
+        begin, turns = time.monotonic(), 0
+        while len(states.keys() | missed) < self._ranks and self._is_patient(time.monotonic() - begin, turns):
+            turns += 1
+            verdict = self._bulletin.verdict()
+            if verdict is not None:
+                return verdict
+            states |= self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
             time.sleep(self._beat / 50)
-        if proposal is None:
-            assert accusation is not None
-            proposal = judge(accuser, {**states, accuser: accusation}, self._timeout)
-            if states.get(proposal.rank) is None:  # no deadlock: what it is busy with, if it has said so
-                proposal = located(proposal, places.get(proposal.rank))
-        return self._pronounce(with_report(proposal, doing))
+        failure = alarm.failure
+        if failure is None:
+            assert alarm.waiting is not None
+            failure = judge(alarm.rank, alarm.waiting, states, self._timeout)
+        doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
+        return self._bulletin.pronounce(with_report(failure, doing))
 
-    def _progress(self) -> str:
+    def _is_patient(self, seconds: float, turns: int) -> bool:
+        """Whether to wait on for ranks to answer: on a busy machine, where turns take long, for longer."""
+        enough = min(STATE_SECONDS, self._timeout)
+        return seconds < enough or (turns < TURNS and seconds < MOST_SECONDS)
+
+    def _state(self) -> State:
         waiting = self.waiting
-        return self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
+        doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
+        return State(waiting, doing, self.where(), self._step, self.call)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None
-        return self._asker.ask(method, *arguments, patience=self._beat, give_up=self._is_hopeless)
+        begin = time.monotonic()
+        answer = self._asker.ask(method, *arguments, patience=self._beat, give_up=self._is_hopeless)
+        self._slowest = max(0.95 * self._slowest, time.monotonic() - begin)
+        return answer
+
+    # -- without the store
 
     def _is_hopeless(self, seconds: float) -> bool:
         """Go on without the store: to stop, or where an answer is needed and none has come for long."""
         waiting = self.waiting
         overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
-        return self._stopping or (seconds > STORE_SECONDS and (overdue or self._proposal is not None))
+        silent = seconds > max(STORE_SECONDS, SLOW * self._slowest)
+        return self._stopping or (silent and (overdue or self._proposal is not None))
+
+    def _host_lost(self) -> PeerFailure | None:
+        """What it means that the store has left, where a rank had it that is not this one."""
+        if self._store_host is None:
+            return None if self.far_host is None else copy(self.far_host)
+        if self._store_host == self._rank:
+            return None
+        return PeerFailure(self._store_host, "died or left (the store that it hosts is gone)")
 
     def _after_store(self, gone: float) -> PeerFailure | None:
         """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come."""
-        waiting, proposal, host = self.waiting, self._proposal, self._store_host
-        if host is None or host == self._rank or (proposal is not None and proposal.rank == host):
+        waiting, proposal, lost = self.waiting, self._proposal, self._host_lost()
+        if lost is None or (proposal is not None and proposal.rank == self._store_host):
             return proposal
         doomed = waiting is not None and time.monotonic() - max(gone, waiting.since) > STATE_SECONDS
-        if proposal is None and not doomed:
-            return None
-        return PeerFailure(host, "died or left (the store that it hosts is gone)")
+        return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:
         """What this rank makes of a store that does not answer."""
@@ -328,52 +351,3 @@ class Watch:
         if self._proposal is not None or self.waiting is None:
             return self._proposal
         return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")
-
-
-def judge(accuser: int, states: dict[int, Waiting | None], timeout: float) -> PeerFailure:
-    """The end of the chain of waits that begins at the accuser."""
-    path = [accuser]
-    while (state := states.get(path[-1])) is not None:
-        last = state
-        path.append(state.peer)
-        if state.peer in path[:-1]:
-            break
-    suffix = f" ({' waits for '.join(f'rank {rank}' for rank in path)})" if len(path) > 2 else ""
-    if len(set(path)) < len(path):
-        waits = {state.edge is None for rank in path[:-1] if (state := states[rank]) is not None}
-        differ = "; they are probably in different calls: make each call on every rank" if len(waits) > 1 else ""
-        return last.blame(path[-2], f"deadlock for {timeout:g} s{suffix}{differ},")
-    how = "busy in its own code" if path[-1] in states else "stopped or dead"
-    return last.blame(path[-2], f"silent for {timeout:g} s, {how}{suffix},")
-
-
-plain.record(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float)
-
-_KEY = b"the store"
-_PARTS: dict[str, tuple[Any, ...]] = {  # what is under each key, part by part
-    "verdict": (PeerFailure,),
-    "news": (PeerFailure,),
-    "alarm": (int, Waiting | None, PeerFailure | None),
-    "state": (Waiting | None, str, Action | None),
-}
-
-
-def _dump(*parts: Any) -> str:
-    return base64.b64encode(signed(plain.dumps(parts), _KEY)).decode()
-
-
-def _load(kind: str, text: bytes) -> tuple[Any, ...]:
-    """What a rank of this run wrote with `_dump`. Whoever reaches the store can write to it: nothing else is taken."""
-    try:
-        content = unsigned(base64.b64decode(text, validate=True), _KEY)
-        parts = None if content is None else plain.loads(content)
-    except ValueError:
-        parts = None
-    wanted = _PARTS[kind]
-    if not isinstance(parts, tuple) or len(parts) != len(wanted) or not all(map(isinstance, parts, wanted)):
-        raise _Tampered(kind)
-    return parts
-
-
-class _Tampered(Exception):
-    """Under a key of this run is something that no rank of it has written."""

@@ -88,7 +88,7 @@ def run(cases: list[Case], folder: Path, transports: list[str]) -> list[tuple[st
         pipe = penstock.Pipeline(model, stages=len(case), microbatches=M, **options)
         calls = make(pipe, folder)
         calls["step()"]()
-        if not (folder / "old").exists():
+        if number == 0 and any("load()" in each for each in cases):
             penstock.save(folder / "old", pipe)
         try:
             calls[case[rank]]()

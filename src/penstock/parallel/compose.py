@@ -46,6 +46,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         if axes.size(axis) > 1
     }
     link = links.get("dp")
+    transport.name_place(**{each.word: each.index for each in links.values()})
     host = _store_host(axes.mesh)
     if host is not None:
         for one in (transport, *(each._transport for each in links.values())):

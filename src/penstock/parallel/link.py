@@ -22,7 +22,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Where, after_loss, nowhere
+from penstock.runtime.transport.base import Where, after_loss, nowhere, placed
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.judging import Waiting
 from penstock.runtime.transport.watch import SETTLE_SECONDS
@@ -166,10 +166,7 @@ class Link:
 
     def named(self, failure: PeerFailure) -> PeerFailure:
         """A failure of this rank or its pipeline, as others on this axis know it."""
-        named = copy(failure)
-        if getattr(named, self.word) is None:
-            setattr(named, self.word, self.index)
-        return copy(named)  # copied again, so that its text is made anew
+        return placed(failure, {self.word: self.index})
 
     def close(self) -> None:
         """End the watch."""

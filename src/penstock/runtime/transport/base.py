@@ -28,7 +28,7 @@ Nothing waits for longer than `timeout`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -219,6 +219,15 @@ def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
     told = copy(failure)
     told.stage, told.action, told.microbatch = action.stage, str(action), action.microbatch
     return copy(told)  # copied again, so that its text is made with the place
+
+
+def placed(failure: PeerFailure, place: Mapping[str, int]) -> PeerFailure:
+    """The same failure with its replica and shard, where it has none."""
+    told = copy(failure)
+    for axis, number in place.items():
+        if getattr(told, axis) is None:
+            setattr(told, axis, number)
+    return copy(told)  # copied again, so that its text is made anew
 
 
 def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:

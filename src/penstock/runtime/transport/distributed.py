@@ -219,6 +219,10 @@ class DistributedTransport(Transport):
             raise apart
         return told.values
 
+    def name_place(self, **place: int) -> None:
+        """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
+        self._watch.place = place
+
     def name_far_host(self, failure: PeerFailure) -> None:
         """What to say where the store is gone, which another group's process had."""
         if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():

@@ -38,7 +38,7 @@ from copy import copy
 from typing import Any
 
 from penstock.errors import PeerFailure, RunError
-from penstock.runtime.transport.base import Where, after_loss, nowhere, with_report
+from penstock.runtime.transport.base import Where, after_loss, nowhere, placed, with_report
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.bulletin import Bulletin
 from penstock.runtime.transport.judging import State, Waiting, different_calls, judge
@@ -83,6 +83,7 @@ class Watch:
         self.where: Where = nowhere
         self.news: list[PeerFailure] = []
         self.far_host: PeerFailure | None = None  # what to say where the store is gone that no rank here had
+        self.place: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
         self._step = 0
@@ -208,7 +209,7 @@ class Watch:
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
         # either sees the verdict or is seen waiting.
-        self.verdict = verdict
+        self.verdict = verdict = placed(verdict, self.place)
         self._settled.set()
         waiting, outside = self.waiting, self.outside
         if waiting is not None:

@@ -72,6 +72,8 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         local = {index: stage.part for index, stage in executor.stages.items()}
         spread(pipe.split.parts, local, wanted.plan, axes.along("tp"))
         executor.crossing = SpreadValues(axes.along("tp"))
+        for stage in executor.stages.values():
+            stage.carries(DTensor)
     sharder = None
     if wanted.shards:
         for stage in executor.stages.values():

@@ -143,6 +143,8 @@ _BARE, _LEAF = _references_of_bare(), _references_of_leaf()
 class Outgoing:
     """What one stage emits, made fit to leave: nothing in it is in memory that the stage will write to again."""
 
+    carried: tuple[type[Tensor], ...] = ()  # kinds of tensors that are packed on their way, and made again
+
     def __init__(self, stage: int, module: nn.Module) -> None:
         self._stage = stage
         self._module = module
@@ -182,7 +184,7 @@ class Outgoing:
     def _check_leaves(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                if (kind := more_than_numbers(leaf)) is not None:
+                if not isinstance(leaf, self.carried) and (kind := more_than_numbers(leaf)) is not None:
                     raise ModelError(
                         f"stage {self._stage} returns a {kind}; only plain dense tensors cross to another stage, and "
                         f"the next one would get less than that: return plain tensors (.as_subclass(torch.Tensor), a "

@@ -75,6 +75,10 @@ class Stage:
         """Whether it takes its batch in one piece, for batch norms that normalise the whole of it."""
         return any(norm.gathers for norm in self._whole_norms)
 
+    def carries(self, *kinds: type[Tensor]) -> None:
+        """Tensors of these kinds are packed on their way to other stages."""
+        self._outgoing.carried = kinds
+
     def begin_step(self) -> None:
         """A program begins."""
         self.fresh.begin_step()

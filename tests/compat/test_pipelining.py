@@ -20,7 +20,7 @@ import penstock
 import penstock.compat.pipelining as ours
 from penstock.compat.pipelining import microbatch, schedules
 from penstock.compat.pipelining.stage import _PipelineStageBase
-from penstock.errors import ModelError, NotationError, ScheduleError, UsageError
+from penstock.errors import FallbackWarning, ModelError, NotationError, ScheduleError, UsageError
 from penstock.schedule import build, verify
 
 LISTED = [
@@ -412,7 +412,9 @@ def test_parameters_beside_modules_begin_stages_too(mark: Any) -> None:
     torch.testing.assert_close(pipe(x, y)[0], model(x, y))
     loss = nn.functional.mse_loss(model(x, y), torch.ones(8, 4))
     wanted = torch.autograd.grad(loss, list(model.parameters()))
-    with penstock.Pipeline(model, microbatches=2, loss_fn=nn.functional.mse_loss, **pipe.cut) as whole:
+    with pytest.warns(FallbackWarning):
+        whole = penstock.Pipeline(model, microbatches=2, loss_fn=nn.functional.mse_loss, **pipe.cut)
+    with whole:
         found = whole.step(x, y, target=torch.ones(8, 4)).loss
     torch.testing.assert_close(found, loss.detach())
     for parameter, gradient in zip(model.parameters(), wanted, strict=True):

@@ -138,4 +138,4 @@ def test_a_layer_inside_of_a_block_that_cannot_be_opened_is_told_of() -> None:
 
     with pytest.raises(ModelError, match=r"blocks\.0\.inner is a part of blocks\.0, which has parameters of its own"):
         trains(Both(), rows())
-    assert trains(Both(), rows(), split="auto") < 1e-7
+    assert trains(Both(), rows(), split="graph") < 1e-7

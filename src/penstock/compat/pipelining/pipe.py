@@ -84,7 +84,6 @@ class Pipe(nn.Module):
         if not split_at:
             self.cut = {"example": example, "stages": 1}
         self.split: Split = cut_model(model, self.cut.get("stages"), example=example, split_at=split_at)
-        self.split.warn()
         self.num_stages = self.split.stages
         self.has_loss_and_backward = False
         self._modules_of: dict[int, nn.Module] = {}

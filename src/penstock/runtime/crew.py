@@ -34,6 +34,7 @@ from penstock.runtime.recorder import Begun
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.base import whole_again
+from penstock.runtime.transport.compiling import may_compile
 from penstock.schedule import Placement, Schedule
 
 __all__ = ["Clock", "Crew"]
@@ -157,6 +158,7 @@ class Crew:
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
+        may_compile()  # from now on, it is known when
         try:
             room = ROOM.here()
             with room.kept(), self.precise():

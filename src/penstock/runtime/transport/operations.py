@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel, after_loss
+from penstock.runtime.transport.compiling import LONGEST, may_compile
 from penstock.runtime.transport.judging import Waiting
 from penstock.runtime.transport.link import End, Part
 from penstock.runtime.transport.watch import Watch
@@ -37,7 +38,7 @@ class Operations:
         self.device_backend = device_backend
         self._watch = watch
         self._timeout = timeout
-        self._limit = timedelta(seconds=timeout + SLACK)
+        self._limits = [timedelta(seconds=timeout + SLACK), timedelta(seconds=timeout + SLACK + LONGEST)]
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -84,7 +85,7 @@ class Operations:
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            work.wait(self._limit)
+            work.wait(self._limits[may_compile()])
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from penstock.runtime.transport.base import (
     with_report,
     wrong_message,
 )
+from penstock.runtime.transport.compiling import last_compiled
 from penstock.runtime.transport.share import Ready, arrive, share
 
 __all__ = ["ThreadTransport"]
@@ -253,10 +255,15 @@ class ThreadTransport(Transport):
         """The next item of the queue, or the blame for there being none."""
         waiting = self._board.waiting
         waiting[self.rank] = peer
+        patience = self.timeout
         try:
-            return queue.get(True, self.timeout)
-        except Empty:
-            raise copy(self._board.abort(self._blame(peer, edge, microbatch))) from None
+            while True:
+                try:
+                    return queue.get(True, patience)
+                except Empty:
+                    patience = last_compiled() + self.timeout - monotonic()
+                    if patience <= 0:
+                        raise copy(self._board.abort(self._blame(peer, edge, microbatch))) from None
         finally:
             waiting[self.rank] = None
 
@@ -307,7 +314,7 @@ class ThreadTransport(Transport):
         self._board.waiting[self.rank] = peer
         if peer is not None:
             self._check_whole()
-            if seconds > self.timeout:
+            if min(seconds, monotonic() - last_compiled()) > self.timeout:
                 raise copy(self._board.abort(self._blame(peer, None, -1)))
 
     def announce(self, failure: PeerFailure) -> None:

@@ -41,6 +41,7 @@ from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport.base import Where, after_loss, nowhere, placed, with_report
 from penstock.runtime.transport.bell import Bell
 from penstock.runtime.transport.bulletin import Bulletin
+from penstock.runtime.transport.compiling import is_compiling
 from penstock.runtime.transport.judging import State, Waiting, different_calls, judge
 from penstock.runtime.transport.marks import Marks
 from penstock.runtime.transport.notes import Alarm, Tampered
@@ -96,7 +97,10 @@ class Watch:
         self._timeout = timeout
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
-        self._marks = Marks(self._ask, self._bulletin.key, rank, ranks, min(STATE_SECONDS, timeout / 2))
+        fresh = min(STATE_SECONDS, timeout / 2)
+        self._marks = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
+        self._compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
+        self._compiled = float("-inf")  # until when some rank was seen to
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: threading.Event | Bell = bell or threading.Event()
@@ -236,6 +240,7 @@ class Watch:
         if not self.news:
             self._read_news()
         self._marks.tell(self.outside is not None or self.elsewhere())
+        self._compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None:
             self._raise_alarm(Alarm(self._rank, waiting, proposal))
@@ -251,12 +256,15 @@ class Watch:
         self._call_others()
 
     def _is_overdue(self, waiting: Waiting | None) -> bool:
-        waited = 0.0 if waiting is None else time.monotonic() - waiting.since
-        if waited < self._timeout / 2:
+        now = time.monotonic()
+        if waiting is None or now - waiting.since < self._timeout / 2:
             self._marks.forget()
+            self._compiling.forget()
             return False
+        if self._compiling.anybody():
+            self._compiled = now
         patience = OUTSIDE_SECONDS if self._marks.anybody() else 0.0
-        return waited > self._timeout + patience
+        return now - max(waiting.since, self._compiled) > self._timeout + patience
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
@@ -323,7 +331,7 @@ class Watch:
     def _is_hopeless(self, seconds: float) -> bool:
         """Go on without the store: to stop, or where an answer is needed and none has come for long."""
         waiting = self.waiting
-        overdue = waiting is not None and time.monotonic() - waiting.since > self._timeout
+        overdue = waiting is not None and time.monotonic() - max(waiting.since, self._compiled) > self._timeout
         silent = seconds > max(STORE_SECONDS, SLOW * self._slowest)
         return self._stopping or (silent and (overdue or self._proposal is not None))
 

@@ -1,0 +1,66 @@
+"""A rank that compiles is not silent: the time that torch.compile takes does not count towards the timeout.
+
+A compiled stage is compiled in its first step, forward and backward, and again for other shapes, which may take longer
+than any rank should be silent. Dynamo tells when a compilation begins and ends. On threads that is all; a process says
+in the store that it is compiling, as long as it does.
+"""
+
+from __future__ import annotations
+
+import sys
+from time import monotonic
+from typing import Any
+
+__all__ = ["LONGEST", "is_compiling", "last_compiled", "may_compile"]
+
+LONGEST = 3600.0  # seconds: a compilation that takes longer hangs
+
+
+class _Compilations:
+    """Of this process, by all its threads: dynamo tells of the first that begins and of the last that ends."""
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._begun: float | None = None
+        self._ended = float("-inf")
+
+    def listen(self) -> None:
+        """As soon as dynamo is there; loading it takes seconds, and who does not compile does without."""
+        dynamo: Any = sys.modules.get("torch._dynamo.callback")
+        handler: Any = getattr(dynamo, "callback_handler", None)
+        if handler is not None and handler is not self._handler:
+            self._handler = handler
+            handler.register_start_callback(self._begin)
+            handler.register_end_callback(self._end)
+
+    def _begin(self, _: Any) -> None:
+        self._begun = monotonic()
+
+    def _end(self, _: Any) -> None:
+        self._begun, self._ended = None, monotonic()
+
+    def last(self) -> float:
+        """The time until which this process is known to have compiled: now, while it does."""
+        self.listen()
+        begun = self._begun
+        return self._ended if begun is None else min(monotonic(), begun + LONGEST)
+
+
+_compilations = _Compilations()
+
+
+def may_compile() -> bool:
+    """Whether this process has loaded what compiles; from here on, all compilations are known."""
+    _compilations.listen()
+    return "torch._dynamo" in sys.modules
+
+
+def last_compiled() -> float:
+    """When this process last compiled, on the clock of `time.monotonic`."""
+    return _compilations.last()
+
+
+def is_compiling() -> bool:
+    """Whether it does now."""
+    now = monotonic()
+    return _compilations.last() >= now

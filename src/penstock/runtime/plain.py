@@ -17,6 +17,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -208,6 +209,8 @@ class _Encoder:
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"$device": str(value)}
+        if isinstance(value, Path) and self._set_aside is None:
+            return {"$path": str(value)}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
             return self.walk(value.item(), place, 0)
@@ -262,6 +265,7 @@ _MARKS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$bytes": lambda text, _: base64.b64decode(text),
     "$dtype": _dtype,
     "$device": lambda text, _: torch.device(text),
+    "$path": lambda text, _: Path(text),
     "$action": lambda text, _: parse(text),
 }
 

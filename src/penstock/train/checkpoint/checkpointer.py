@@ -125,7 +125,7 @@ class Checkpointer:
             steps = [each for _, each, _, _ in told]
             if len(set(steps)) > 1:
                 raise UsageError(f"the processes were given different steps to save: {steps}")
-            where: Place = told[0][3]
+            where = Place(*told[0][3])
             if not self._seen:
                 processes.together(lambda: (None, sees(where.temporary, processes.number)), where.final)
                 self._seen = True

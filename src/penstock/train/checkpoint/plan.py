@@ -12,10 +12,16 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from penstock.errors import UsageError
 from penstock.train.checkpoint.body import Entry, Layout, name_of_type
@@ -61,7 +67,8 @@ class Planner:
         assert self._planner is not None
         assert self._local is not None
         if changed or self._plan is None:
-            plans, metadata = self._planner.create_global_plan(exchange(self._local))
+            told = exchange([_told(item) for item in self._local.items])
+            plans, metadata = self._planner.create_global_plan([SavePlan(list(map(_heard, items))) for items in told])
             self._plan = _plan_of(plans, metadata.state_dict_metadata, process)
         return self._plan
 
@@ -76,6 +83,22 @@ class Planner:
     def forget(self) -> None:
         """Hold no tensor between saves."""
         self._planner = None
+
+
+def _told(item: WriteItem) -> tuple[Any, ...]:
+    """One piece of a tensor as processes tell each other, in plain values."""
+    index, data = item.index, item.tensor_data
+    assert data is not None
+    offset = None if index.offset is None else tuple(index.offset)
+    chunk = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return index.fqn, offset, index.index, item.type.name, *chunk, data.properties.dtype, tuple(data.size)
+
+
+def _heard(told: tuple[Any, ...]) -> WriteItem:
+    name, offset, number, kind, offsets, sizes, dtype, size = told
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(size))
+    return WriteItem(MetadataIndex(name, offset, number), WriteItemType[kind], tensor_data=data)
 
 
 def _type(item: Any) -> str:

@@ -29,6 +29,7 @@ from penstock.model.split import OUTPUT, Split
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.lengths import ByTokens
+from penstock.runtime.loss_module import module_of
 from penstock.runtime.losses import ExtraLosses, check_loss, own_loss
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.ownership import FreshGradients
@@ -111,8 +112,12 @@ def parity(
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
     if isinstance(cut.get("split"), ByTokens):
         del cut["split"]
-    with Pipeline(copy.deepcopy(model), **options) as pipe:
-        own, single = copy.deepcopy(model), copy.deepcopy(model)
+    loss_fn = pipeline.get("loss_fn")
+    (piped, options["loss_fn"]), (own, own_loss_fn), (single, single_loss_fn) = (
+        copy.deepcopy((model, loss_fn)) if module_of(loss_fn) is not None else (copy.deepcopy(model), loss_fn)
+        for _ in range(3)
+    )
+    with Pipeline(piped, **options) as pipe:
         for each in (own, single):
             prepare_batch_norm(each, pipe.batch_norm)
         plain = cut_model(own, pipeline.get("stages"), **cut)
@@ -121,11 +126,11 @@ def parity(
         poison(plain)
         batch = pipe.microbatches_of(args, kwargs, target, loss_kwargs or {})
         expected, found = _Trace(plain), _Trace(pipe.split)
-        _run_plain(pipe, plain, batch, expected)
+        _run_plain(pipe, plain, batch, expected, own_loss_fn)
         whole = uncut(plain, single, cut)
         if whole is not None:
             alone = _Trace(whole)
-            _run_plain(pipe, whole, batch, alone)
+            _run_plain(pipe, whole, batch, alone, single_loss_fn)
             compare_whole(plain, expected.summed(), alone.summed(), tolerance)
         for step in range(STEPS):
             with found.watching(step), _watching_stages(pipe, found):
@@ -245,9 +250,14 @@ def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
                 del stage.__dict__[name]
 
 
-def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace) -> None:
-    with pipe.crew.precise() as precisions:
-        _accumulate(pipe, split, batch, trace, precisions[0])
+def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, loss_fn: Any) -> None:
+    """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
+    before, pipe.loss_fn = pipe.loss_fn, loss_fn
+    try:
+        with pipe.crew.precise() as precisions:
+            _accumulate(pipe, split, batch, trace, precisions[0])
+    finally:
+        pipe.loss_fn = before
 
 
 def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, precision: Precision | None) -> None:

@@ -236,3 +236,11 @@ def test_what_is_a_loss_with_a_state() -> None:
     clash.add_module("loss_fn", Learned())
     with pytest.raises(ModelError, match=r"the model has loss_fn.log_var, loss_fn.mean, and loss_fn= has"):
         penstock.Pipeline(clash, stages=2, microbatches=M, loss_fn=loss_fn)
+
+
+def test_parity_leaves_the_users_loss_alone() -> None:
+    (model, loss_fn), (x, y) = made(), batch()
+    report = penstock.parity(model, x, target=y, pipeline={"stages": 2, "microbatches": M, "loss_fn": loss_fn})
+    assert report.exact
+    assert loss_fn.log_var.grad is None
+    assert loss_fn.mean == 0

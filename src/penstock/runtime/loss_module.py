@@ -17,14 +17,14 @@ from penstock.errors import ModelError
 from penstock.model.part import state_names
 from penstock.model.split import Holding, Split
 
-__all__ = ["LOSS", "StageAndLoss", "loss_holding"]
+__all__ = ["LOSS", "StageAndLoss", "loss_holding", "module_of"]
 
 LOSS = "loss_fn"  # what the names of its parameters and buffers begin with
 
 
 def loss_holding(loss_fn: Callable[..., Any] | None, split: Split) -> Holding | None:
     """What the loss holds beside the stages, if it holds anything."""
-    module = _module_of(loss_fn)
+    module = module_of(loss_fn)
     if module is None:
         return None
     held = {id(tensor) for part in split.parts for tensor in (*part.module.parameters(), *part.module.buffers())}
@@ -43,7 +43,8 @@ def loss_holding(loss_fn: Callable[..., Any] | None, split: Split) -> Holding | 
     return Holding(split.stages - 1, module, names)
 
 
-def _module_of(loss_fn: Any) -> nn.Module | None:
+def module_of(loss_fn: Any) -> nn.Module | None:
+    """The module that a loss function is, or a method of."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
     owner = getattr(loss_fn, "__self__", loss_fn)  # of a method

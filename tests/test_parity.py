@@ -16,6 +16,7 @@ from penstock.errors import ParityError
 from penstock.runtime.crew import Clock
 from penstock.runtime.shares import BatchShares
 from penstock.runtime.stage import Stage
+from penstock.whole import near
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
 FAMILIES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2, "looped-bfs": 2}
@@ -134,6 +135,19 @@ def test_weights_and_loss_arguments_reach_both_sides() -> None:
         },
     )
     assert found.exact
+
+
+def test_a_gradient_that_is_0_but_for_rounding_is_no_difference() -> None:
+    """That of an attention's key bias: the rounding of others, which another order of sums makes another number."""
+    eps = torch.finfo(torch.float32).eps
+    one, other = torch.tensor([eps, -eps]), torch.tensor([-eps, 2 * eps])
+    with pytest.raises(ParityError, match="differ by 3 of its largest entry"):
+        near("a gradient", one, other, 64 * eps)
+    assert near("a gradient", one, other, 64 * eps, scale=1.0) <= 64 * eps
+    with pytest.raises(ParityError):  # a gradient that is small, but more than rounding
+        near("a gradient", one, other, 64 * eps, scale=1e-2)
+    with pytest.raises(ParityError):  # where sums are in order, nothing is rounded in another way
+        near("a gradient", one, other, 0.0, scale=1.0)
 
 
 # -- pipelines that are broken on purpose

@@ -68,6 +68,8 @@ _HOMES = {
     "save": "penstock.train.checkpoint.checkpointer",
 }
 
+_ROOMS = ("errors", "schedule")  # modules that are found without an import of their own
+
 __all__ = [
     "Checkpointer",
     "GPipe",
@@ -100,6 +102,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"penstock.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -31,7 +31,7 @@ from penstock.runtime.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.lengths import ByTokens
 from penstock.runtime.loss_module import module_of
 from penstock.runtime.losses import ExtraLosses, check_loss, own_loss
-from penstock.runtime.microbatch import Batch
+from penstock.runtime.microbatch import Batch, plain_example
 from penstock.runtime.ownership import FreshGradients
 from penstock.runtime.phase import Phase
 from penstock.runtime.precision import Precision
@@ -40,7 +40,7 @@ from penstock.runtime.replication import Alone
 from penstock.runtime.shares import BatchShares
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
-from penstock.whole import compare_whole, near, poison, uncut
+from penstock.whole import compare_whole, largest, near, poison, uncut
 
 __all__ = ["Parity", "parity"]
 
@@ -110,6 +110,7 @@ def parity(
     for name in ("replicate", "window", "shard_precision", "tensor_plan"):
         options.pop(name, None)  # in one process there is one pipeline
     cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
+    cut["example"] = plain_example(cut.get("example"))
     if isinstance(cut.get("split"), ByTokens):
         del cut["split"]
     loss_fn = pipeline.get("loss_fn")
@@ -320,6 +321,7 @@ def _compare(pipe: Pipeline, plain: _Trace, piped: _Trace, tolerance: float | No
     expected, found = plain.tensors, piped.tensors
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
     in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.split.stages)]
+    scale = largest(tensor for place, tensor in expected.items() if place.kind in ("gradient", "tied"))
     for place in sorted({*expected, *found}, key=lambda each: (*each[:4], KINDS.index(each.kind), each.name)):
         want, have = expected.get(place), found.get(place)
         if want is None or have is None:
@@ -331,7 +333,7 @@ def _compare(pipe: Pipeline, plain: _Trace, piped: _Trace, tolerance: float | No
         )
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(want.dtype).eps if reordered else 0.0
         kind = "gradient" if place.kind == "tied" else place.kind
-        worst[kind] = max(worst[kind], near(place, want, have.to(want.device), allowed))
+        worst[kind] = max(worst[kind], near(place, want, have.to(want.device), allowed, scale * (kind == "gradient")))
     return Parity(**worst, compared=len(expected))
 
 

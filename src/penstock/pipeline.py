@@ -23,16 +23,17 @@ from penstock.parallel.wanted import Composition
 from penstock.runtime.arguments import check_arguments, op_of
 from penstock.runtime.batch_norm import prepare_batch_norm, whole_stages
 from penstock.runtime.batching import Batching
+from penstock.runtime.call_arguments import positional
 from penstock.runtime.choose import choose_schedule
 from penstock.runtime.crew import Clock, Crew
 from penstock.runtime.elsewhere import Elsewhere
 from penstock.runtime.executor import Handler, StepInput
-from penstock.runtime.feed import StepResult, positional
+from penstock.runtime.feed import StepResult
 from penstock.runtime.leaves import watch_leaves
 from penstock.runtime.lengths import ByTokens
 from penstock.runtime.loss_check import LossChecks
 from penstock.runtime.loss_module import loss_holding
-from penstock.runtime.microbatch import count_for
+from penstock.runtime.microbatch import count_for, plain_example
 from penstock.runtime.precision import precision_of
 from penstock.runtime.rebalance import move_state, propose_cut
 from penstock.runtime.recorder import Recorder
@@ -99,8 +100,8 @@ class Pipeline(Batching):
         self.loss_reduction = loss_reduction
         self.loss_weight = loss_weight
         self.loss_per_microbatch = loss_per_microbatch
-        names = positional(model.forward if isinstance(model, nn.Module) else model[0].forward)
-        self.weighing = Weighing(loss_fn, loss_weight, loss_reduction, loss_per_microbatch, names)
+        self._forward = model.forward if isinstance(model, nn.Module) else model[0].forward
+        self.weighing = Weighing(loss_fn, loss_weight, loss_reduction, loss_per_microbatch, positional(self._forward))
         self.batch_dims = dict(batch_dims or {})
         self.checks = LossChecks(loss_fn, self.weighing, self.batch_dims, loss_per_microbatch)
         self.inputs = inputs
@@ -122,7 +123,13 @@ class Pipeline(Batching):
             measures = world.is_first and self.composition.is_first
             balancing = Balancing(balance, speeds, optimizer, schedule_for, measured, measures)
             self.split = cut_model(
-                model, stages, balance=balancing, skips=skips, example=example, split_at=split_at, split=split
+                model,
+                stages,
+                balance=balancing,
+                skips=skips,
+                example=plain_example(example),
+                split_at=split_at,
+                split=split,
             )
             self.split = replace(self.split, loss=loss_holding(loss_fn, self.split))
             self._prove(choose_schedule(schedule, self.split.topology, microbatches, ranks, world))
@@ -146,7 +153,7 @@ class Pipeline(Batching):
         self._watch_leaves()
         if measures:
             self.split.warn()
-        self._checked_keywords = set()
+        self._checked_keywords, self._checked_loss_kwargs = set(), set()
         self._passed = set()
         self._compared = set()
         self._closed = False

@@ -93,14 +93,14 @@ def test_a_difference_is_shrunk_to_the_layer_that_makes_it() -> None:
 
 def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: each microbatch's loss is seeded with twice its share."""
-    from penstock.runtime.losses import Seeds
+    from penstock.runtime.seeds import Seeds
 
     case = Case(((DENSE,), (DENSE,)), ranks=2, sizes=(2, 1))
     assert run_on_threads(case).kind == "same"
     make = Seeds.__init__
 
-    def doubled(self: Seeds, shares: Any, *rest: Any, **more: Any) -> None:
-        make(self, [2 * share for share in shares], *rest, **more)
+    def doubled(self: Seeds, shares: Any, count: int, scale: float, *rest: Any) -> None:
+        make(self, shares, count, 2 * scale, *rest)
 
     monkeypatch.setattr(Seeds, "__init__", doubled)
     outcome = run_on_threads(case)

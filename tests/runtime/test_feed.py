@@ -146,11 +146,6 @@ def test_a_loss_that_is_not_there_is_an_error() -> None:
         pipeline(loss_fn=lambda o, t: None).step(X, target=Y)
 
 
-def test_a_loss_that_fails_for_want_of_a_target_says_so() -> None:
-    with pytest.raises(PeerFailure, match=r"step\(\) got no target on this rank"):
-        pipeline().step(X)
-
-
 def test_wrong_loss_keywords_are_refused() -> None:
     with pytest.raises(UsageError, match="loss_kwargs is a list; pass a dict"):
         pipeline().step(X, target=Y, loss_kwargs=[1])  # type: ignore[arg-type]

@@ -16,8 +16,10 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch_norm import BATCH_NORMS
+from penstock.runtime.call_arguments import check_loss_fn
 from penstock.runtime.measures import torch_reduction
 from penstock.runtime.precision import precision_of
+from penstock.runtime.wrapped import refuse_wrapped_model
 from penstock.schedule import Op, Schedule
 
 __all__ = ["check_arguments", "op_of"]
@@ -48,7 +50,10 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
         raise UsageError(
             "loss_weight= weighs the terms of a mean; with loss_reduction='sum' all count alike: leave it out"
         )
+    if given["loss_fn"] is not None:
+        check_loss_fn(given["loss_fn"])
     _check_reduction(given)
+    refuse_wrapped_model(model)
     if not isinstance(model, (nn.Module, Sequence)) or isinstance(model, str):
         raise UsageError(f"model={model!r}: pass an nn.Module, or a list of stage modules")
     layers = model if isinstance(model, (nn.Sequential, nn.ModuleList, Sequence)) else None

@@ -5,9 +5,7 @@ All checks of a batch are made here, while the ranks prepare: a rank that refuse
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
+from penstock.runtime.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.runtime.crew import Clock
 from penstock.runtime.executor import StepInput, StepReport
 from penstock.runtime.fingerprint import Key, Seen, look
@@ -22,21 +21,12 @@ from penstock.runtime.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.loss_check import LossChecks
 from penstock.runtime.losses import trained_loss
 from penstock.runtime.microbatch import Batch, check_labels, merge, split_batch
+from penstock.runtime.result import StepResult, loss_value
 from penstock.runtime.shares import BatchShares, Shares, Weighing
 from penstock.runtime.state import OwnedState
 from penstock.schedule import Schedule
 
-__all__ = ["Feed", "StepResult", "positional"]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step or an evaluation says, the same on every rank but for `output`."""
-
-    loss: Tensor | None  # of the whole batch, over all replicas
-    losses: tuple[Tensor, ...] = ()  # of each microbatch of this replica, by its number
-    extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
-    output: Any = None  # merged, where asked for, on the rank of the last stage
+__all__ = ["Feed", "StepResult"]
 
 
 class Feed(OwnedState):
@@ -59,6 +49,8 @@ class Feed(OwnedState):
     _plan: Plan | None = None  # for the batch that runs
     _least: int = 1  # microbatches, where their number follows from the batch
     _checked_keywords: set[frozenset[str]]
+    _checked_loss_kwargs: set[frozenset[str]]
+    _forward: Callable[..., Any]  # of the model, as the user has written it
     _passed: set[str | int]  # labels of batch_dims that some call has had
     _training = True  # whether the batch that runs is for a step
     _compared: set[bool]  # whether ranks have compared a whole batch, of an evaluation and of a step
@@ -89,6 +81,8 @@ class Feed(OwnedState):
         ) -> Batch:
             if whole:
                 self._check_batch(args, kwargs, loss_kwargs)
+                needs = self.loss_fn if training and self.crew.last() is not None else None
+                check_call("step()" if training else "evaluate()", self._forward, args, target, needs)
             return self._cut(count, args, kwargs, target, loss_kwargs, whole)
 
         given = (args, kwargs, target, loss_kwargs)
@@ -194,7 +188,8 @@ class Feed(OwnedState):
         last = self.crew.last()
         found = last.outputs() if last is not None else []
         output = self._merged(found) if outputs and found else None
-        return StepResult(total, losses, extra, output)
+        whole = None if total is None else loss_value(total)
+        return StepResult(whole, tuple(map(loss_value, losses)), extra, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""
@@ -223,6 +218,9 @@ class Feed(OwnedState):
                 f"loss_kwargs is a {type(loss_kwargs).__name__}; pass a dict of loss_fn's keyword arguments"
             )
         self._check_keywords(kwargs)
+        if self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:
+            check_loss_kwargs(self.loss_fn, list(loss_kwargs))
+            self._checked_loss_kwargs.add(frozenset(loss_kwargs))
         if self.batch_dims:
             filled = positional(self.split.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
@@ -235,21 +233,13 @@ class Feed(OwnedState):
         if names in self._checked_keywords:
             return
         for name in sorted(names):
-            if not any(part.takes is None or name in part.takes for part in self.split.parts):
+            read = self.weighing.looks_at(name) or (self.batching is not None and self.batching.lengths == name)
+            if not read and not any(part.takes is None or name in part.takes for part in self.split.parts):
                 known = sorted({known for part in self.split.parts for known in part.takes or ()})
                 raise ModelError(
                     f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
                 )
         self._checked_keywords.add(names)
-
-
-def positional(function: Callable[..., Any] | None) -> list[str]:
-    """The names of the places that arguments fill, in order; none where the function does not say."""
-    try:
-        parameters = [] if function is None else list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return []
-    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def _on_device(batch: Batch, device: torch.device | None) -> Batch:

@@ -38,10 +38,13 @@ def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
     def loss_of(output: Any, target: Any, **extra: Any) -> Any:
         try:
             loss = own_loss(output) if loss_fn is None else loss_fn(output, target, **extra)
-        except (TypeError, AttributeError) as error:
-            if target is None:
-                error.add_note("step() got no target on this rank, so loss_fn was called with target=None")
-            raise
+        except (TypeError, AttributeError, RuntimeError) as error:
+            wrong = _misfit(error, output, target)
+            if wrong is None:
+                raise
+            raise ModelError(f"{_called(loss_fn)} raised {type(error).__name__} ({error}): {wrong}") from error
+        if loss_fn is None and loss is output and not (isinstance(loss, Tensor) and loss.dim() == 0):
+            raise ModelError(_no_loss(output, target))
         if loss is None:
             raise ModelError(f"the loss from {_called(loss_fn)} is None, so nothing would be trained; return a scalar")
         if isinstance(loss, Tensor) and not loss.requires_grad:
@@ -52,6 +55,30 @@ def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
         return loss
 
     return loss_of
+
+
+def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
+    """What is wrong with the target that a loss function could not take, where that can be seen."""
+    if target is None:
+        return "step() got no target on this rank, so loss_fn was called with target=None; pass target="
+    outputs, targets = (
+        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in (output, target)
+    )
+    there, here = sorted({str(leaf.device) for leaf in outputs}), sorted({str(leaf.device) for leaf in targets})
+    if there and here and not set(here) <= set(there):
+        return f"the target is on {', '.join(here)}, the output on {', '.join(there)}; move it with target.to(...)"
+    if any(word in str(error) for word in ("dtype", "scalar type", "not implemented for")):
+        kinds = [", ".join(sorted({str(leaf.dtype) for leaf in each})) for each in (targets, outputs)]
+        return f"the target is {kinds[0]}, the output {kinds[1]}; convert it, with target.long() for classes"
+    return None
+
+
+def _no_loss(output: Any, target: Any) -> str:
+    shape = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    beside = "" if target is None else " (a target alone computes none)"
+    labels = hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+    own = "its loss is None: pass what it computes it from, such as labels=" if labels else "pass loss_fn="
+    return f"there is no loss_fn, and the model returned {shape}, which is no loss{beside}; {own}"
 
 
 def with_graph(loss_fn: Callable[..., Any], output: Any, target: Any, extra: Mapping[str, Any]) -> Any:

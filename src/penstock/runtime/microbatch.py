@@ -34,6 +34,7 @@ __all__ = [
     "count_for",
     "dims_of_leaves",
     "merge",
+    "plain_example",
     "split_batch",
 ]
 
@@ -117,6 +118,15 @@ def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target:
     return None if splitter.total is None else max(1, min(most, splitter.total))
 
 
+def plain_example(example: Any) -> Any:
+    """An example as the model takes it: what was marked for a batch without its marks."""
+
+    def plain(leaf: Any) -> Any:
+        return leaf.value if isinstance(leaf, Shared) else leaf[0] if isinstance(leaf, Microbatches) and leaf else leaf
+
+    return pytree.tree_map(plain, example)
+
+
 def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[str | int]) -> None:
     """A label of `batch_dims` that nothing has is a slip, and would leave what it meant cut along dimension 0."""
     strange = [label for label in dims if label not in allowed]
@@ -174,8 +184,9 @@ class Splitter:
         elif rows != self.total and self.strict:
             raise ModelError(
                 f"{_name(label)} has {rows} rows{where}, but {self._said_by} has {self.total}; "
-                f"wrap it in penstock.Shared(...) if every microbatch needs it whole, or say where its rows "
-                f"are with batch_dims={{{label!r}: ...}}"
+                f"wrap it in penstock.Shared(...) if every microbatch needs it whole, say where its rows are with "
+                f"batch_dims={{{label!r}: ...}}, or, if these are no rows of the batch (pixels of its images), split "
+                f"it yourself: penstock.Microbatches([one part for each microbatch])"
             )
 
     def pieces(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:

@@ -10,15 +10,25 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from penstock.errors import UsageError
 from penstock.model.part import StagePart
 from penstock.schedule import Op, Schedule
 
-__all__ = ["refuse_wrapped"]
+__all__ = ["refuse_wrapped", "refuse_wrapped_model"]
 
 FSDP = "torch.distributed.fsdp"  # slow to import; who has wrapped a module with it has imported it
+
+
+def refuse_wrapped_model(model: Any) -> None:
+    """Raise for a model that is as a whole wrapped for data parallelism."""
+    kind = type(model).__name__
+    if isinstance(model, (DistributedDataParallel, DataParallel)) or kind == "FullyShardedDataParallel":
+        raise UsageError(
+            f"the model is wrapped in {kind}, which goes by whole batches and not by microbatches; pass the plain "
+            f"model that is its .module, and let the pipeline do it: mesh= with replicate='ddp' or 'fsdp'"
+        )
 
 
 def refuse_wrapped(parts: Sequence[StagePart], schedule: Schedule) -> None:

@@ -10,8 +10,12 @@ import pytest
 import torch
 from bugs.small import WIDTH, batch, check, linears, pipeline
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from penstock.errors import PeerFailure
+import penstock
+from penstock.errors import ModelError, PeerFailure
+from penstock.model.cut import cut_model
+from penstock.parallel.sharded import check_shardable
 
 
 @pytest.fixture
@@ -89,3 +93,55 @@ def test_a_layer_on_two_stages_that_counts_in_an_attribute_is_refused(kind: str)
             pipe.step(x, target=y)
     with pipeline([nn.Sequential(first, fades, fades), last]) as pipe:  # on one stage all is in turn
         pipe.step(x, target=y)
+
+
+class Seen(nn.Module):
+    """Counts rows in a tensor, and calls in a list, that are plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rows, self.log = nn.Linear(WIDTH, WIDTH), torch.zeros(()), [torch.zeros(())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += len(x)
+        self.log[0] += 1
+        return self.linear(x) + 0.01 * self.rows.to(x.dtype)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Seen(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+def test_a_unit_that_is_run_for_its_shapes_keeps_its_tensors() -> None:
+    """Where a microbatch had another size than the example, the unit was run once more to learn what it returns.
+
+    That was on a copy, but tensors that are plain attributes were not copied: one call too many was counted.
+    """
+    net, (x, y) = Net().double(), batch(8)
+    with penstock.Pipeline(
+        net, stages=2, microbatches=4, loss_fn=F.mse_loss, example=(x[:3],), split="replay", ranks=2
+    ) as pipe:
+        for step in (1, 2):
+            pipe.step(x, target=y)
+            assert (net.first.rows.item(), net.first.log[0].item()) == (8 * step, 4 * step)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_that_fsdp_would_lose_is_refused(kind: str) -> None:
+    """Hooks were looked for on the shards, which take the parameters' place: one registered before was lost.
+
+    The gradient of a weight whose hook doubles it was half of the plain loop's.
+    """
+    stages = linears(2)
+    getattr(stages[1].bias, kind)(lambda gradient: None)
+    parts = dict(enumerate(cut_model(stages, None).parts))
+    check_shardable({0: parts[0]}, False, set())
+    with pytest.raises(ModelError, match=r"1\.bias of stage 1 has a hook, which replicate='fsdp' cannot call"):
+        check_shardable(parts, False, set())
+    check_shardable(parts, False, {stages[1].bias})  # what stays whole keeps its hooks

@@ -38,7 +38,10 @@ def stage_tree(model: nn.Module, watched: set[str], answer: Answer, *, apart: bo
 
 
 def hollow_copy(module: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy with other tensors in the place of parameters and buffers; the original may be in use meanwhile."""
+    """A copy with other tensors in the place of all that a module has, attributes included.
+
+    The original may be in use meanwhile, and what the copy writes to must not be seen there.
+    """
     made: dict[int, Any] = {}
     for holder in module.modules():
         twin = made[id(holder)] = _twin(holder, type(holder))
@@ -50,7 +53,7 @@ def hollow_copy(module: nn.Module, fill: Callable[[Tensor], Tensor]) -> nn.Modul
     for holder in module.modules():
         twin = made[id(holder)]
         twin.__dict__["_modules"] = {name: made.get(id(child)) for name, child in holder._modules.items()}
-        _redirect(twin, made, True)
+        _redirect(twin, made, True, fill)
     root: nn.Module = made[id(module)]
     return root
 
@@ -116,22 +119,32 @@ class _Scripted(nn.Module):
         return getattr(self.__dict__["_module"], name)
 
 
-def _redirect(twin: Any, made: dict[int, Any], apart: bool) -> None:
-    """Attributes that refer to modules of the tree refer to their copies, also inside of lists and dicts."""
+def _redirect(twin: Any, made: dict[int, Any], apart: bool, fill: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Attributes that refer to modules of the tree refer to their copies, also inside of lists and dicts.
+
+    With `fill`, tensors and generators have copies too.
+    """
     if isinstance(twin, nn.Module):
         for name, value in list(twin.__dict__.items()):
             if name not in OWN:
-                twin.__dict__[name] = _mapped(value, made, apart, 4)
+                twin.__dict__[name] = _mapped(value, made, apart, 4, fill)
 
 
-def _mapped(value: Any, made: dict[int, Any], apart: bool, depth: int) -> Any:
-    if isinstance(value, (nn.Module, Tensor)):
+def _mapped(
+    value: Any, made: dict[int, Any], apart: bool, depth: int, fill: Callable[[Tensor], Tensor] | None = None
+) -> Any:
+    if fill is not None and id(value) not in made:
+        if isinstance(value, Tensor):
+            made[id(value)] = fill(value)
+        elif isinstance(value, torch.Generator):
+            made[id(value)] = value.clone_state()
+    if isinstance(value, (nn.Module, Tensor, torch.Generator)):
         return made.get(id(value), value)
     kind = type(value)
     if not depth or kind not in (list, set, tuple, deque, dict, OrderedDict, defaultdict):
         return value
     before = list(value.values()) if isinstance(value, dict) else list(value)
-    after = [_mapped(each, made, apart, depth - 1) for each in before]
+    after = [_mapped(each, made, apart, depth - 1, fill) for each in before]
     if not apart and all(each is other for each, other in zip(before, after, strict=True)):
         return value
     if isinstance(value, dict):

@@ -23,13 +23,17 @@ def receives_late(transport: Any, told: bool) -> Any:
     """Rank 1 is busy for twice the timeout, and rank 0 waits for it."""
     transport.open(CHANNELS)
     if transport.rank == 0:
-        return transport.receive(1, 0)
+        value = transport.receive(1, 0)
+        transport.exchange(None)
+        return value
     if told:
         compiling._compilations._begin(None)
     time.sleep(2 * transport.timeout)
     if told:
         compiling._compilations._end(None)
     transport.send(1, 0, torch.ones(1))
+    transport.flush()
+    transport.exchange(None)  # it does not leave before the other has it
     return None
 
 

@@ -101,6 +101,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Any], 
     "a number in a field": (Notes, lambda o, x: setattr(o, "count", o.count + 1), lambda o: o.count),
     "a tensor in a field": (Notes, lambda o, x: setattr(o, "sum", o.sum + x.mean()), lambda o: o.sum),
     "a new field": (Notes, lambda o, x: setattr(o, f"at{len(vars(o))}", x.shape[0]), lambda o: len(vars(o))),
+    "a device": (Notes, lambda o, x: setattr(o, "device", x.device), lambda o: o.device.type == "cpu"),
     "inside of a field": (Notes, lambda o, x: o.inner.update(last=o.inner["last"] + 1), lambda o: o.inner["last"]),
 }
 
@@ -122,9 +123,10 @@ def test_what_units_change_in_what_they_are_handed_is_exact(change: str) -> None
                 x = torch.tanh(block(x, handed))
             return x * (1 + read_it(handed))
 
-    model = Hands()
-    model.blocks = nn.ModuleList(Changes(W, W) for _ in range(4))
-    assert trains(model, rows()) == 0.0
+    for example in (rows(2, W), rows(3, W)):  # for the second, a run on meta tensors tells what a call changes
+        model = Hands()
+        model.blocks = nn.ModuleList(Changes(W, W) for _ in range(4))
+        assert trains(model, rows(), example=(example,)) == 0.0
 
 
 def test_another_batch_size_than_the_examples_adds_other_shapes() -> None:

@@ -78,8 +78,14 @@ class Shapes:
                     f"shape that a microbatch has"
                 ) from error
         leaves, spec = flatten(found if call.adds else found[0])
-        known = [Leaf(tuple(leaf.shape), leaf.dtype, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return known, spec
+        return [_as_on(device, leaf) for leaf in leaves], spec
+
+
+def _as_on(device: torch.device, leaf: Any) -> Any:
+    """What a run on meta tensors returned, as a run on the device itself would have."""
+    if isinstance(leaf, Tensor):
+        return Leaf(tuple(leaf.shape), leaf.dtype, device)
+    return device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

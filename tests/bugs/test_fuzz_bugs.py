@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import ModelError, PeerFailure
+from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.model.cut import cut_model
 from penstock.parallel.sharded import check_shardable
 
@@ -145,3 +145,17 @@ def test_a_hook_on_a_parameter_that_fsdp_would_lose_is_refused(kind: str) -> Non
     with pytest.raises(ModelError, match=r"1\.bias of stage 1 has a hook, which replicate='fsdp' cannot call"):
         check_shardable(parts, False, set())
     check_shardable(parts, False, {stages[1].bias})  # what stays whole keeps its hooks
+
+
+def test_predict_needs_no_arguments_of_the_loss() -> None:
+    """It has no loss to compute, but was refused since loss_fn would lack what only step() can give."""
+
+    def loss_fn(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        return (scale * (output - target)).square().mean()
+
+    x, y = batch()
+    with pipeline(loss_fn=loss_fn) as pipe:
+        pipe.step(x, target=y, loss_kwargs={"scale": y})
+        assert pipe.predict(x).shape == x.shape
+        with pytest.raises(UsageError, match="missing a required argument: 'scale'"):
+            pipe.evaluate(x, target=y)

@@ -81,6 +81,8 @@ class Feed(OwnedState):
         ) -> Batch:
             if whole:
                 self._check_batch(args, kwargs, loss_kwargs)
+                if training or target is not None or loss_kwargs:  # else there is no loss: predict()
+                    self._check_loss_kwargs(loss_kwargs)
                 needs = self.loss_fn if training and self.crew.last() is not None else None
                 check_call("step()" if training else "evaluate()", self._forward, args, target, needs)
             return self._cut(count, args, kwargs, target, loss_kwargs, whole)
@@ -218,15 +220,17 @@ class Feed(OwnedState):
                 f"loss_kwargs is a {type(loss_kwargs).__name__}; pass a dict of loss_fn's keyword arguments"
             )
         self._check_keywords(kwargs)
-        if self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:
-            check_loss_kwargs(self.loss_fn, list(loss_kwargs))
-            self._checked_loss_kwargs.add(frozenset(loss_kwargs))
         if self.batch_dims:
             filled = positional(self.split.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
             optional = [name for part in self.split.parts for name in part.takes or ()] + positional(self.loss_fn)[2:]
             known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
             check_labels(self.batch_dims, list(known), {*self._passed, *optional}.difference(filled))
+
+    def _check_loss_kwargs(self, loss_kwargs: Mapping[str, Any]) -> None:
+        if self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:
+            check_loss_kwargs(self.loss_fn, list(loss_kwargs))
+            self._checked_loss_kwargs.add(frozenset(loss_kwargs))
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         names = frozenset(kwargs)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelError, UsageError
+from penstock.errors import UsageError
 from penstock.model.balance import Proposal
 from penstock.model.balancing import Balancing
 from penstock.model.cut import cut_model
@@ -40,7 +40,6 @@ from penstock.runtime.recorder import Recorder
 from penstock.runtime.replication import Alone
 from penstock.runtime.shares import Weighing
 from penstock.runtime.tied import TiedParameters, tied_places
-from penstock.runtime.undisturbed import Undisturbed
 from penstock.runtime.world import World, collective
 from penstock.runtime.wrapped import refuse_wrapped
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, verify
@@ -90,6 +89,7 @@ class Pipeline(Batching):
         inputs: str = "every",
         seed: int | None = None,
         keep_model: bool = False,
+        atomic: bool = False,
         timeout: float = 60.0,
     ) -> None:
         check_arguments(model, locals())
@@ -105,6 +105,7 @@ class Pipeline(Batching):
         self.batch_dims = dict(batch_dims or {})
         self.checks = LossChecks(loss_fn, self.weighing, self.batch_dims, loss_per_microbatch)
         self.inputs = inputs
+        self.atomic = atomic
         self._named = (schedule, ranks)
         self.composition = Composition(mesh, replicate, window, shard_precision, tensor_plan)
         replicated = self.composition.replicate is not None
@@ -159,8 +160,7 @@ class Pipeline(Batching):
         self._closed = False
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
-        self._undone: list[nn.Parameter] = []  # by the last step, which failed
-        self._undisturbed = Undisturbed()
+        self._transaction = self.crew.guard(lambda: self.loss_fn, atomic)
 
     def _prove(self, schedule: Schedule) -> None:
         """Take a schedule: lowered, and proved to end, before anything runs."""
@@ -195,7 +195,7 @@ class Pipeline(Batching):
             return self._inputs(self.microbatches, args, kwargs, target, loss_kwargs or {}, outputs, training=True)
 
         self._check_open()
-        self._settle()
+        self.crew.settle()
         self._elsewhere.check(self)
         self.crew.follow()
         if self.batching is not None:
@@ -204,47 +204,19 @@ class Pipeline(Batching):
                     lambda: self._planned("step()", args, kwargs, loss_kwargs or {}, training=True)
                 )
             )
-        self.clock.training = True
-        with self._undone_if_it_fails(), self.tied.summed():
-            begun = None if self._recorder is None else self._recorder.begin()
-            reports = self.replicas.run(
-                self.program, lambda: self.crew.run(self.program, given, record=begun), training=True
-            )
-        self.crew.commit()
-        self._elsewhere.let_go(self)
-        self.clock.step += 1
-        if self._recorder is not None:
-            self._recorder.keep(reports)
-        return self._result(reports, outputs)
-
-    def _settle(self) -> None:
-        """A rank that was late to leave a failed step may have left gradients there."""
-        if self.crew.settle():
-            for parameter in self._undone:
-                parameter.grad = None
-        self._undone = []
-
-    @contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
-        """A failed step leaves no gradient where there was none; what it added to others cannot be taken back."""
-        fresh, mixed = [], 0
-        for parameter in self.parameters():
-            if parameter.grad is None:
-                fresh.append(parameter)
-            else:
-                mixed += 1
-        try:
-            yield
-        except BaseException as error:
-            for parameter in fresh:
-                parameter.grad = None
-            self._undone = fresh
-            if mixed and not isinstance(error, (ModelError, UsageError)):  # these come before anything has run
-                error.add_note(
-                    f"{mixed} parameters had gradients before this step, and it may have added a part of its own; "
-                    f"call zero_grad() before the next step"
-                )
-            raise
+        with self.world.stepping():
+            with self._transaction(training=True, set_aside=self.replicas.sets_aside):
+                begun = None if self._recorder is None else self._recorder.begin()
+                with self.tied.summed():
+                    reports = self.replicas.run(
+                        self.program, lambda: self.crew.run(self.program, given, record=begun), training=True
+                    )
+                self.crew.commit()
+                self.clock.step += 1
+            self._elsewhere.let_go(self)
+            if self._recorder is not None:
+                self._recorder.keep(reports)
+            return self._result(reports, outputs)
 
     # -- inference
 
@@ -267,7 +239,7 @@ class Pipeline(Batching):
             return self._inputs(count, args, kwargs, target, loss_kwargs or {}, outputs, training=False)
 
         self._check_open()
-        self._settle()
+        self.crew.settle()
         self.crew.follow()
         if self.batching is None:
             count = self.replicas.same_count(lambda: self.world.same_count(self, wanted))
@@ -279,15 +251,14 @@ class Pipeline(Batching):
         if program is None:
             gathered = gather(forward_program(self.schedule, count), whole_stages(self.split.parts, always=True))
             program = self._inference[count] = self.replicas.lowered(gathered)
-        self.clock.training = False
-        try:
-            with self._undisturbed(holding.module for holding in self.holdings()):
-                reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
-            self.crew.give_back()
-        finally:
-            self.clock.evaluations += 1
-            self.clock.training = True
-        return self._result(reports, outputs)
+        with self.world.stepping():
+            with self._transaction(training=False) as before:
+                with self.crew.evaluating(holding.module for holding in self.holdings()):
+                    reports = self.replicas.run(program, lambda: self.crew.run(program, given), training=False)
+                self.crew.give_back()
+                before.put_back_buffers()
+                self.clock.evaluations += 1
+            return self._result(reports, outputs)
 
     @collective("predict()")
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -327,6 +298,7 @@ class Pipeline(Batching):
         self.crew = self.crew.successor(after, schedule.placement)
         self._put_on_devices()
         self.crew.watch()
+        self._transaction = self.crew.guard(lambda: self.loss_fn, self.atomic)
         self.tied = TiedParameters(after, schedule.placement, self.world.transport, tied_places(after))
         self._watch_leaves()
 

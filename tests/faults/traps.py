@@ -23,30 +23,40 @@ def boom() -> None:
     raise Boom("the trap was sprung")
 
 
+class Plan:
+    """When to spring. An object of its own, because a failed step puts a module's attributes back."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.count, self.where, self.number, self.spring = 0, "", -1, boom
+
+
 class Trap(nn.Module):
     """Hands its input on. `set` chooses when to spring; it springs once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[weakref.ref[Tensor]] = []
-        self.reset()
+        self.plan = Plan()
+
+    @property
+    def seen(self) -> list[weakref.ref[Tensor]]:
+        return self.plan.seen
 
     def reset(self) -> None:
-        self.count = 0
-        self.where, self.number, self.spring = "", -1, boom
+        vars(self.plan).update(count=0, where="", number=-1, spring=boom)
 
     def set(self, where: str, number: int, spring: Callable[[], Any] = boom) -> None:
         """`where` is "forward" or "backward"."""
         self.reset()
-        self.where, self.number, self.spring = where, number, spring
+        vars(self.plan).update(where=where, number=number, spring=spring)
 
     def step_on(self, where: str, number: int) -> None:
-        if (where, number) == (self.where, self.number):
-            self.where = ""
-            self.spring()
+        if (where, number) == (self.plan.where, self.plan.number):
+            self.plan.where = ""
+            self.plan.spring()
 
     def forward(self, x: Tensor) -> Tensor:
-        number, self.count = self.count, self.count + 1
+        number, self.plan.count = self.plan.count, self.plan.count + 1
         self.step_on("forward", number)
         found: Tensor = _Wire.apply(x, self, number)  # type: ignore[no-untyped-call]
         self.seen.append(weakref.ref(found))

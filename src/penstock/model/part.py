@@ -90,7 +90,11 @@ class StagePart(Protocol):
 
 
 def state_names(module: nn.Module) -> list[str]:
-    """Every name under which the module has something: parameters, all buffers, and what only its state knows."""
+    """Every name under which the module has something: parameters, all buffers, and what only its state knows.
+
+    A buffer that is None has its name too: a forward may fill it later.
+    """
     found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    found += [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    for place, holder in module.named_modules(remove_duplicate=False):
+        found += [f"{place}.{name}" if place else name for name in holder._buffers]
     return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))

@@ -137,7 +137,6 @@ class Checks:
         """After a training step, the first one only."""
         if self._shards is None or not self._first:
             return
-        self._first = False
         norms = {
             name: parameter.grad.norm().item()
             for name, parameter in plain_parameters(self._executor.stages)
@@ -150,6 +149,7 @@ class Checks:
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
         if faults:
             raise ModelError(faults[0])
+        self._first = False
 
 
 def _alike(one: tuple[str, list[float], float], other: tuple[str, list[float], float]) -> bool:

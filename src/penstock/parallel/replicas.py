@@ -39,6 +39,8 @@ COMPARISONS = 2  # of what replicas measure by, and of what their batches weigh
 class Replicas(Alone):
     """This rank's part. `weighing`: when in a step its batch's weight is told, "before", "during" or "never"."""
 
+    sets_aside = True
+
     def __init__(
         self,
         executor: Executor,

@@ -31,6 +31,7 @@ CHOICES = {
     "inputs": ("every", "first"),
     "batch_norm": BATCH_NORMS,
     "replicate": (None, "ddp", "fsdp"),
+    "atomic": (False, True),
 }
 
 

@@ -12,27 +12,21 @@ look costs a comparison of pointers, and all microbatches share what was seen.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from operator import is_, itemgetter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.model.replay.tree import OWN
-from penstock.model.replay.undo import CONTAINERS, DEPTH
 from penstock.runtime.buffers import SMALL_BYTES, version_of
 from penstock.runtime.memory import copy_like
+from penstock.runtime.seen import ABSENT, Box, Deep, Drawn, Key, Look, ModuleSeen, is_trained
 
 __all__ = ["Attributes", "Seen"]
 
-_ABSENT = object()
-Key = tuple[int, str]  # the table of a module's attributes, and a name there
 
-
-class _Tensor:
+class _Tensor(Deep):
     """A tensor as it was; a copy only where it may be written to."""
 
     __slots__ = ("copy", "tensor", "version")
@@ -49,86 +43,16 @@ class _Tensor:
         return self.copy is None or not plain or torch.equal(self.tensor, self.copy)
 
 
-class _Drawn:
-    """A generator of random numbers, and its state."""
-
-    __slots__ = ("generator", "state")
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator, self.state = generator, generator.get_state()
+Seen = Mapping[int, ModuleSeen]  # by table
 
 
-class _Box:
-    """A container as it was: its members, and of those that change in place what was in them."""
-
-    __slots__ = ("deep", "keys", "members", "place", "seen")
-
-    def __init__(self, place: Any) -> None:
-        self.place = place
-        taken = dict(place) if isinstance(place, dict) else {}  # in one go: other ranks' threads may have it too
-        self.keys = tuple(taken)
-        self.members = tuple(taken.values()) if isinstance(place, dict) else tuple(place)
-        self.seen: Sequence[Any] = self.members
-        self.deep = False
-
-    def has_the_same(self) -> bool:
-        if len(self.place) != len(self.members):
-            return False
-        if not isinstance(self.place, dict):
-            return all(map(is_, self.place, self.members))
-        return all(map(is_, self.place.values(), self.members)) and all(map(is_, self.place, self.keys))
-
-    def filled(self, members: Iterable[Any]) -> Any:
-        """Another of the kind."""
-        if isinstance(self.place, deque):
-            return deque(members, self.place.maxlen)
-        if not isinstance(self.place, dict):
-            return type(self.place)(members)
-        made = self.place.copy()
-        made.clear()
-        for key, member in zip(self.keys, members, strict=True):
-            made[key] = member
-        return made
-
-
-_DEEP = (_Tensor, _Drawn, _Box)
-
-
-class _Module:
-    """The attributes of one module as they were; `table` is where they are, among others that every module has."""
-
-    __slots__ = ("_size", "_take", "_values", "deep", "seen", "table")
-
-    def __init__(self, table: dict[str, Any], values: dict[str, Any], seen: dict[str, Any]) -> None:
-        self.table, self.seen = table, seen
-        self.deep = [name for name, value in seen.items() if isinstance(value, _DEEP)]
-        self._size = len(table)
-        self._values = (*values.values(), *list(values.values())[:1])
-        self._take = itemgetter(*values, next(iter(values))) if values else None  # of two names or more: a tuple
-
-    def has_the_same(self) -> bool:
-        if len(self.table) != self._size:
-            return False
-        try:
-            return self._take is None or all(map(is_, self._take(self.table), self._values))
-        except KeyError:  # one was removed, and another put there
-            return False
-
-    def with_other(self, seen: dict[str, Any]) -> _Module:
-        """The same values, in some of which something has changed."""
-        return _Module(self.table, dict(zip(self.seen, self._values, strict=False)), {**self.seen, **seen})
-
-
-Seen = Mapping[int, _Module]  # by table
-
-
-class Attributes:
+class Attributes(Look):
     """All plain attributes of a stage's modules."""
 
     def __init__(self, stage: int, module: nn.Module) -> None:
+        super().__init__()
         self._stage = stage
         self._module = module
-        self._last: dict[int, _Module] = {}
         self._moving: dict[Key, dict[str, Any]] = {}  # the tables of those that forwards change
         self._written: dict[Key, bool] = {}  # whether the tensors there are written to in place, once a forward told
         self._untold: list[tuple[Key, _Tensor]] = []
@@ -144,8 +68,7 @@ class Attributes:
         running = getattr(self._module, "running_modules", self._module.modules)
         self._untold, self._copying = [], True
         tables = {id(vars(module)): vars(module) for module in running()}
-        self._last = {number: self._look(number, table) for number, table in tables.items()}
-        return self._last
+        return self.look(tables)
 
     def after(self, was: Seen) -> None:
         """Behind it: which of them it changed."""
@@ -155,13 +78,12 @@ class Attributes:
             if not self._written[key] and not _is_small(then.tensor):
                 then.copy = None
         self._untold, self._copying = [], False
-        now = {number: self._look(number, module.table) for number, module in was.items()}
-        self._last = now
+        now = self.look({number: module.table for number, module in was.items()})
         for number, module in was.items():
             if now[number] is not module:
                 old, new = module.seen, now[number].seen
                 for name in {*old, *new}:
-                    if old.get(name, _ABSENT) is not new.get(name, _ABSENT):
+                    if old.get(name, ABSENT) is not new.get(name, ABSENT):
                         self._moving[number, name] = module.table
 
     def as_they_were(self, was: Seen) -> _Exchanged:
@@ -171,41 +93,13 @@ class Attributes:
         for key, table in self._moving.items():
             number, name = key
             if number in was:
-                now, then = table.get(name, _ABSENT), was[number].seen.get(name, _ABSENT)
+                now, then = table.get(name, ABSENT), was[number].seen.get(name, ABSENT)
                 exchange.append((table, name, now, self._again(key, then, made)))
         return _Exchanged(exchange)
 
-    # -- what is there
-
-    def _look(self, number: int, table: dict[str, Any]) -> _Module:
-        last = self._last.get(number)
-        if last is None or last.table is not table or not last.has_the_same():
-            old = {} if last is None else last.seen
-            values = {name: value for name, value in table.items() if name not in OWN}
-            seen = {name: self._see((number, name), value, old.get(name), DEPTH) for name, value in values.items()}
-            return _Module(table, values, seen)
-        changed = {}
-        for name in last.deep:
-            seen = self._see((number, name), table[name], last.seen[name], DEPTH)
-            if seen is not last.seen[name]:
-                changed[name] = seen
-        return last.with_other(changed) if changed else last
-
-    def _see(self, key: Key, value: Any, before: Any, depth: int) -> Any:
-        """What was seen before, if nothing has changed."""
-        if isinstance(value, Tensor):
-            return self._see_tensor(key, value, before)
-        if type(value) in CONTAINERS and depth:
-            return self._see_box(key, value, before, depth)
-        if isinstance(value, torch.Generator):
-            drawn = _Drawn(value)
-            same = isinstance(before, _Drawn) and before.generator is value and torch.equal(before.state, drawn.state)
-            return before if same else drawn
-        return value
-
     def _see_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
-        if isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-            return tensor  # it is trained
+        if is_trained(tensor):
+            return tensor
         known = isinstance(before, _Tensor) and before.tensor is tensor
         if known and before.version != version_of(tensor):
             self._written[key] = True
@@ -218,22 +112,6 @@ class Attributes:
             self._untold.append((key, seen))
         return seen
 
-    def _see_box(self, key: Key, value: Any, before: Any, depth: int) -> Any:
-        known = isinstance(before, _Box) and before.place is value and before.has_the_same()
-        if known and not before.deep:
-            return before
-        box = _Box(value)
-        kinds = set(map(type, box.members))
-        if kinds.isdisjoint(CONTAINERS) and not any(issubclass(kind, (Tensor, torch.Generator)) for kind in kinds):
-            return value if isinstance(value, tuple) else box  # a long list of numbers need not be gone through
-        old = before.seen if isinstance(before, _Box) else []
-        old = [*old[: len(box.members)], *[None] * (len(box.members) - len(old))]
-        box.seen = [self._see(key, one, other, depth - 1) for one, other in zip(box.members, old, strict=True)]
-        if known and all(map(is_, box.seen, before.seen)):
-            return before
-        box.deep = any(isinstance(one, _DEEP) for one in box.seen)
-        return value if isinstance(value, tuple) and not box.deep else box
-
     # -- what was there
 
     def _again(self, key: Key, seen: Any, made: dict[int, Any]) -> Any:
@@ -242,11 +120,11 @@ class Attributes:
             number = id(seen.tensor)
             if number not in made:
                 made[number] = self._tensor_again(key, seen)
-        elif isinstance(seen, _Box):
+        elif isinstance(seen, Box):
             number = id(seen.place)
             if number not in made:
                 made[number] = seen.filled([self._again(key, one, made) for one in seen.seen])
-        elif isinstance(seen, _Drawn):
+        elif isinstance(seen, Drawn):
             number = id(seen.generator)
             if number not in made:
                 made[number] = torch.Generator(device=seen.generator.device)
@@ -283,7 +161,7 @@ class _Exchanged:
 
 
 def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
+    if value is ABSENT:
         table.pop(name, None)
     else:
         table[name] = value

@@ -80,6 +80,7 @@ class Computes:
 
     def _prepare(self, given: StepInput) -> None:
         self.given = given
+        self.report.steps = given.steps
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         self.seen, self.readers = given.seen, given.readers
         self._seeds = None

@@ -15,7 +15,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
 from functools import partial
-from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
@@ -32,9 +31,11 @@ from penstock.runtime.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.randomness import Room, Turns, held, seed_generators, seed_of, unit_stream
 from penstock.runtime.recorder import Begun
 from penstock.runtime.stage import Stage
+from penstock.runtime.transaction import Transaction, modules_of
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.base import whole_again
 from penstock.runtime.transport.compiling import may_compile
+from penstock.runtime.workers import Workers
 from penstock.schedule import Placement, Schedule
 
 __all__ = ["Clock", "Crew"]
@@ -85,7 +86,8 @@ class Crew:
         self._patience = _Patience(transports)
         self._takes_turns = self._threads or stage_type.returns
         self.turns = Turns(ROOM, clock.seed_for, self._patience.waits)
-        self._late: set[Future[list[StepReport]]] = set()  # ranks that have not left a failed step yet
+        self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
+        self._transaction: Transaction | None = None
         self.executors: dict[int, Executor] = {}
         for transport in transports:
             rank = transport.rank
@@ -103,7 +105,7 @@ class Crew:
                 stage.others_take = () if stage.part.whole_batch else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
-        self._workers: _Workers | None = None
+        self._workers: Workers | None = None
         self._model = split.model
         self.watch()
 
@@ -208,7 +210,7 @@ class Crew:
         self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, context: Context
     ) -> list[StepReport]:
         if self._workers is None:
-            self._workers = _Workers(list(self.executors))
+            self._workers = Workers(list(self.executors))
             weakref.finalize(self, self._workers.stop)
             self._patience.ranks = self._workers.ranks
             if not self._stage_type.returns:
@@ -222,17 +224,17 @@ class Crew:
                 torch.set_num_threads(threads)
             return executor.run(program, lambda: given[executor.rank], record=record)
 
-        futures: list[Future[list[StepReport]]] = []
+        futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []
         try:
             for rank, executor in self.executors.items():
-                futures.append(self._workers.submit(rank, partial(context.copy().run, work, executor)))
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            errors = [found for future in futures if future in done and (found := future.exception()) is not None]
+                futures[rank] = self._workers.submit(rank, partial(context.copy().run, work, executor))
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
+            errors = _errors(futures.values())
             if not errors:
                 return futures[0].result()
             self._leave(futures)
-            errors = [found for future in futures if future.done() and (found := future.exception()) is not None]
+            errors = _errors(futures.values())
             raise whole_again(min(errors, key=_rank_of_error))  # by `reset`: threads have no link to lose
         except BaseException as error:
             if not errors:  # Ctrl-C: stop the ranks, then leave
@@ -242,25 +244,61 @@ class Crew:
         finally:
             del futures, errors  # an error that its own frame holds would keep the whole step alive
 
-    def _leave(self, futures: Sequence[Future[list[StepReport]]]) -> None:
+    def _leave(self, futures: Mapping[int, Future[list[StepReport]]]) -> None:
         """A failed step ends with its ranks, but for those that are deep in the user's code: nobody can stop these."""
-        self._late = wait(futures, GRACE).not_done
-        if not self._late:
+        self._late = dict(futures)  # at once: a second Ctrl-C may end the wait
+        if not self._wait_for_late():
             self.reset()
 
-    def settle(self) -> bool:
-        """Before a step: no rank may be in an earlier one. True where some still were, and have left only now."""
+    def _wait_for_late(self) -> Mapping[int, Future[list[StepReport]]]:
+        wait(self._late.values(), GRACE)
+        self._late = {rank: future for rank, future in self._late.items() if not future.done()}
+        return self._late
+
+    def settle(self) -> None:
+        """Before anything that uses the stages: no rank may be in a step that failed, and what one did is undone."""
         if not self._late:
-            return False
-        self._late = wait(self._late, GRACE).not_done
-        if self._late:
+            return
+        if self._wait_for_late():
             lines = "; ".join(f"rank {rank} {executor.progress()}" for rank, executor in self.executors.items())
             raise RunError(
                 f"{len(self._late)} ranks have not come back from their code in a step that failed ({lines}); "
-                f"wait for them, or make a new Pipeline"
+                f"wait for them, or make a new Pipeline of a copy of the model: they may still write to this one"
             )
         self.reset()
-        return True
+        if self._transaction is not None:
+            self._transaction.settle()
+
+    def guard(self, loss: Callable[[], Any], atomic: bool) -> Transaction:
+        """The transaction that steps of these ranks are: of what they compute with, and of a loss that is a module."""
+
+        def modules(executor: Executor) -> list[torch.nn.Module]:
+            found = [stage.module for stage in executor.stages.values()]
+            for module in modules_of(loss()) if executor is self.last() else ():
+                stages = {id(each) for own in self.modules().values() for each in own.modules()}
+                if stages.isdisjoint(map(id, module.modules())):  # else the loss looks at the model itself
+                    found.append(module)
+            return found
+
+        stages = {rank: partial(modules, executor) for rank, executor in self.executors.items()}
+        alone = all(isinstance(each, ThreadTransport) for each in self.transports)
+        self._transaction = Transaction(stages, self.clock, lambda: self._late, atomic=atomic, alone=alone)
+        return self._transaction
+
+    @contextmanager
+    def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Inside, what the stages hold is in eval mode, and their random numbers are those of evaluations."""
+        modules = [module for each in held for module in each.modules()]
+        modes = [(module, module.training) for module in modules]
+        self.clock.training = False
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.clock.training = True
 
     def commit(self) -> None:
         """A batch has gone forward: the statistics that wait for a whole batch are updated."""
@@ -306,6 +344,10 @@ class Crew:
         return {index: stage.module for index, stage in sorted(stages, key=lambda pair: pair[0])}
 
 
+def _errors(futures: Iterable[Future[list[StepReport]]]) -> list[BaseException]:
+    return [error for future in futures if future.done() and (error := future.exception()) is not None]
+
+
 def _rank_of_error(error: BaseException) -> int:
     """Of the errors of several ranks: sys.exit() before all, then the one that knows its cause as an exception."""
     if not isinstance(error, PeerFailure):
@@ -331,41 +373,3 @@ class _Patience:
             self._transports[rank].waits_elsewhere(peer, monotonic() - self._since.setdefault(rank, monotonic()))
         elif self._since.pop(rank, None) is not None:
             self._transports[rank].waits_elsewhere(None, 0.0)
-
-
-class _Workers:
-    """One thread for each rank. Daemons: a rank that never comes back must not keep the process from its end."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
-        self._threads = [
-            threading.Thread(target=_serve, args=(jobs,), name=f"penstock-rank-{rank}", daemon=True)
-            for rank, jobs in self._jobs.items()
-        ]
-        for thread in self._threads:
-            thread.start()
-        self.ranks = {thread.ident or 0: rank for thread, rank in zip(self._threads, ranks, strict=True)}
-
-    def submit(self, rank: int, job: Callable[[], list[StepReport]]) -> Future[list[StepReport]]:
-        future: Future[list[StepReport]] = Future()
-        self._jobs[rank].put((job, future))
-        return future
-
-    def stop(self) -> None:
-        for jobs in self._jobs.values():
-            jobs.put(None)
-
-    def join(self, seconds: float) -> None:
-        deadline = monotonic() + seconds
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - monotonic()))
-
-
-def _serve(jobs: SimpleQueue[Any]) -> None:
-    while (entry := jobs.get()) is not None:
-        job, future = entry
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        del entry, job, future  # an idle worker holds nothing of a step

@@ -134,12 +134,6 @@ class Executor(Computes):
 
         The batch is asked for here, because its peers must also hear of a rank that was given a wrong one.
         """
-        if not self.transport.torn:
-            return self._run(program, given, record)
-        with CTRL_C.around_step():
-            return self._run(program, given, record)
-
-    def _run(self, program: Schedule, given: Callable[[], StepInput], record: Begun | None) -> list[StepReport]:
         self.report = StepReport(begun=record)
         self.seen = self.readers = None
         self.losses = {}

@@ -28,6 +28,7 @@ def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
         "precision": (str(pipe.crew.precision or "the caller's"), None),
         "batch_norm": (pipe.batch_norm, None),
         "inputs": (pipe.inputs, None),
+        "atomic": (str(pipe.atomic), None),
         "split of batches": (str(pipe.batching or "by rows"), None),
         "transport": (pipe.world.way or "no choice", None),
         "timeout": (str(pipe.world.timeout), None),

@@ -43,6 +43,7 @@ class Feed(OwnedState):
     checks: LossChecks
     batch_dims: dict[str | int, Any]
     inputs: str
+    atomic: bool
     batch_norm: str
     batching: ByTokens | None = None
     microbatches: int
@@ -111,6 +112,7 @@ class Feed(OwnedState):
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=self.schedule.recompute if training else frozenset(),
                 replicas=self.replicas.replicas,
+                steps=self.clock.step,
                 seen=seen,
                 readers=self._readers if self.inputs == "every" else None,
             )

@@ -67,6 +67,7 @@ class Alone:
     index = 0  # of this replica
     leads = True  # whether this rank's word counts for all of its copies, and for the other parts of its tensors
     replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
+    sets_aside = False  # whether gradients of earlier steps are set aside in a step, and so not added to in place
     said: Sequence[Said] = ()  # at the end of the last step, by every replica
 
     def ready(self) -> None:

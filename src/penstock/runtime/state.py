@@ -117,6 +117,7 @@ class OwnedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns, and of a loss function that has some."""
+        self.crew.settle()
         state = {
             holding.names.get(name, name): value
             for holding in self.holdings()
@@ -148,6 +149,7 @@ class OwnedState:
 
         A state without the loss function's own leaves that as it is.
         """
+        self.crew.settle()
         holdings, loss = self.holdings(), self.split.loss
         known = {name for holding in self.split.holdings() for name in holding.names.values()} | set(
             self.split.repeated
@@ -185,6 +187,7 @@ class OwnedState:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process's parameters."""
+        self.crew.settle()
         for holding in self.holdings():
             holding.module.zero_grad(set_to_none)
 
@@ -277,6 +280,7 @@ class OwnedState:
         """Raise where the pipeline was closed."""
 
     def _check_values(self) -> None:
+        self.crew.settle()
         if self._without_values:
             some = ", ".join(sorted(self._without_values)[:3])
             raise UsageError(

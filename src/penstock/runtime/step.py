@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ModelError, PeerFailure
+from penstock.errors import ModelError, PeerFailure, RunError
 from penstock.runtime import plain
 from penstock.runtime.agreement import Readers, Told, left_out
 from penstock.runtime.fingerprint import Seen
@@ -41,6 +41,7 @@ class StepInput:
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
     check: PairCheck | None = None  # of the loss, in a step that needs one
     replicas: int = 1  # that work on a batch each
+    steps: int | None = None  # that this rank has completed
     seen: Seen | None = None  # where ranks compare what they were given
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
 
@@ -57,6 +58,7 @@ class StepReport:
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
+    steps: int | None = None  # that this rank has completed
     told: Told | None = None  # what this rank was given
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
@@ -75,6 +77,7 @@ plain.record(
     failure=PeerFailure | None,
     progress=str,
     rows=int | None,
+    steps=int | None,
     told=tuple | None,
     spans=list | None,
     begun=Begun | None,
@@ -104,6 +107,9 @@ def what_went_wrong(
     failures = {rank: report.failure for rank, report in enumerate(reports) if report.failure is not None}
     batches = _different_sizes(reports) or batches
     if not failures:
+        apart = _different_steps(reports)
+        if apart:
+            return RunError(apart)
         if not batches and readers is not None:
             batches = left_out([report.told for report in reports], readers)
         return ModelError(batches) if batches else None
@@ -124,6 +130,18 @@ def _different_sizes(reports: Sequence[StepReport]) -> str:
         return ""
     listed = ", ".join(f"rank {rank}: {rows} rows" for rank, rows in sizes.items())
     return f"the ranks were given batches of different size ({listed}); pass the same batch on every rank"
+
+
+def _different_steps(reports: Sequence[StepReport]) -> str:
+    """A step is complete on all ranks or on none, unless one was stopped by force between the others' ends and its."""
+    steps = {rank: report.steps for rank, report in enumerate(reports) if report.steps is not None}
+    if len(set(steps.values())) < 2:
+        return ""
+    listed = ", ".join(f"rank {rank}: {count}" for rank, count in steps.items())
+    return (
+        f"the ranks have not completed the same number of steps ({listed}), so that their gradients and random numbers "
+        f"do not belong together; load a checkpoint on every rank, or make the Pipeline anew"
+    )
 
 
 def _in_words(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -25,6 +25,7 @@ from penstock.runtime.transport import Channel, ThreadTransport, Transport
 from penstock.runtime.transport.base import calling
 from penstock.runtime.transport.collective import all_gather
 from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.shared import SharedMemoryTransport
 
 if TYPE_CHECKING:
@@ -154,6 +155,10 @@ class World:
             if self._transport is not None:
                 self._transport.close()
             raise
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around a step: where ranks are processes, Ctrl-C waits until a message, or the step's end, is whole."""
+        return nullcontext() if self._transport is None else CTRL_C.around_step()
 
     def agree(self, pipe: Feed) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""

@@ -61,16 +61,27 @@ class _CtrlC:
             yield
             return
         self._before, self.held, self.ending, self.since = before, False, False, 0.0
+        complete = False
         try:
             signal.signal(signal.SIGINT, self._handle)
             yield
+            complete = True
         finally:
             self.held = True
             signal.signal(signal.SIGINT, before)
             self._before, self.held = None, False
             if self.since:
                 self.since = 0.0
-                before(signal.SIGINT, None)
+                self._late(before, complete)
+
+    def _late(self, handler: Callable[..., Any], complete: bool) -> None:
+        """What came while the step was being ended; the other ranks may not have heard of it."""
+        try:
+            handler(signal.SIGINT, None)
+        except KeyboardInterrupt as error:
+            if complete:
+                error.add_note("this came as the step was ending: the step is complete, and its gradients are there")
+            raise
 
     def end_step(self) -> None:
         """From here on the step is being ended."""

@@ -52,6 +52,7 @@ def say(problems: list[str]) -> None:
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
     """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
+    pipe.crew.settle()
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
     contents, _ = processes.together(lambda: (Contents(path), None), path)

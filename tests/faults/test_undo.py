@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from deadlines import TIMEOUT
 from exactness.cases import TRAINING
-from faults.undo import Boom, Fault, batch, differences, fail, pipeline, state, trained
+from faults.undo import WIDTH, Boom, Fault, batch, differences, fail, pipeline, state, trained
 from processes import on_processes
 from tiers import slow_if
 from torch import Tensor, nn
@@ -46,6 +47,18 @@ def test_a_step_that_failed_at_any_action_can_be_run_again(schedule: str) -> Non
 def test_whatever_the_cut(cut: str, recompute: str) -> None:
     elsewhere = recompute == "never"  # a recomputed forward draws from Python's generator once more
     assert compare({"cut": cut, "recompute": recompute, "elsewhere": elsewhere, **TWO_RANKS}, steps=3) == []
+
+
+def test_the_numbers_of_a_units_own_generator_are_those_of_the_plain_loop() -> None:
+    """A run on empty tensors, to learn a shape in the first step, drew from it, and all that followed was another."""
+    with pipeline("replay", elsewhere=False, **TWO_RANKS) as pipe:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        plain = torch.Generator().manual_seed(3)
+        for _ in range(pipe.microbatches):
+            torch.rand(WIDTH, generator=plain)
+        for layer in pipe.kept:  # type: ignore[attr-defined]
+            assert torch.equal(layer.own.get_state(), plain.get_state())
 
 
 @pytest.mark.parametrize("batch_norm", ["deferred", "exact"])

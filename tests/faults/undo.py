@@ -119,7 +119,14 @@ def pipeline(cut: str = "position", *, stages: int = 4, elsewhere: bool = True, 
     if cut != "position":
         model = Net(layers)
         options |= {"example": (torch.zeros(2, WIDTH),), "split": cut}
-    options = {"microbatches": 4, "loss_fn": Centred(), "seed": 5, "timeout": 30.0, **options}
+    options = {
+        "microbatches": 4,
+        "loss_fn": Centred(),
+        "loss_per_microbatch": True,
+        "seed": 5,
+        "timeout": 30.0,
+        **options,
+    }
     pipe = penstock.Pipeline(model, stages=stages, **options)
     pipe.kept = layers  # type: ignore[attr-defined]
     return pipe

@@ -70,7 +70,7 @@ class Shapes:
             if self._recorded and guessed is not None and given[1:] == call.given[1:]:
                 return guessed, call.spec
             try:
-                found = run_with(module, device, args, kwargs, given[-1])
+                found = run_with(module, device, args, kwargs, given[-1], self._is_apart())
             except _FAILURES as error:
                 raise ModelError(
                     f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
@@ -79,6 +79,10 @@ class Shapes:
                 ) from error
         leaves, spec = flatten(found if call.adds else found[0])
         return [_as_on(device, leaf) for leaf in leaves], spec
+
+    def _is_apart(self) -> bool:
+        """Whether each process has the values of its own stages only: then on all ranks, or on none."""
+        return any(is_away(tensor) for module in self._modules.values() for tensor in module.parameters(recurse=False))
 
 
 def _as_on(device: torch.device, leaf: Any) -> Any:
@@ -106,17 +110,24 @@ def run_on_meta(module: nn.Module, args: Any, kwargs: Any, training: bool | None
 
 
 def run_with(
-    module: nn.Module, device: torch.device, args: Any, kwargs: Any, training: bool | None = None
+    module: nn.Module,
+    device: torch.device,
+    args: Any,
+    kwargs: Any,
+    training: bool | None = None,
+    apart: bool = False,
 ) -> tuple[Any, dict[Any, Any]]:
     """A module's forward on zeros in the place of its parameters; buffers keep their values.
 
     On a copy: stages on other threads may be running the module itself. `training` is its own mode, if not as it is.
+    Where processes are `apart`, buffers are zeros too: the owner must expect what ranks without their values do, so
+    that it finds out where what it returns depends on them.
     """
 
     def fill(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(blank(tensor, device), requires_grad=tensor.requires_grad)
-        if device.type == "meta" and is_away(tensor):
+        if apart or (device.type == "meta" and is_away(tensor)):
             return blank(tensor, device)
         return tensor.detach().to(device, copy=True)
 

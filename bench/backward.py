@@ -25,7 +25,7 @@ from report import Column, bench
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.backward import DeferredWeights, StageParameters, backward_full, backward_input
+from penstock.runtime.backward.split import DeferredWeights, StageParameters, backward_full, backward_input
 
 
 def convolutions() -> nn.Sequential:

@@ -28,8 +28,8 @@ from report import Column, bench
 from torch import Tensor, nn
 
 import penstock
-from penstock.model.balance import best_cuts, counts_of
-from penstock.model.profile import Weight, crossing_of, piece_weights, profile_layers
+from penstock.model.balance.profile import Weight, crossing_of, piece_weights, profile_layers
+from penstock.model.balance.proposal import best_cuts, counts_of
 from penstock.schedule import Placement, build
 
 SLACK = 0.02  # measured times that differ by less are equal: the bytes decide

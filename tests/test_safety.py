@@ -9,13 +9,13 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
 
 # (file, what is called) -> why no stranger's bytes get there
 ALLOWED = {
-    ("runtime/transport/encoding.py", "pickle.dumps"): "writing runs nothing of the reader's",
+    ("runtime/transport/layout/encoding.py", "pickle.dumps"): "writing runs nothing of the reader's",
     (
-        "runtime/transport/encoding.py",
+        "runtime/transport/layout/encoding.py",
         "pickle.loads",
     ): "values that the user's own stage passes and that are not plain; "
     "signed with the run's secret where there is one",
-    ("model/graph/capture.py", "eval"): "guards that torch.export wrote in this process, of the user's own model",
+    ("model/export/capture.py", "eval"): "guards that torch.export wrote in this process, of the user's own model",
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

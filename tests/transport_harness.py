@@ -82,7 +82,7 @@ def _run_threads(
 
 def _run_processes(kind: str, scenario: Any, ranks: int, timeout: float, options: dict[str, Any]) -> list[Outcome]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime.transport.shared"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime.transport.shared_memory.transport"])
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -157,8 +157,8 @@ def _child(
     import torch
     import torch.distributed as dist
 
-    from penstock.runtime.transport.distributed import DistributedTransport
-    from penstock.runtime.transport.shared import SharedMemoryTransport
+    from penstock.runtime.transport.gloo.transport import DistributedTransport
+    from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("scenarios", file)

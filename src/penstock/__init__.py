@@ -10,62 +10,62 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.check import parity as parity
-    from penstock.gpipe import GPipe as GPipe
+    from penstock.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from penstock.checkpoint.checkpointer import Loaded as Loaded
+    from penstock.checkpoint.checkpointer import load as load
+    from penstock.checkpoint.checkpointer import save as save
+    from penstock.gpipe.face import GPipe as GPipe
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
+    from penstock.optim.groups import parameter_groups as parameter_groups
+    from penstock.optim.scaler import GradScaler as GradScaler
     from penstock.parallel.mesh import mesh as mesh
-    from penstock.parallel.plan import TensorPlan as TensorPlan
     from penstock.parallel.sampler import ReplicaSampler as ReplicaSampler
+    from penstock.parallel.tensor_plan import TensorPlan as TensorPlan
+    from penstock.parity_check.parity import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
-    from penstock.runtime.batch_norm import defer_batch_norm as defer_batch_norm
-    from penstock.runtime.batch_norm import exact_batch_norm as exact_batch_norm
-    from penstock.runtime.batch_norm import restore_batch_norm as restore_batch_norm
-    from penstock.runtime.groups import parameter_groups as parameter_groups
-    from penstock.runtime.lengths import by_tokens as by_tokens
-    from penstock.runtime.losses import add_loss as add_loss
-    from penstock.runtime.microbatch import Microbatches as Microbatches
-    from penstock.runtime.microbatch import Shared as Shared
-    from penstock.runtime.phase import current_microbatch as current_microbatch
-    from penstock.runtime.phase import is_checkpointing as is_checkpointing
-    from penstock.runtime.phase import is_recomputing as is_recomputing
-    from penstock.runtime.randomness import randomness as randomness
-    from penstock.runtime.scaler import GradScaler as GradScaler
-    from penstock.train.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from penstock.train.checkpoint.checkpointer import Loaded as Loaded
-    from penstock.train.checkpoint.checkpointer import load as load
-    from penstock.train.checkpoint.checkpointer import save as save
+    from penstock.runtime.batch.lengths import by_tokens as by_tokens
+    from penstock.runtime.batch.microbatch import Microbatches as Microbatches
+    from penstock.runtime.batch.microbatch import Shared as Shared
+    from penstock.runtime.loss.losses import add_loss as add_loss
+    from penstock.runtime.state.batch_norm import defer_batch_norm as defer_batch_norm
+    from penstock.runtime.state.batch_norm import exact_batch_norm as exact_batch_norm
+    from penstock.runtime.state.batch_norm import restore_batch_norm as restore_batch_norm
+    from penstock.runtime.state.phase import current_microbatch as current_microbatch
+    from penstock.runtime.state.phase import is_checkpointing as is_checkpointing
+    from penstock.runtime.state.phase import is_recomputing as is_recomputing
+    from penstock.runtime.state.randomness import randomness as randomness
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpointer": "penstock.train.checkpoint.checkpointer",
-    "GPipe": "penstock.gpipe",
-    "GradScaler": "penstock.runtime.scaler",
-    "Loaded": "penstock.train.checkpoint.checkpointer",
-    "Microbatches": "penstock.runtime.microbatch",
+    "Checkpointer": "penstock.checkpoint.checkpointer",
+    "GPipe": "penstock.gpipe.face",
+    "GradScaler": "penstock.optim.scaler",
+    "Loaded": "penstock.checkpoint.checkpointer",
+    "Microbatches": "penstock.runtime.batch.microbatch",
     "Pipeline": "penstock.pipeline",
     "ReplicaSampler": "penstock.parallel.sampler",
     "Routed": "penstock.model.split",
-    "Shared": "penstock.runtime.microbatch",
+    "Shared": "penstock.runtime.batch.microbatch",
     "StepResult": "penstock.pipeline",
-    "TensorPlan": "penstock.parallel.plan",
-    "add_loss": "penstock.runtime.losses",
-    "by_tokens": "penstock.runtime.lengths",
-    "current_microbatch": "penstock.runtime.phase",
-    "defer_batch_norm": "penstock.runtime.batch_norm",
-    "exact_batch_norm": "penstock.runtime.batch_norm",
-    "is_checkpointing": "penstock.runtime.phase",
-    "is_recomputing": "penstock.runtime.phase",
+    "TensorPlan": "penstock.parallel.tensor_plan",
+    "add_loss": "penstock.runtime.loss.losses",
+    "by_tokens": "penstock.runtime.batch.lengths",
+    "current_microbatch": "penstock.runtime.state.phase",
+    "defer_batch_norm": "penstock.runtime.state.batch_norm",
+    "exact_batch_norm": "penstock.runtime.state.batch_norm",
+    "is_checkpointing": "penstock.runtime.state.phase",
+    "is_recomputing": "penstock.runtime.state.phase",
     "lazy": "penstock.model.lazy",
-    "load": "penstock.train.checkpoint.checkpointer",
+    "load": "penstock.checkpoint.checkpointer",
     "mesh": "penstock.parallel.mesh",
-    "parameter_groups": "penstock.runtime.groups",
-    "parity": "penstock.check",
-    "randomness": "penstock.runtime.randomness",
-    "restore_batch_norm": "penstock.runtime.batch_norm",
-    "save": "penstock.train.checkpoint.checkpointer",
+    "parameter_groups": "penstock.optim.groups",
+    "parity": "penstock.parity_check.parity",
+    "randomness": "penstock.runtime.state.randomness",
+    "restore_batch_norm": "penstock.runtime.state.batch_norm",
+    "save": "penstock.checkpoint.checkpointer",
 }
 
 _ROOMS = ("errors", "schedule")  # modules that are found without an import of their own

@@ -16,32 +16,32 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.model.balance import Proposal
-from penstock.model.balancing import Balancing
+from penstock.group.choose_schedule import choose_schedule
+from penstock.group.world import World, collective
+from penstock.model.balance.proposal import Proposal
+from penstock.model.balance.request import Balancing
 from penstock.model.cut import cut_model
-from penstock.parallel.wanted import Composition
-from penstock.runtime.arguments import check_arguments, op_of
-from penstock.runtime.batch_norm import prepare_batch_norm, whole_stages
-from penstock.runtime.batching import Batching
-from penstock.runtime.call_arguments import positional
-from penstock.runtime.choose import choose_schedule
-from penstock.runtime.crew import Clock, Crew
-from penstock.runtime.elsewhere import Elsewhere
-from penstock.runtime.executor import Handler, StepInput
-from penstock.runtime.feed import StepResult
-from penstock.runtime.leaves import watch_leaves
-from penstock.runtime.lengths import ByTokens
-from penstock.runtime.loss_check import LossChecks
-from penstock.runtime.loss_module import loss_holding
-from penstock.runtime.microbatch import count_for, plain_example
-from penstock.runtime.precision import precision_of
-from penstock.runtime.rebalance import move_state, propose_cut
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.replication import Alone
-from penstock.runtime.shares import Weighing
-from penstock.runtime.tied import TiedParameters, tied_places
-from penstock.runtime.world import World, collective
-from penstock.runtime.wrapped import refuse_wrapped
+from penstock.model.wrapped import refuse_wrapped
+from penstock.model_state.other_ranks import Elsewhere
+from penstock.model_state.rebalance import move_state, propose_cut
+from penstock.optim.precision import precision_of
+from penstock.optim.tied import TiedParameters, tied_places
+from penstock.options.arguments import check_arguments, op_of
+from penstock.parallel.composition import Composition
+from penstock.runtime.backward.foreign_leaves import watch_leaves
+from penstock.runtime.batch.batching import Batching
+from penstock.runtime.batch.call_arguments import positional
+from penstock.runtime.batch.feed import StepResult
+from penstock.runtime.batch.lengths import ByTokens
+from penstock.runtime.batch.microbatch import count_for, plain_example
+from penstock.runtime.engine.executor import Handler, StepInput
+from penstock.runtime.engine.ranks import Clock, Crew
+from penstock.runtime.engine.recorder import Recorder
+from penstock.runtime.engine.replication import Alone
+from penstock.runtime.loss.check import LossChecks
+from penstock.runtime.loss.module import loss_holding
+from penstock.runtime.loss.shares import Weighing
+from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
 from penstock.schedule import Op, Schedule, Timeline, Topology, align, verify
 from penstock.schedule.builders import forward_program
 from penstock.schedule.gather import gather, in_turn

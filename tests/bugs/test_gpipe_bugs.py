@@ -1,7 +1,7 @@
 """What went wrong in wrappers around a model (C2: slides of a GPipe library, CG: torchgpipe), told as tests of GPipe.
 
 Others of the list stand next to what they are about: tests/gpipe (C2-1, C2-3, C2-7, C2-12, CG-2, CG-5) and
-tests/runtime/test_batch_norm.py (CG-1, CG-3).
+tests/runtime/state/test_batch_norm.py (CG-1, CG-3).
 """
 
 from __future__ import annotations

@@ -476,7 +476,7 @@ def test_a_parameter_of_two_threads_adopts_nothing_either(schedule: str) -> None
 
 
 def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.runtime import ownership
+    from penstock.runtime.state import ownership
 
     torch.manual_seed(0)
     stages: list[nn.Module] = [

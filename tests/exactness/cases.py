@@ -13,7 +13,7 @@ from exactness.models import Example, example
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.microbatch import split_batch
+from penstock.runtime.batch.microbatch import split_batch
 from penstock.schedule import FAMILIES, Op, Schedule, build
 
 SEED = 11

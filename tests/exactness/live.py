@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.runtime.executor import Context
+from penstock.runtime.engine.executor import Context
 from penstock.schedule import Action, Op, Schedule
 
 

@@ -16,8 +16,8 @@ from exactness.models import MODELS
 from processes import on_processes
 from tiers import slow_if
 
+from penstock.group.world import World
 from penstock.runtime.transport import ThreadTransport
-from penstock.runtime.world import World
 
 EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
 HALF = [Case(family, list(MODELS)[row % len(MODELS)], rows=9, bfloat16=True) for row, family in enumerate(TRAINING)]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.model.balance import Proposal
+from penstock.model.balance.proposal import Proposal
 
 TIMEOUT = 60.0  # seconds; different calls are known long before it
 M, WIDTH = 2, 4

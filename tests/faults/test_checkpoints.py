@@ -18,8 +18,10 @@ from tiers import tiers
 from train_runs import LAYOUTS, Run
 
 import penstock
-from penstock.train.checkpoint import body, directory, saving
-from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_manifest
+from penstock.checkpoint.disk import directory
+from penstock.checkpoint.disk import tensors as body
+from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
+from penstock.checkpoint.save import saving
 
 Say = Callable[[Any], None]
 STEPS = 8

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import MessageError, PenstockError
-from penstock.runtime import plain, secret
-from penstock.runtime.transport import encoding, notes
-from penstock.runtime.transport.bell import Bell
-from penstock.runtime.transport.meeting import Place
+from penstock.messages import notes, plain, secret
+from penstock.runtime.transport.layout import encoding
+from penstock.runtime.transport.shared_memory.bell import Bell
+from penstock.runtime.transport.shared_memory.meeting import Place
 
 
 class Bomb:

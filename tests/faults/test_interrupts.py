@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.failure.interrupts import CTRL_C
 
 ROUNDS = 25
 

@@ -18,9 +18,9 @@ from torch import nn
 
 import penstock
 from penstock.errors import MessageError, ModelError, PeerFailure, RunError
-from penstock.runtime import crew
-from penstock.runtime.executor import Executor
-from penstock.runtime.world import World
+from penstock.group.world import World
+from penstock.runtime.engine import ranks as crew
+from penstock.runtime.engine.executor import Executor
 from penstock.schedule import Op
 
 mse = nn.functional.mse_loss

@@ -16,7 +16,7 @@ from processes import free_port, state_of
 from tiers import tiers
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
-from penstock.train.checkpoint.manifest import checkpoints_in, damages, read_manifest
+from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
 from penstock.train.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time

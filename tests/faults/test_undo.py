@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PeerFailure, RunError, UsageError
-from penstock.runtime import crew
-from penstock.runtime.handler import Context
+from penstock.runtime.engine import ranks as crew
+from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
 
 TWO_RANKS = {"ranks": 2, "stages": 2}

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.model.away import is_away
-from penstock.runtime.handler import Context
+from penstock.model.placeholders import is_away
+from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
 
 WIDTH = 4

@@ -13,7 +13,7 @@ from processes import on_processes
 from fuzz.case import Case
 from fuzz.program import program
 from penstock import errors
-from penstock.runtime.world import World
+from penstock.group.world import World
 
 __all__ = ["Outcome", "run_on_processes", "run_on_threads"]
 

@@ -263,7 +263,7 @@ def differences(want, have):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")  # if: !threads
-    penstock.runtime.world.World.capacity = 0  # if: unbuffered
+    penstock.group.world.World.capacity = 0  # if: unbuffered
     found = list(differences(plain(), piped()))
     for name, text in found:
         print(f"{name}: {text}")

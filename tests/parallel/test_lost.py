@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.parallel.link import LATER
+from penstock.parallel.axis_link import LATER
 
 WIDTH, M = 4, 4
 SHORT = 3.0  # the timeout where it is what ends the wait

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PenstockError
+from penstock.train.config.settings import GPTOptions
 from penstock.train.gpt import build_gpt
-from penstock.train.settings import GPTOptions
 
 
 def differences(case: Case, outcomes: list[dict[str, Any]], replicas: int) -> list[str]:

@@ -18,18 +18,18 @@ import penstock
 from penstock.cli import app
 from penstock.errors import CheckpointError, UsageError
 from penstock.train.build import rate_at
-from penstock.train.config import load_config
-from penstock.train.consistent import check_consistent
-from penstock.train.evaluating import evaluate_checkpoint
+from penstock.train.config.consistent import check_consistent
+from penstock.train.config.read import load_config
+from penstock.train.config.settings import TrainConfig
+from penstock.train.dry_run import make_plan
+from penstock.train.evaluate import evaluate_checkpoint
+from penstock.train.generate import continue_text, find_checkpoint, open_gpt
+from penstock.train.launch.stopping import INTERRUPTED, Stop
+from penstock.train.launch.worker import Job, train_here
 from penstock.train.metrics import Metrics, read_metrics
 from penstock.train.nonfinite import NonFinite
-from penstock.train.plan import make_plan
 from penstock.train.progress import Pace, Progress, Reading, of_time
-from penstock.train.run import RunFolder
-from penstock.train.sample import continue_text, find_checkpoint, open_gpt
-from penstock.train.settings import TrainConfig
-from penstock.train.stopping import INTERRUPTED, Stop
-from penstock.train.worker import Job, train_here
+from penstock.train.run_folder import RunFolder
 
 TINY = [
     "model.options.layers=2",
@@ -165,7 +165,7 @@ def test_accumulated_passes_are_one_step_of_the_whole_batch(tmp_path: Path, text
     assert trained(config) == 0
     line = read_metrics(RunFolder(Path(config.output)).metrics)[0]
     from penstock.train.build import build_model
-    from penstock.train.data import open_data
+    from penstock.train.data.batches import open_data
 
     data = open_data(config)
     model, loss = build_model(config)
@@ -450,7 +450,7 @@ def test_fp16_finds_its_scale_and_keeps_it_when_the_run_goes_on(tmp_path: Path, 
 
 
 def test_a_batch_is_shared_by_replicas_row_by_row() -> None:
-    from penstock.train.data import Batch
+    from penstock.train.data.batches import Batch
 
     batch = Batch((torch.arange(8).reshape(4, 2),), {"mask": torch.ones(4), "scale": 2.0}, torch.arange(4), 8)
     halves = [batch.share(number, 2) for number in range(2)]

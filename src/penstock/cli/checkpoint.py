@@ -10,10 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson
-from penstock.errors import CheckpointError, UsageError
-from penstock.train.checkpoint.manifest import (
+from penstock.checkpoint.disk.manifest import (
     MANIFEST,
     Manifest,
     checkpoints_in,
@@ -21,6 +18,9 @@ from penstock.train.checkpoint.manifest import (
     find_newest,
     read_manifest,
 )
+from penstock.cli.output import guarded, working, write, write_json
+from penstock.cli.source import AsJson
+from penstock.errors import CheckpointError, UsageError
 
 __all__ = ["checkpoint"]
 
@@ -175,7 +175,7 @@ def export(
     """Write the weights as safetensors; in Hugging Face's layout where the model came from transformers."""
     limit = None if file_size is None else _bytes_of(file_size)
     path = one_in(source)
-    from penstock.train.checkpoint.export import export as write_out
+    from penstock.checkpoint.export import export as write_out
 
     with working(f"exporting {path}"):
         done = write_out(path, out, dtype=dtype, file_bytes=limit)
@@ -220,7 +220,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints tensor by tensor, whatever their layouts; exit code 1 where they differ."""
     paths = one_in(one), one_in(other)
-    from penstock.train.checkpoint.difference import compare
+    from penstock.checkpoint.difference import compare
 
     with working("comparing"):
         found = compare(*paths, everything=everything)

@@ -26,8 +26,8 @@ def evaluate(
     """Evaluate a checkpoint: its mean loss on the validation data of a configuration, in this process."""
     config, _ = read_config(items)
     with working("evaluating"):
-        from penstock.train.evaluating import evaluate_checkpoint
-        from penstock.train.sample import find_checkpoint
+        from penstock.train.evaluate import evaluate_checkpoint
+        from penstock.train.generate import find_checkpoint
 
         found = find_checkpoint(checkpoint or config.output)
         score = evaluate_checkpoint(config, found, batches)

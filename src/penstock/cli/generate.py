@@ -37,7 +37,7 @@ def generate(
     """Sample text from a trained built-in GPT, to see what it has learned."""
     heat = _temperature(temperature)
     with working("loading"):
-        from penstock.train.sample import continue_text, find_checkpoint, open_gpt
+        from penstock.train.generate import continue_text, find_checkpoint, open_gpt
 
         model, _, _ = open_gpt(find_checkpoint(place))
     begin = prompt.encode("utf-8", "surrogateescape")

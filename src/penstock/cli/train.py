@@ -13,13 +13,13 @@ import typer
 
 from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
-from penstock.train.config import load_config
-from penstock.train.consistent import check_consistent
-from penstock.train.source import functions_in
+from penstock.train.config.consistent import check_consistent
+from penstock.train.config.read import load_config
+from penstock.train.config.source import functions_in
 
 if TYPE_CHECKING:
-    from penstock.train.run import RunFolder
-    from penstock.train.settings import TrainConfig
+    from penstock.train.config.settings import TrainConfig
+    from penstock.train.run_folder import RunFolder
 
 __all__ = ["Items", "read_config", "train"]
 
@@ -75,7 +75,7 @@ def _dry_run(config: TrainConfig, trust: bool) -> int:
         )
         return 0
     with working("building and measuring"):
-        from penstock.train.plan import make_plan
+        from penstock.train.dry_run import make_plan
 
         plan = make_plan(config)
     write(plan.text(terminal_width()))
@@ -83,7 +83,7 @@ def _dry_run(config: TrainConfig, trust: bool) -> int:
 
 
 def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> int:
-    from penstock.train.run import RunFolder
+    from penstock.train.run_folder import RunFolder
 
     folder = RunFolder(Path(config.output))
     again = shlex.join(["penstock", "train", *items, "--resume"])
@@ -98,14 +98,14 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> 
 
 def _start(config: TrainConfig, items: list[str], again: str, resume: bool) -> int:
     if config.pipeline.workers == "threads":
-        from penstock.train.stopping import Stop, asking
-        from penstock.train.worker import Job, log_as, train_here
+        from penstock.train.launch.stopping import Stop, asking
+        from penstock.train.launch.worker import Job, log_as, train_here
 
         log_as(config, 0)
         with Stop(*asking()) as stop:
             return train_here(Job(config, again, resume), stop)
-    from penstock.train.launch import launch, torchrun_command
-    from penstock.train.worker import Job
+    from penstock.train.launch.launch import launch, torchrun_command
+    from penstock.train.launch.worker import Job
 
     write(f"on several hosts, on each: {torchrun_command(config, items)}\n")
     return launch(Job(config, again, resume), _say)
@@ -118,8 +118,8 @@ def _say(text: str) -> None:
 
 def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:
     """One rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
-    from penstock.train.stopping import Stop
-    from penstock.train.worker import Job, log_as, train_here
+    from penstock.train.launch.stopping import Stop
+    from penstock.train.launch.worker import Job, log_as, train_here
 
     log_as(config, int(os.environ["RANK"]))
     with Stop() as stop:

@@ -18,10 +18,10 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.balance import counts_of
-from penstock.model.balancing import Balancing
+from penstock.model.balance.profile import Weight, crossing_of, profile_layers
+from penstock.model.balance.proposal import counts_of
+from penstock.model.balance.request import Balancing
 from penstock.model.lazy import check_values, is_lazy
-from penstock.model.profile import Weight, crossing_of, profile_layers
 from penstock.model.split import Split, more_than_its_layers, split_model
 
 __all__ = ["WAYS", "cut_model"]
@@ -166,7 +166,7 @@ def _replay(*arguments: Any) -> Split:
 def _graph(
     fallback: bool, model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
 ) -> Split:
-    from penstock.model.graph.cut import split_by_graph
+    from penstock.model.export.cut import split_by_graph
 
     if fallback and is_lazy(model):
         raise ModelError(

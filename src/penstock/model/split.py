@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.errors import FallbackWarning, ModelError
 from penstock.model.part import OUTPUT, Names, StagePart, no_stream, state_names
 from penstock.model.settings import Change, Settings
-from penstock.model.torn import SharedState, refuse_torn_norms
+from penstock.model.shared_layers import SharedState, refuse_torn_norms
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Holding", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]

@@ -14,17 +14,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
+from penstock.group.facts import compared, facts_of
 from penstock.model.replaced import mark_replaced
 from penstock.model.replay.part import ReplayPart
-from penstock.parallel.link import Link
-from penstock.parallel.norms import Norms
+from penstock.parallel.axis_link import Link
+from penstock.parallel.composition import Composition
 from penstock.parallel.reduce import Reducer, make_equal
 from penstock.parallel.replicas import Replicas
 from penstock.parallel.sharded import Sharder, check_shardable
+from penstock.parallel.spread_norms import Norms
 from penstock.parallel.tensor import SpreadValues, spread
-from penstock.parallel.wanted import Composition
-from penstock.runtime.facts import compared, facts_of
-from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.gloo.transport import DistributedTransport
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

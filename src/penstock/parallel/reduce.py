@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
-from penstock.parallel.link import Link
+from penstock.parallel.axis_link import Link
 from penstock.schedule import Op, Schedule
 
 __all__ = ["BUCKET_BYTES", "Reducer", "local_of", "make_equal", "part_of"]

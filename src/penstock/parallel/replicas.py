@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import PeerFailure
-from penstock.parallel.checks import Checks
-from penstock.parallel.link import Link
-from penstock.parallel.norms import Norms
+from penstock.parallel.axis_link import Link
 from penstock.parallel.reduce import Reducer, local_of, make_equal, part_of
+from penstock.parallel.replica_checks import Checks
 from penstock.parallel.sharded import Sharder
-from penstock.runtime.executor import Executor
-from penstock.runtime.replication import Alone, Said, said_by
-from penstock.runtime.step import StepReport, failure_of
+from penstock.parallel.spread_norms import Norms
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.replication import Alone, Said, said_by
+from penstock.runtime.engine.report import StepReport, failure_of
 from penstock.runtime.transport.base import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 

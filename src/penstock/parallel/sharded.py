@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
-from penstock.runtime.executor import Executor
-from penstock.runtime.stage import Run
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.stage import Run
 from penstock.schedule import Action, Op
 
 __all__ = ["Sharder", "check_shardable"]

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.part import StagePart
-from penstock.parallel.plan import TensorPlan
-from penstock.runtime.loss_module import LOSS, StageAndLoss
-from penstock.runtime.stage import Stage
+from penstock.parallel.tensor_plan import TensorPlan
+from penstock.runtime.engine.stage import Stage
+from penstock.runtime.loss.module import LOSS, StageAndLoss
 
 __all__ = ["Carried", "SpreadValues", "module_names", "plain_parameters", "spread"]
 

@@ -1,0 +1,1 @@
+"""The runtime: runs a proved program on real tensors, on threads or processes."""

@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
-from penstock.runtime.losses import own_loss
-from penstock.train.config import checked
-from penstock.train.consistent import stages_of
-from penstock.train.data import Batch
+from penstock.runtime.loss.losses import own_loss
+from penstock.train.config.consistent import stages_of
+from penstock.train.config.read import checked
+from penstock.train.config.settings import GPTOptions, TrainConfig
+from penstock.train.config.source import call_source, is_function
+from penstock.train.data.batches import Batch
 from penstock.train.gpt import build_gpt, token_loss
-from penstock.train.settings import GPTOptions, TrainConfig
-from penstock.train.source import call_source, is_function
 
 __all__ = [
     "Loss",

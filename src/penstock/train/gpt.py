@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.train.settings import GPTOptions
+from penstock.train.config.settings import GPTOptions
 
 __all__ = ["Block", "Embed", "Head", "build_gpt", "token_loss"]
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.processes import Processes
 from penstock.errors import ModelError
+from penstock.optim.scaler import GradScaler
 from penstock.pipeline import Pipeline, StepResult
-from penstock.runtime.scaler import GradScaler
 from penstock.schedule import Timeline
-from penstock.train.checkpoint.checkpointer import Checkpointer
-from penstock.train.checkpoint.processes import Processes
-from penstock.train.config import to_document
-from penstock.train.data import Batch, Batches
+from penstock.train.config.read import to_document
+from penstock.train.config.settings import TrainConfig
+from penstock.train.data.batches import Batch, Batches
+from penstock.train.launch.stopping import Stop
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.progress import Pace, Progress, Reading, memory_now
-from penstock.train.run import RunFolder
-from penstock.train.settings import TrainConfig
-from penstock.train.stopping import Stop
+from penstock.train.run_folder import RunFolder
 
 __all__ = ["Ending", "Trainer"]
 

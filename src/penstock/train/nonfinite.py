@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.checkpoint.processes import Processes
 from penstock.errors import RunError
 from penstock.pipeline import Pipeline
-from penstock.train.checkpoint.processes import Processes
 
 __all__ = ["NonFinite", "find_culprit"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from penstock.schedule import links, simulate
 
 if TYPE_CHECKING:
+    from penstock.model.balance.profile import Weight
     from penstock.model.part import StagePart
-    from penstock.model.profile import Weight
     from penstock.pipeline import Pipeline
 
 __all__ = ["stage_table"]

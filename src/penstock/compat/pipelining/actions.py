@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
-from penstock.runtime.handler import Context
+from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op, Schedule, verify
 
 __all__ = ["Orders", "orders_of", "schedule_of"]

@@ -15,7 +15,7 @@ from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, one_
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
-from penstock.runtime.microbatch import Shared
+from penstock.runtime.batch.microbatch import Shared
 from penstock.schedule import Op, Schedule, build, lower
 from penstock.schedule.text import from_csv, rows_to_csv
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.runtime.handler import Context
+from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
 
 __all__ = ["ByChunk", "CustomFunctions", "Running", "_wait_batch_p2p"]

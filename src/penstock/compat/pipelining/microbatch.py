@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.microbatch import Batch, Microbatches, merge, split_batch
+from penstock.runtime.batch.microbatch import Batch, Microbatches, merge, split_batch
 
 __all__ = [
     "TensorChunkSpec",

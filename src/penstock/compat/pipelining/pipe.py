@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.compat.pipelining.stage import _PipelineStageBase, as_tree
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut import cut_model
-from penstock.model.replay.undo import undone
+from penstock.model.replay.recording.undo import undone
 from penstock.model.split import Split
 
 __all__ = ["Pipe", "PipeInfo", "SplitPoint", "build_stage", "pipe_split", "pipeline"]

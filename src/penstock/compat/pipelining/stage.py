@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.compat.pipelining.chunks import ByChunk
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.runtime.transport.collective import all_gather
+from penstock.messages.collective import all_gather
 
 __all__ = ["Elsewhere", "PipelineStage", "all_stages", "as_tree"]
 

@@ -10,9 +10,9 @@ from penstock.compat.pipelining.chunks import Running
 from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.pipeline import Pipeline
-from penstock.runtime.fingerprint import Seen
-from penstock.runtime.handler import Context, Handler
-from penstock.runtime.microbatch import Batch
+from penstock.runtime.batch.fingerprint import Seen
+from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.engine.handlers import Context, Handler
 from penstock.schedule import Action, Op
 
 __all__ = ["Translated", "custom_handler", "weight_handlers"]

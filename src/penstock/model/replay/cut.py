@@ -9,20 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.balancing import Balancing
-from penstock.model.fixed import fixed_inputs
+from penstock.model.balance.profile import Weight, profile_calls
+from penstock.model.balance.request import Balancing
+from penstock.model.default_inputs import fixed_inputs
 from penstock.model.lazy import is_lazy
 from penstock.model.origin import origin_of
-from penstock.model.profile import Weight, profile_calls
-from penstock.model.replay.calls import Leaf, Recording
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import Plan, plan_stages, torn_by
-from penstock.model.replay.record import record
+from penstock.model.replay.recording.calls import Leaf, Recording
+from penstock.model.replay.recording.record import record
+from penstock.model.replay.recording.units import find_units
 from penstock.model.replay.shapes import Shapes, shapes_only
-from penstock.model.replay.units import find_units
 from penstock.model.split import Split
-from penstock.model.uses import name_and_use
+from penstock.model.use_names import name_and_use
 
 __all__ = ["split_by_replay"]
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.replay.calls import STATE, Mark, Recording, Untried
+from penstock.model.replay.recording.calls import STATE, Mark, Recording, Untried
 
 __all__ = ["also_in_training"]
 

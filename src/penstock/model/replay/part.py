@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.aside import EVERYWHERE, aside
-from penstock.model.away import is_away, noted
+from penstock.model.counted_runs import EVERYWHERE, aside
 from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
-from penstock.model.replay.again import check_reentrant, not_again
-from penstock.model.replay.calls import Leaf, Mark, shapes_of
-from penstock.model.replay.guard import Guard
-from penstock.model.replay.marks import Absent
+from penstock.model.placeholders import is_away, noted
+from penstock.model.replay.checkpointed import check_reentrant, not_again
+from penstock.model.replay.keeping.guard import Guard
+from penstock.model.replay.keeping.sinks import Sinks
 from penstock.model.replay.owned import Outside, StageUnits
 from penstock.model.replay.paths import diverged, stale
 from penstock.model.replay.plan import GLUE, Plan
+from penstock.model.replay.recording.calls import Leaf, Mark, shapes_of
+from penstock.model.replay.recording.marks import Absent
+from penstock.model.replay.recording.tensors import differ, flatten, tensors_in, unflatten
 from penstock.model.replay.shapes import Shapes, stand_in
-from penstock.model.replay.sinks import Sinks
-from penstock.model.replay.structure import differ, flatten, tensors_in, unflatten
 from penstock.model.replay.tree import Twins, stage_tree
 from penstock.model.settings import Change, Settings
 

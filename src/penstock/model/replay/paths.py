@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import ModelError
-from penstock.model.replay.calls import Call
+from penstock.model.replay.recording.calls import Call
 
 __all__ = ["diverged", "stale"]
 

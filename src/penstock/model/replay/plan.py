@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.calls import PARAMETER, STATE, Mark, Recording, State
+from penstock.model.replay.recording.calls import PARAMETER, STATE, Mark, Recording, State
 from penstock.schedule.topology import Topology
 
 __all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages", "torn_by"]

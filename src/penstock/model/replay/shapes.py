@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.aside import DRY, aside
-from penstock.model.away import blank, is_away
-from penstock.model.replay.calls import Call, Leaf, shapes_of
-from penstock.model.replay.sinks import Sinks
-from penstock.model.replay.structure import flatten, tensors_in, unflatten
+from penstock.model.counted_runs import DRY, aside
+from penstock.model.placeholders import blank, is_away
+from penstock.model.replay.keeping.sinks import Sinks
+from penstock.model.replay.recording.calls import Call, Leaf, shapes_of
+from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
 
 __all__ = ["Shapes", "shapes_only", "stand_in", "stand_in_parameter"]

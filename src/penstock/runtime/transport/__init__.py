@@ -9,12 +9,16 @@ from penstock.runtime.transport.base import Channel, Transport
 from penstock.runtime.transport.threads import ThreadTransport
 
 if TYPE_CHECKING:
-    from penstock.runtime.transport.distributed import DistributedTransport as DistributedTransport
-    from penstock.runtime.transport.shared import SharedMemoryTransport as SharedMemoryTransport
+    from penstock.runtime.transport.gloo.transport import DistributedTransport as DistributedTransport
+    from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport as SharedMemoryTransport
 
 __all__ = ["Channel", "DistributedTransport", "SharedMemoryTransport", "ThreadTransport", "Transport"]
 
-_HOMES = {"DistributedTransport": "distributed", "SharedMemoryTransport": "shared"}  # loaded where processes are
+# loaded only where ranks are processes
+_HOMES = {"DistributedTransport": "gloo.transport", "SharedMemoryTransport": "shared_memory.transport"}
+    "DistributedTransport": "gloo.transport",
+    "SharedMemoryTransport": "shared_memory.transport",
+}  # loaded where processes are
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.errors import MessageError, PeerFailure, UsageError
-from penstock.runtime import plain
+from penstock.messages import plain
 from penstock.schedule import Action
 
 __all__ = ["Channel", "Transport", "calling"]

@@ -38,8 +38,8 @@ from penstock.runtime.transport.base import (
     with_report,
     wrong_message,
 )
-from penstock.runtime.transport.compiling import last_compiled
-from penstock.runtime.transport.share import Ready, arrive, share
+from penstock.runtime.transport.failure.compiling import last_compiled
+from penstock.runtime.transport.handover import Ready, arrive, share
 
 __all__ = ["ThreadTransport"]
 

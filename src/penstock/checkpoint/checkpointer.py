@@ -1,0 +1,289 @@
+"""The face: `Checkpointer` for a run, `save` and `load` for a single checkpoint.
+
+`save` gathers and copies while training stands still, and leaves the rest to a background thread. Two copies may exist
+at once: one that is being written and one that waits, so a save is held up only by the one before the last. What goes
+wrong in the background is raised by the next `save` or `wait`, on every process alike.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.checkpoint.disk.directory import Directory, Place, Single, sees
+from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
+from penstock.checkpoint.disk.tensors import Body
+from penstock.checkpoint.load.loading import Loaded, load_into, say
+from penstock.checkpoint.named_tensors import Saved
+from penstock.checkpoint.processes import Processes
+from penstock.checkpoint.save.collecting import Given, collect, document_of
+from penstock.checkpoint.save.saving import GivenUp, Saving, remove
+from penstock.checkpoint.save.write_plan import Planner
+from penstock.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Checkpointer", "Loaded", "load", "save"]
+
+AT_ONCE = 2  # copies: one that is being written, one that waits
+BEAT = 1.0  # seconds: how long a process waits for its own files before it looks for the others
+
+
+class Checkpointer:
+    """Checkpoints of one run, in a directory that all its processes share.
+
+    `keep_last` newest ones are kept, and beside them those of every `keep_every`-th step. With `async_save=False`,
+    `save` returns when the checkpoint is whole.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep_last: int | None = 3,
+        keep_every: int | None = None,
+        async_save: bool = True,
+    ) -> None:
+        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such rule")
+        self.directory = Path(directory).absolute()
+        self.async_save = async_save
+        self._files = Directory(self.directory, keep_last, keep_every)
+        self._planner = Planner()
+        self._writer: ThreadPoolExecutor | None = None
+        self._under_way: list[tuple[Saving, Future[Path]]] = []
+        self._failed: BaseException | None = None  # what went wrong in the background, until it is raised
+        self._bodies: list[Body] = []  # free ones
+        self._pipe: weakref.ref[Pipeline] | None = None  # of the last save
+        self._seen = False  # every process has seen a directory that process 0 made
+        self._closed = False
+
+    # -- saving
+
+    def save(
+        self,
+        step: int,
+        pipe: Pipeline,
+        optimizer: Any = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        extra: Any = None,
+        config: Any = None,
+    ) -> None:
+        """Save the run as it is after `step` steps. On every process; returns once all is copied.
+
+        Raises what went wrong with an earlier save, and then does not begin this one: call it again.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"step={step!r}: pass the number of steps that were done, a whole number from 0 on")
+        if self._closed:
+            raise UsageError("this Checkpointer is closed; make a new one")
+        processes = Processes(pipe, "save()")
+        self._pipe = weakref.ref(pipe)
+        given = Given(optimizer, scheduler, scaler, data, extra, config)
+        while (saving := self._agree(processes, step, pipe, given)) is None:
+            self._settle(processes, leave=AT_ONCE - 1)
+        if self.async_save:
+            saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
+            self._under_way.append((saving, self._writer.submit(saving.run)))
+        else:
+            saving.read_from(self._planner.value_of)
+            self._under_way.append((saving, _done(saving.run)))
+            self._settle(processes)
+        self._planner.forget()
+
+    def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving | None:
+        """All processes: what is saved, by whom and where. None where earlier saves must be seen to first."""
+        made: list[Place] = []
+
+        def look() -> tuple[tuple[Saved, Any], Any]:
+            if not self._collect(AT_ONCE - 1, 0.0) or self._failed is not None:
+                return (Saved(), {}), (False, step, "", None)
+            saved = collect(pipe, given, processes.number)
+            document = document_of(step, pipe, given.config, processes.count)
+            changed = self._planner.look(saved.tensors)
+            if processes.first:
+                made.append(self._files.place(step, {saving.final.name for saving, _ in self._under_way}))
+            return (saved, document), (True, step, changed, made[0] if made else None)
+
+        try:
+            (saved, document), told = processes.together(look, self.directory)
+            if not all(ready for ready, _, _, _ in told):
+                for place in made:
+                    remove(place.temporary)
+                return None
+            steps = [each for _, each, _, _ in told]
+            if len(set(steps)) > 1:
+                raise UsageError(f"the processes were given different steps to save: {steps}")
+            where = Place(*told[0][3])
+            if not self._seen:
+                processes.together(lambda: (None, sees(where.temporary, processes.number)), where.final)
+                self._seen = True
+            plan = self._planner.agree(any(new for _, _, new, _ in told), processes.number, processes.exchange)
+        except BaseException:
+            for place in made:
+                remove(place.temporary)
+            raise
+        return Saving(
+            step=step,
+            temporary=where.temporary,
+            final=where.final,
+            number=processes.number,
+            count=processes.count,
+            plan=plan,
+            plain=saved.plain,
+            document={**document, "serial": where.serial},
+            lost=processes.lost,
+            finished=self._files.tidy,
+        )
+
+    def _settle(self, processes: Processes, leave: int = 0) -> None:
+        """Wait until at most `leave` saves are under way; raise what went wrong in any, on every process alike.
+
+        The processes keep in touch meanwhile, so that one that dies or stalls does not keep the others waiting.
+        """
+        settled, beat = False, 0.0
+        while not settled:
+            done, beat = self._collect(leave, beat), BEAT
+            mine = self._failed
+            told = processes.exchange((done, None if mine is None else (str(mine), isinstance(mine, GivenUp))))
+            settled = all(each for each, _ in told)
+        causes = [(said[1], number, said[0]) for number, (_, said) in enumerate(told) if said is not None]
+        if not causes:
+            return
+        self._collect(0)  # the same save fails everywhere, here perhaps a moment later: one error is enough
+        self._failed = None
+        if mine is not None and not isinstance(mine, GivenUp):
+            raise mine
+        _, number, text = min(causes)  # a cause before those who gave up because of it
+        raise CheckpointError(f"process {number}: {text}", path=self.directory) from mine
+
+    def _collect(self, leave: int, seconds: float | None = None) -> bool:
+        """Whether at most `leave` saves are under way, after so long a wait; an error of the others is kept."""
+        while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
+            saving, future = self._under_way[0]
+            try:
+                error = future.exception(seconds)
+            except TimeoutError:
+                return False
+            self._under_way.pop(0)
+            if saving.body is not None:
+                self._bodies.append(saving.body)
+            self._failed = self._failed or error
+        return True
+
+    def wait(self) -> None:
+        """Until all that was saved is whole, on every process; raises what went wrong."""
+        pipe = None if self._pipe is None else self._pipe()
+        if pipe is not None and not pipe._closed:
+            self._settle(Processes(pipe, "wait()"))
+        else:
+            self._collect(0)
+            self._raise_own()
+
+    def _raise_own(self) -> None:
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
+
+    # -- finding and loading
+
+    def latest(self) -> Path | None:
+        """The newest whole checkpoint (by manifest and sizes); damaged ones are passed over, and logged."""
+        path, problems = find_newest(self.directory)
+        say(problems)
+        return path
+
+    def load(
+        self,
+        pipe: Pipeline,
+        optimizer: Any = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Loaded:
+        """Into a pipeline of any layout: the newest whole checkpoint, or the one at `path`. On every process."""
+        given = Given(optimizer, scheduler, scaler, data)
+        if path is None:
+            return load_into(pipe, given, self.directory, newest=True)
+        return load_into(pipe, given, Path(path), newest=False)
+
+    def close(self) -> None:
+        """Wait for what is under way here, and let other runs write to the directory; raises what went wrong here."""
+        self._closed = True
+        try:
+            self._collect(0)
+        finally:
+            if self._writer is not None:
+                self._writer.shutdown()
+                self._writer = None
+            self._bodies = []
+            self._files.free()
+        self._raise_own()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        try:
+            self.close()
+        except CheckpointError as own:
+            if error is None:
+                raise
+            error.add_note(f"a save that was under way failed as well: {own}")  # what came first stays the error
+
+
+def _done(work: Callable[[], Path]) -> Future[Path]:
+    """What came of work that was done here and now, in the form of work that was done elsewhere."""
+    future: Future[Path] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # raised when the future is asked
+        future.set_exception(error)
+    return future
+
+
+def save(
+    path: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: Any = None,
+    *,
+    step: int = 0,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+    extra: Any = None,
+    config: Any = None,
+) -> None:
+    """One checkpoint, at exactly this path, whole when this returns. On every process."""
+    final = Path(path).absolute()
+    with Checkpointer(final.parent, async_save=False) as writer:
+        writer._files = Single(final)
+        writer.save(step, pipe, optimizer, scheduler=scheduler, scaler=scaler, data=data, extra=extra, config=config)
+
+
+def load(
+    path: str | os.PathLike[str],
+    pipe: Pipeline,
+    optimizer: Any = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    data: Any = None,
+) -> Loaded:
+    """A checkpoint, or the newest whole one of a directory that has several, into a pipeline of any layout."""
+    found = Path(path)
+    newest = not (found / MANIFEST).exists() and bool(checkpoints_in(found))
+    return load_into(pipe, Given(optimizer, scheduler, scaler, data), found, newest=newest)

@@ -1,0 +1,105 @@
+"""Two checkpoints compared, tensor by tensor, whatever their layouts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoint.disk.manifest import damages, read_manifest
+from penstock.checkpoint.load.reading import Contents
+from penstock.errors import CheckpointError
+
+__all__ = ["Change", "Difference", "compare"]
+
+SECTIONS = ("model.", "loss.", "optimizer.")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One tensor that differs: in `what` words, and by how much where both have it in one shape."""
+
+    name: str
+    what: str
+    largest: float | None = None  # the largest absolute difference
+    share: float | None = None  # of entries that differ
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs, and how many tensors are the same to the bit."""
+
+    steps: tuple[int, int]
+    changes: list[Change] = field(default_factory=list)
+    same: int = 0
+    config: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.config)
+
+
+def compare(one: str | os.PathLike[str], other: str | os.PathLike[str], *, everything: bool = False) -> Difference:
+    """Model and optimizer; with `everything`, also what processes keep for themselves, such as generators."""
+    sides = [_opened(Path(path)) for path in (one, other)]
+    (first, left), (second, right) = sides
+    found = Difference((first.step, second.step), config=_differing(first.config, second.config, "config"))
+    keys = dict.fromkeys([*left.tensors, *right.tensors])
+    same = 0
+    for key in keys:
+        if everything or key.startswith(SECTIONS):
+            change = _change(key, left, right)
+            if change is None:
+                same += 1
+            else:
+                found.changes.append(change)
+    return Difference(found.steps, found.changes, same, found.config)
+
+
+def _opened(path: Path) -> tuple[Any, Contents]:
+    manifest = read_manifest(path)
+    wrong = list(damages(path, manifest, sums=True))
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
+    return manifest, Contents(path)
+
+
+def _change(key: str, left: Contents, right: Contents) -> Change | None:
+    ours, theirs = left.tensors.get(key), right.tensors.get(key)
+    if ours is None or theirs is None:
+        return Change(key, f"only in {right.path.name if ours is None else left.path.name}")
+    if ours["shape"] != theirs["shape"]:
+        return Change(key, f"shape {tuple(ours['shape'])} and {tuple(theirs['shape'])}")
+    kinds = f"{ours['dtype']} and {theirs['dtype']}; " if ours["dtype"] != theirs["dtype"] else ""
+    one, other = left.tensor(key), right.tensor(key)
+    if not kinds and (torch.equal(one, other) or torch.equal(_bytes(one), _bytes(other))):
+        return None
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    apart = (one.to(wide) - other.to(wide)).abs()
+    differs = (one != other) if not kinds else apart != 0
+    share = differs.to(torch.float64).mean().item() if apart.numel() else 0.0
+    largest = apart.max().item() if apart.numel() else 0.0
+    return Change(key, f"{kinds}{100 * share:.3g} % of entries differ, at most by {largest:.3g}", largest, share)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Bits, so that a NaN equals itself."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _differing(one: Any, other: Any, place: str) -> list[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = dict.fromkeys([*one, *other])
+        missing = object()
+        return [
+            line
+            for key in keys
+            for line in _differing(one.get(key, missing), other.get(key, missing), f"{place}.{key}")
+            if not (one.get(key, missing) is missing and other.get(key, missing) is missing)
+        ]
+    if one == other:
+        return []
+    said = ["nothing" if type(value) is object else repr(value) for value in (one, other)]
+    return [f"{place}: {said[0]} and {said[1]}"]

@@ -1,0 +1,1 @@
+"""A checkpoint as files: manifest, tensors, folder and lock."""

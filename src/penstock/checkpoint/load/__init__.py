@@ -1,0 +1,1 @@
+"""Loading: which checkpoint, what is read, and where it goes."""

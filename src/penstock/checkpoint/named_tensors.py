@@ -1,0 +1,167 @@
+"""A pipeline and its optimizer as named tensors, and back: under the model's own names, in any layout.
+
+A parameter has one name, whatever the layout: that of its first place in the model. So a tied weight is saved once, and
+every place that has it loads that one. Optimizer state goes by the name of its parameter, and so do the options of
+parameter groups: who loads may have its parameters in other processes and other groups, as long as all parameters of
+one group were saved under the same options.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from penstock.checkpoint.disk.values import TENSOR, encode
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = [
+    "Optimizers",
+    "Saved",
+    "class_of",
+    "model_entries",
+    "name_of",
+    "names_by_parameter",
+    "optimizers_of",
+    "section_of",
+]
+
+Optimizers = list[torch.optim.Optimizer]
+NOT_OPTIONS = ("params", "param_names")
+
+
+class Saved:
+    """What one process saves: tensors by key, and plain values whose tensors are among them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.plain: dict[str, Any] = {}
+        self._aside: Counter[str] = Counter()
+
+    def add(self, section: str, value: Any, place: str, owner: str = "") -> Any:
+        """JSON for a value; its tensors get keys that begin with `owner` and the section."""
+
+        def set_aside(tensor: Tensor) -> str:
+            key = f"{owner}{section}.{self._aside[owner + section]}"
+            self._aside[owner + section] += 1
+            self.tensors[key] = tensor.detach()
+            return key
+
+        return encode(value, set_aside, place)
+
+    def add_model(self, pipe: Pipeline) -> None:
+        """Parameters, persistent buffers and extra state of this process's stages.
+
+        Replicas have the same parameters, but buffers of their own: the model's are those of the first.
+        """
+        replica = pipe.replicas.index
+        for name, value in model_entries(pipe):
+            if isinstance(value, Tensor):
+                own = replica and not isinstance(value, (nn.Parameter, DTensor))
+                key = f"replica-{replica:05d}.{name}" if own else f"{section_of(pipe, name)}.{name}"
+                self.tensors[key] = value.detach()
+            elif not replica:
+                self.plain.setdefault("model", {})[name] = self.add(
+                    f"model-extra.{name}", value, f"the extra state {name}"
+                )
+
+    def add_optimizers(self, pipe: Pipeline, optimizers: Optimizers) -> None:
+        """State and options, by parameter name."""
+        names = names_by_parameter(pipe)
+        groups: list[dict[str, Any]] = []
+        states: dict[str, dict[str, Any]] = {}
+        for optimizer in optimizers:
+            _check_state(optimizer)
+            for number, group in enumerate(optimizer.param_groups):
+                owned = [parameter for parameter in group["params"] if parameter is not pipe._nothing]
+                members = [name_of(parameter, names, number) for parameter in owned]
+                options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+                section = f"optimizer-options.{members[0] if members else len(groups)}"
+                groups.append(
+                    {
+                        "number": number,
+                        "names": members,
+                        "options": self.add(section, options, f"options of parameter group {number}"),
+                    }
+                )
+                for name, parameter in zip(members, owned, strict=True):
+                    states[name] = self._add_state(name, optimizer.state.get(parameter, {}))
+        self.plain["optimizer"] = {"class": class_of(optimizers), "groups": groups, "state": states}
+
+    def _add_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                whole = f"optimizer.{name}.{key}"
+                if whole in self.tensors:
+                    raise UsageError(f"two tensors of optimizer state would be called {whole}; rename one of them")
+                self.tensors[whole] = value.detach()
+                found[key] = {TENSOR: whole}
+            else:
+                found[key] = self.add(f"optimizer-plain.{name}.{key}", value, f"optimizer state {key!r} of {name}")
+        return found
+
+
+def optimizers_of(optimizer: Any) -> Optimizers:
+    """One, several or none."""
+    found = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise UsageError(f"optimizer={each!r}: pass a torch.optim.Optimizer, or a list of them")
+    return found
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """State that belongs to no parameter would be lost without a word."""
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strange = [key for key in optimizer.state if id(key) not in known]
+    if strange:
+        what = f"a tensor of shape {tuple(strange[0].shape)}" if isinstance(strange[0], Tensor) else repr(strange[0])
+        raise UsageError(
+            f"{type(optimizer).__name__} keeps state under {what}, which is none of its parameters; a checkpoint has "
+            f"state by parameter: save the rest in extra="
+        )
+
+
+def class_of(optimizers: Optimizers) -> str:
+    return ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+
+
+def section_of(pipe: Pipeline, name: str) -> str:
+    """Of which part of a checkpoint a name is: the model, which other programs may want, or the loss function."""
+    loss = pipe.split.loss
+    return "loss" if loss is not None and name in loss.names.values() else "model"
+
+
+def model_entries(pipe: Pipeline) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that the stages of this process have in their state, each name once."""
+    others, seen = pipe.first_names(), set()
+    for holding in pipe.holdings():
+        for name, value in holding.module.state_dict(keep_vars=True).items():
+            full = holding.names.get(name, name)
+            if isinstance(value, nn.Parameter):
+                full = others.get(full, full)
+            if full not in seen:
+                seen.add(full)
+                yield full, value
+
+
+def names_by_parameter(pipe: Pipeline) -> dict[int, str]:
+    return {id(value): name for name, value in model_entries(pipe) if isinstance(value, nn.Parameter)}
+
+
+def name_of(parameter: Tensor, names: Mapping[int, str], group: int) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise UsageError(
+            f"parameter group {group} of the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+            f"pipeline does not own; make the optimizer from pipe.parameters()"
+        )
+    return name

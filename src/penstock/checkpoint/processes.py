@@ -1,0 +1,105 @@
+"""The processes that save one checkpoint together, and how they agree.
+
+Where ranks are threads there is one. Else exchanges go over the pipeline's own transport, which names a rank that died,
+stalls or is somewhere else; where the mesh has more axes than the pipeline's, all its processes then meet as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.messages.collective import all_gather
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Processes"]
+
+Mine = TypeVar("Mine")
+
+
+class Processes:
+    """`number` of `count`; `call` is what the user called, which must be the same on all."""
+
+    def __init__(self, pipe: Pipeline, call: str) -> None:
+        world = getattr(pipe, "world", None)
+        if world is None:
+            raise UsageError(
+                f"a {type(pipe).__name__} is not a penstock.Pipeline; make one of the model, or use `penstock "
+                f"checkpoint export` for plain weights"
+            )
+        if pipe._closed and world.transport is not None:
+            raise UsageError(f"this pipeline is closed, and {call} needs its other processes: call it before close()")
+        self._world = world
+        self._call = call
+        self._transport = world.transport
+        self._group = _whole_mesh(pipe)
+        self._link = getattr(pipe.replicas, "_link", None)
+        if self._group is not None:
+            self.count, self.number = dist.get_world_size(self._group), dist.get_rank(self._group)
+        elif self._transport is not None:
+            self.count, self.number = self._transport.ranks, self._transport.rank
+        else:
+            self.count, self.number = 1, 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process decides and finishes."""
+        return self.number == 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every process's value."""
+        if self._group is None:
+            return list(self._world.told(self._call, value))
+        self._world.told(self._call, None)  # names who is missing in this pipeline, before all meet
+        if self._link is not None:
+            self._link.told(self._call, None)  # and in the others
+        return all_gather(value, self._group)
+
+    def lost(self) -> Exception | None:
+        """The loss of a peer, if one is known; from any thread."""
+        lost = None if self._transport is None else self._transport.broken
+        return lost if lost is not None or self._link is None else self._link.broken
+
+    def together(self, work: Callable[[], tuple[Mine, Any]], path: Any = None) -> tuple[Mine, list[Any]]:
+        """Do something on every process; what fails on one is an error on all.
+
+        `work` returns (what stays here, what all get to know); the result is the former and everyone's latter.
+        """
+        done: tuple[Mine, Any] | None = None
+        own: Exception | None = None
+        try:
+            done = work()
+        except Exception as error:  # raised below: the others wait for this process's answer, whatever it is
+            own = error
+        told = self.exchange((None if done is None else done[1], None if own is None else _said(own)))
+        if own is not None:
+            if isinstance(own, OSError):
+                raise CheckpointError(str(own), path=path) from own
+            raise own
+        for number, (_, problem) in enumerate(told):
+            if problem is not None:
+                raise CheckpointError(f"process {number}: {problem}", path=path)
+        assert done is not None
+        return done[0], [each for each, _ in told]
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, (PenstockError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+def _whole_mesh(pipe: Pipeline) -> Any:
+    """The group of all processes of a mesh that is more than the pipeline's axis; else None."""
+    mesh = pipe.composition.axes.mesh
+    if mesh is None or mesh.size() == dist.get_world_size(pipe.world.group):
+        return None
+    if mesh.size() != dist.get_world_size():
+        raise UsageError(
+            f"the mesh has {mesh.size()} of {dist.get_world_size()} processes; a checkpoint is saved by a mesh of all "
+            f"of them, or by a pipeline with group="
+        )
+    return dist.group.WORLD

@@ -1,0 +1,1 @@
+"""Saving: what is collected from each process, who writes what, and the write itself."""

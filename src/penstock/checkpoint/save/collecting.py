@@ -1,0 +1,107 @@
+"""Everything that a checkpoint holds of one process, gathered while training stands still."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.checkpoint.disk.values import encode
+from penstock.checkpoint.generators import states_of_generators
+from penstock.checkpoint.named_tensors import Saved, optimizers_of
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Given", "check_stateful", "collect", "document_of", "layout_of"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user passed beside the pipeline."""
+
+    optimizer: Any = None
+    scheduler: Any = None
+    scaler: Any = None
+    data: Any = None
+    extra: Any = None
+    config: Any = None
+
+
+def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
+    """Tensors (not copied yet) and plain values (copied) of this process."""
+    pipe._check_values()
+    saved = Saved()
+    saved.add_model(pipe)
+    optimizers = optimizers_of(given.optimizer)
+    if optimizers:
+        saved.add_optimizers(pipe, optimizers)
+    owner = f"process-{process:05d}."
+    saved.plain["generators"] = saved.add("generators", states_of_generators(), "the random generators", owner)
+    if given.data is not None:
+        saved.plain["data"] = saved.add("data", state_of(given.data, "data"), "data.state_dict()", owner)
+    if process == 0:
+        clock = pipe.clock
+        saved.plain["clock"] = {"seed": clock.seed, "step": clock.step, "evaluations": clock.evaluations}
+        for name in ("scheduler", "scaler"):
+            holder = getattr(given, name)
+            if holder is not None:
+                saved.plain[name] = saved.add(name, state_of(holder, name), f"{name}.state_dict()")
+        saved.plain["extra"] = saved.add("extra", given.extra, "extra")
+    return saved
+
+
+def state_of(holder: Any, name: str) -> Any:
+    """What an object says of itself."""
+    check_stateful(holder, name)
+    return holder.state_dict()
+
+
+def check_stateful(holder: Any, name: str) -> None:
+    """It must be able to say so, and to take it back."""
+    if not callable(getattr(holder, "state_dict", None)) or not callable(getattr(holder, "load_state_dict", None)):
+        raise UsageError(
+            f"{name}={type(holder).__name__}: pass an object with state_dict() and load_state_dict(state), or use "
+            f"extra= for plain values"
+        )
+
+
+def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
+    """How the run that saves is laid out."""
+    schedule = pipe.schedule
+    return {
+        "processes": processes,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "placement": [schedule.placement.rank_of(stage) for stage in range(schedule.stages)],
+        "schedule": schedule.name or "its own",
+        "microbatches": schedule.microbatches,
+        "replicas": pipe.replicas.replicas,
+        "replicate": pipe.composition.replicate,
+        "tp": pipe.composition.axes.size("tp"),
+    }
+
+
+def document_of(step: int, pipe: Pipeline, config: Any, processes: int) -> dict[str, Any]:
+    """The manifest, but for its files and number."""
+
+    def refuse(tensor: torch.Tensor) -> str:
+        raise UsageError("config= holds a tensor; put tensors into extra=")
+
+    return {
+        "step": step,
+        "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": encode(config, refuse, "config"),
+        "layout": layout_of(pipe, processes),
+        "versions": {
+            "penstock": sys.modules["penstock"].__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        "origin": pipe.split.origin,
+    }

@@ -1,0 +1,70 @@
+"""What a `GPipe` is given, looked at before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, UsageError
+from penstock.options.arguments import RULES
+from penstock.runtime.state.batch_norm import BATCH_NORMS
+
+__all__ = ["check_gpipe", "check_tangents"]
+
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> None:
+    """Raise for the first of the arguments, by name, that cannot work; `kind` is the class that wraps."""
+    if not isinstance(model, nn.Module):
+        wrap = "; pass nn.Sequential(*layers)" if isinstance(model, Sequence) else ""
+        raise ModelError(f"GPipe wraps an nn.Module, and was given a {type(model).__name__}{wrap}")
+    if isinstance(model, (nn.Sequential, nn.ModuleList)) and not len(model):
+        raise ModelError(f"the model is an empty {type(model).__name__}; there is nothing to cut into stages")
+    if isinstance(model, kind):
+        raise ModelError("the model is a GPipe already; wrap its .module, or put it into a larger model")
+    lazy = (UninitializedParameter, UninitializedBuffer)
+    if any(isinstance(each, lazy) for each in (*model.parameters(), *model.buffers())):
+        raise ModelError("the model has lazy layers that do not know their sizes yet; call it once before it is cut")
+    if any(each.is_meta for each in model.parameters()):
+        raise ModelError(
+            "the model has parameters without values, on the meta device; build it as it is (it is Pipeline that takes "
+            "models from penstock.lazy())"
+        )
+    if isinstance(model, nn.ModuleList):
+        raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")
+    chunks = given["chunks"]
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise UsageError(f"chunks={chunks!r}: pass the number of microbatches, a whole number of at least 1")
+    if given["checkpoint"] not in CHECKPOINTS:
+        raise UsageError(f"checkpoint={given['checkpoint']!r}: choose one of {', '.join(map(repr, CHECKPOINTS))}")
+    balance = given["balance"]
+    if isinstance(balance, bool) or (isinstance(balance, int) and balance < 1):
+        raise UsageError(f"balance={balance!r}: pass the number of stages, or the number of layers in each")
+    if balance is not None and not isinstance(balance, (int, str, Sequence, Mapping)):
+        raise UsageError(
+            f"balance={balance!r}: pass the number of layers in each stage, a number of stages, 'time', 'parameters' "
+            f"or 'memory', or {{name: weight}}"
+        )
+    if given["batch_norm"] not in BATCH_NORMS:
+        raise UsageError(f"batch_norm={given['batch_norm']!r}: choose one of {', '.join(map(repr, BATCH_NORMS))}")
+    if given["deferred_batch_norm"] and given["batch_norm"] == "exact":
+        raise UsageError("deferred_batch_norm=True and batch_norm='exact' are two things; leave one of them out")
+    for name in ("stages", "devices", "batch_dims", "timeout", "batch_norm_group"):
+        fits, would_work = RULES[name]
+        if given[name] is not None and not fits(given[name]):
+            raise UsageError(f"{name}={given[name]!r}: {would_work}")
+
+
+def check_tangents(given: Any, parameters: Iterable[Tensor]) -> None:
+    """Refuse a call in forward mode: stages are other threads, in which tangents would be lost without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in (*pytree.tree_leaves(given), *parameters):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UsageError("GPipe has no forward-mode gradients; use backward(), or call its .module")

@@ -1,0 +1,308 @@
+"""Where a pipeline runs: all ranks in this process, or this process as one rank of a group.
+
+Decided once, from what the user passed and from the environment, so that the same script runs
+on a laptop and under torchrun. On processes the ranks make sure, before the first step, that
+they were all given the same pipeline: a difference that would otherwise show as a hang or as
+wrong numbers is an error that names it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
+from penstock.group.facts import compared, facts_of
+from penstock.messages.collective import all_gather
+from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.engine.recorder import host_name, offsets
+from penstock.runtime.transport import Channel, ThreadTransport, Transport
+from penstock.runtime.transport.base import calling
+from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from penstock.runtime.batch.feed import Feed
+
+__all__ = ["World", "collective"]
+
+Found = TypeVar("Found")
+Given = ParamSpec("Given")
+TRANSPORTS = ("threads", "shared", "distributed")
+VARIABLE = "PENSTOCK_TRANSPORT"
+
+
+def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """A method of a pipeline that every rank must call; where ranks are in different ones, each is named."""
+
+    def decorate(method: Callable[Given, Found]) -> Callable[Given, Found]:
+        @wraps(method)
+        def named(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            pipe: Any = args[0]
+            with pipe.world.calling(call):
+                return method(*args, **kwargs)
+
+        return named
+
+    return decorate
+
+
+class World:
+    """`size` is the number of processes, or None where ranks are threads."""
+
+    capacity: int | None = None  # messages that a link between threads buffers: any number, or at most so many
+
+    def __init__(self, group: Any, size: int | None, timeout: float, way: str | None = None) -> None:
+        self.group = group
+        self.size = size
+        self.timeout = timeout
+        self.way = way  # the transport that was asked for, if one was
+        self._transport: DistributedTransport | None = None
+        self._told = False  # the other ranks know what this one was given
+        self._one_host = True
+
+    @property
+    def kind(self) -> str:
+        """What the ranks are, in words."""
+        return "threads of this process" if self.size is None else f"{self.size} processes"
+
+    def wire(self, source: int, target: int) -> str:
+        """What carries values from one rank to another, in words."""
+        if self._transport is None:
+            return "handed over in memory, without a copy"
+        return self._transport.wire(source, target)
+
+    @classmethod
+    def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
+        """Read the arguments, then the environment."""
+        transport, said = _choice(transport)
+        if group is not None and mesh is not None:
+            raise UsageError("pass group= or mesh=, not both")
+        if mesh is not None:
+            group = mesh.get_group("pp")
+        if transport == "threads":
+            if group is not None:
+                raise UsageError(f"{said} runs all ranks in this process; it takes no group= or mesh=")
+            return cls(None, None, timeout)
+        if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if group is None and dist.is_initialized() and (dist.get_world_size() > 1 or transport is not None):
+            group = dist.group.WORLD
+        if group is None:
+            if transport is not None:
+                raise UsageError(f"{said} needs a process group: start with torchrun, or pass group=")
+            return cls(None, None, timeout)
+        return cls(group, dist.get_world_size(group), timeout, transport)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all, where all must use the same numbers."""
+        return self.size is None or dist.get_rank(self.group) == 0
+
+    def first_says(self, numbers: list[float]) -> list[float]:
+        """The first rank's numbers, on every rank; before there is a transport."""
+        if self.size is None:
+            return numbers
+        found: list[float] = all_gather(numbers, self.group)[0]
+        return found
+
+    def check_ranks(self, wanted: int, asked: int | None) -> None:
+        """The schedule's ranks must be the processes there are."""
+        if self.size is not None and wanted != self.size:
+            said = f"ranks={asked}" if asked else f"the schedule needs {wanted} ranks"
+            raise UsageError(f"{said}, but the group has {self.size} processes; start torchrun with {wanted} processes")
+
+    def transports(self, ranks: int, devices: Sequence[torch.device | str] | None) -> Sequence[Transport]:
+        """One transport for each rank that lives in this process."""
+        if devices is not None and len(devices) != ranks:
+            raise UsageError(f"{len(devices)} devices for {ranks} ranks; pass one for each rank")
+        if self.size is None:
+            return ThreadTransport.group(ranks, self.capacity, self.timeout, devices)
+        return [self._connect(None if devices is None else devices[dist.get_rank(self.group)])]
+
+    def _connect(self, device: torch.device | str | None) -> Transport:
+        assert self.size is not None
+        common: dict[str, Any] = {"coordinator": self.size - 1, "device": device}
+        if self.way == "distributed":
+            self._transport = DistributedTransport(self.group, self.timeout, **common)
+        else:
+            strict = self.way == "shared"
+            self._transport = SharedMemoryTransport(self.group, self.timeout, strict=strict, **common)
+        return self._transport
+
+    @property
+    def transport(self) -> Transport | None:
+        """This process's transport, where ranks are processes."""
+        return self._transport
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """A rank that cannot build its pipeline tells the others, which would wait for it in `agree`."""
+        try:
+            yield
+        except BaseException as error:
+            if self.size is not None and not self._told:
+                transport = self._transport or self._connect(None)
+                with suppress(PenstockError):
+                    transport.exchange(f"{type(error).__name__}: {error}")
+            if self._transport is not None:
+                self._transport.close()
+            raise
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around a step: where ranks are processes, Ctrl-C waits until a message, or the step's end, is whole."""
+        return nullcontext() if self._transport is None else CTRL_C.around_step()
+
+    def agree(self, pipe: Feed) -> None:
+        """On processes: the same schedule, stages, options and seed everywhere."""
+        if self._transport is None:
+            return
+        mine = facts_of(pipe)
+        self._told = True
+        told = self._transport.exchange((mine, pipe.clock.seed, host_name()))
+        refused = [(rank, theirs) for rank, theirs in enumerate(told) if isinstance(theirs, str)]
+        if refused:
+            raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
+        faults = compared([theirs for theirs, _, _ in told], "rank")
+        if faults:
+            raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
+        self._told = False
+        pipe.clock.seed = told[0][1]
+        self._one_host = len({host for _, _, host in told}) == 1
+
+    def built(self) -> None:
+        """On processes: all ranks have built what comes after they agreed."""
+        if self._transport is None:
+            return
+        self._told = True
+        told = self._transport.exchange(None)
+        refused = [(rank, theirs) for rank, theirs in enumerate(told) if theirs is not None]
+        if refused:
+            raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
+
+    def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
+        """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
+        if self._transport is None or self._one_host:
+            return [0.0] * ranks, 0.0
+        with self.calling("record()"):
+            return offsets(self._transport)
+
+    def same_count(self, pipe: Feed, count: Callable[[], int | None]) -> int:
+        """How many microbatches an evaluation has: what the ranks that see the batch say."""
+        counts = self.agreed("evaluate()", count, "(rank, microbatches)")
+        return pipe.microbatches if counts is None else counts
+
+    def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
+        """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
+        if self._transport is None:
+            return find()
+        mine, own = None, None
+        try:
+            mine = find()
+        except PenstockError as error:  # the others wait for this rank's answer, whatever it is
+            own = error
+        told = list(enumerate(self.told(call, (mine, None if own is None else str(own)))))
+        if own is not None:
+            raise own
+        for rank, (_, problem) in told:
+            if problem is not None:
+                raise PeerFailure(rank, problem)
+        found: list[tuple[int, Found]] = [(rank, other) for rank, (other, _) in told if other is not None]
+        if any(other != found[0][1] for _, other in found):
+            raise ModelError(f"the ranks were given batches of different size {what}: {found}")
+        return found[0][1] if found else None
+
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What every rank says in this call, which all must make; on threads there is one to say it."""
+        if self._transport is None:
+            return [value]
+        with self.calling(call):
+            return self._transport.exchange(value)
+
+    def calling(self, call: str) -> AbstractContextManager[None]:
+        """Inside, this process is in that call, which all must make."""
+        return calling(self._transport, call)
+
+    def carry(
+        self,
+        pipe: Feed,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any],
+        cut: Callable[..., Batch],
+    ) -> Batch:
+        """inputs='first': what later ranks need goes to them straight from the first stage's rank."""
+        transport = self._transport
+        placement = pipe.schedule.placement
+        home = placement.rank_of(0)
+        if transport is None or placement.ranks == 1:
+            return cut(args, kwargs, target, loss_kwargs)
+        channels = [
+            Channel(-1, placement.stages_of(rank)[0], "F", home, rank)
+            for rank in range(placement.ranks)
+            if rank != home
+        ]
+        transport.open(channels)
+        if transport.rank == home:
+            try:
+                batch = cut(args, kwargs, target, loss_kwargs)
+                for number, channel in enumerate(channels):
+                    needed = _needed(pipe, channel.target_rank, args, kwargs, target, loss_kwargs)
+                    transport.send(number, 0, (needed, batch.rows))
+            except PenstockError as error:
+                for number in range(len(channels)):
+                    transport.send_failure(number, 0, PeerFailure(home, f"{type(error).__name__}: {error}"))
+                raise
+            finally:
+                transport.flush()
+            return batch
+        number = next(number for number, channel in enumerate(channels) if channel.target_rank == transport.rank)
+        (given, named, goal, extra), rows = transport.receive(number, 0)
+        is_last = placement.rank_of(placement.stages - 1) == transport.rank
+        if args or kwargs or (target is not None and (goal is not None or not is_last)):
+            raise UsageError(
+                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too (the target "
+                f"alone may come from the last stage's rank)"
+            )
+        batch = cut(given, named, target if goal is None else goal, {**extra, **loss_kwargs}, whole=False)
+        batch.rows = rows
+        return batch
+
+
+def _choice(asked: str | None) -> tuple[str | None, str]:
+    """The transport that was asked for, by argument or else by the environment, and how that was said."""
+    said = f"transport={asked!r}"
+    if asked is None:
+        asked = os.environ.get(VARIABLE, "").strip().lower() or None
+        said = f"{VARIABLE}={asked}"
+    if asked not in (None, *TRANSPORTS):
+        raise UsageError(f"{said}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
+    return asked, said
+
+
+def _needed(
+    pipe: Feed,
+    rank: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    loss_kwargs: Mapping[str, Any],
+) -> Any:
+    parts = [pipe.split.parts[stage] for stage in pipe.schedule.placement.stages_of(rank)]
+    is_last = parts[-1].index == pipe.split.stages - 1
+    weighed = is_last and any(map(pipe.weighing.looks_at, range(len(args))))
+    given = args if weighed or any(part.whole_batch for part in parts) else ()
+    named = {
+        name: value
+        for name, value in kwargs.items()
+        if (is_last and pipe.weighing.looks_at(name)) or any(part.takes is None or name in part.takes for part in parts)
+    }
+    return (given, named, target, dict(loss_kwargs)) if is_last else (given, named, None, {})

@@ -1,0 +1,64 @@
+"""What ranks write into the store for each other: plain values with the run's code, and nothing that is ever executed.
+
+Whoever reaches the store's port may write to it. So a note is taken only where its code and its form show that a rank
+of this run wrote it; the texts of errors are cut short (`plain`), since who is to blame must be known even where a
+message has megabytes.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, NamedTuple
+
+from penstock.errors import PeerFailure
+from penstock.messages import plain
+from penstock.messages.secret import signed, unsigned
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.schedule import Action
+
+__all__ = ["Alarm", "Tampered", "read", "write"]
+
+KEY = b"the store"
+PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by part
+    "verdict": (PeerFailure,),
+    "news": (PeerFailure,),
+    "alarm": (int, Waiting | None, PeerFailure | None, bool),
+    "state": (Waiting | None, str, Action | None, int, str),
+    "call": (int, str),
+}
+
+
+class Tampered(Exception):
+    """Under a key of this run is something that no rank of it has written."""
+
+
+class Alarm(NamedTuple):
+    """The first word that something is wrong: who says so, for whom it waits, and what it knows.
+
+    `heard`: the culprit is alive, and can say what it does.
+    """
+
+    rank: int
+    waiting: Waiting | None
+    failure: PeerFailure | None
+    heard: bool = False
+
+
+def write(*parts: Any) -> str:
+    """The text of a note."""
+    return base64.b64encode(signed(plain.dumps(parts), KEY)).decode()
+
+
+def read(kind: str, text: bytes) -> tuple[Any, ...]:
+    """The parts of a note that a rank of this run wrote; `Tampered` where none did."""
+    try:
+        content = unsigned(base64.b64decode(text, validate=True), KEY)
+        parts = None if content is None else plain.loads(content)
+    except ValueError:
+        parts = None
+    wanted = PARTS[kind]
+    if not isinstance(parts, tuple) or len(parts) != len(wanted) or not all(map(isinstance, parts, wanted)):
+        raise Tampered(kind)
+    if kind == "alarm" and parts[1] is None and parts[2] is None:
+        raise Tampered(kind)
+    return parts

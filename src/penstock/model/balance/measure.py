@@ -1,0 +1,246 @@
+"""Forward and backward of every piece of a model, measured where it is called.
+
+The model's own forward runs on the example with the pieces' forwards wrapped (see `patched`). Each
+wrapper cuts its arguments off from what came before, as copies that want a gradient where the
+originals did, and runs the piece on them several times: once warm and counting what autograd keeps,
+by storage, then with the clock. So arguments are real, and nothing has to be kept for later. The
+whole is repeated in rounds, so that a disturbance hits a few of a piece's times and not all of
+them, and medians are taken. On a machine that is busy with other work even medians lie, and the more
+the longer a piece takes; so the clock stands still while this thread waits for a processor.
+
+The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to
+no `.grad` and runs no optimizer's hooks; buffers, attributes that were set, and the random
+generators are put back.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError
+from penstock.model.counted_runs import DRY, aside
+from penstock.model.replay.recording.tensors import tensors_in
+from penstock.model.replay.recording.undo import patched, random_state, restore_random, undone
+
+__all__ = ["REPEATS", "ROUNDS", "Measured", "measure"]
+
+ROUNDS = 3
+REPEATS = 3
+
+
+@dataclass
+class Measured:
+    """One call of a piece."""
+
+    times: list[float] = field(default_factory=list)
+    saved: int = 0  # bytes that autograd keeps, beside parameters, buffers and what earlier pieces keep
+    output: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return statistics.median(self.times)
+
+
+def measure(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    order: Sequence[str],
+    run: Callable[[], Any],
+    rounds: int = ROUNDS,
+    repeats: int = REPEATS,
+) -> list[Measured]:
+    """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order."""
+    found = [Measured() for _ in order]
+    with undone(model), _clock() as now, aside(DRY):
+        for number in range(rounds):
+            ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
+            clock = _Round(order, modules, found, repeats, ledger, now)
+            with patched(dict(modules), list(dict.fromkeys(order)), clock.wrap), torch.enable_grad():
+                run()
+            clock.finish()
+    return found
+
+
+class _Ledger:
+    """Which storages are counted already; a copy made here counts as what it is a copy of.
+
+    Storages are known by address, and held weakly: the address is not used again, the memory is.
+    """
+
+    def __init__(self, counted: Sequence[Tensor]) -> None:
+        self._known: list[StorageWeakRef] = []
+        self._origin: dict[int, int] = {}
+        self._counted = {self._of(tensor) for tensor in counted}
+
+    def _of(self, tensor: Tensor) -> int:
+        weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._known.append(weak)
+        key: int = weak.cdata
+        return self._origin.get(key, key)
+
+    def copied(self, original: Tensor, twin: Tensor) -> None:
+        """`twin` stands for `original`."""
+        origin = self._of(original)
+        self._of(twin)
+        self._origin[self._known[-1].cdata] = origin
+
+    def count(self, saved: Sequence[Tensor]) -> int:
+        """The bytes of those that were not counted before."""
+        total = 0
+        for tensor in saved:
+            key = self._of(tensor)
+            if key not in self._counted:
+                self._counted.add(key)
+                total += tensor.untyped_storage().nbytes()
+        return total
+
+
+class _Round:
+    """The model's forward, once, with every piece measured at its call."""
+
+    def __init__(
+        self,
+        order: Sequence[str],
+        modules: Mapping[str, nn.Module],
+        found: list[Measured],
+        repeats: int,
+        ledger: _Ledger | None,
+        now: Callable[[], float],
+    ) -> None:
+        self.order = order
+        self.modules = modules
+        self.found = found
+        self.repeats = repeats
+        self.ledger = ledger  # in the round that counts bytes
+        self.now = now
+        self.number = 0
+        self.inside = False
+
+    def wrap(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """For `patched`."""
+        trained = [parameter for parameter in self.modules[name].parameters() if parameter.requires_grad]
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return forward(*args, **kwargs)
+            if self.number >= len(self.order) or self.order[self.number] != name:
+                raise self._another_path(f"{name} was called")
+            piece = self.found[self.number]
+            self.number += 1
+            self.inside = True
+            try:
+                return self._call(piece, forward, trained, args, kwargs)
+            finally:
+                self.inside = False
+
+        return measured
+
+    def finish(self) -> None:
+        """The forward has ended: were all pieces called?"""
+        if self.number != len(self.order):
+            raise self._another_path("the forward ended")
+
+    def _another_path(self, what: str) -> ModelError:
+        due = f"{self.order[self.number]} was due" if self.number < len(self.order) else "nothing was due any more"
+        return ModelError(
+            f"the model cannot be measured: as call {self.number}, {what}, where {due}. Its path depends on more than "
+            f"its inputs; pass balance='parameters', counts, or weights by name"
+        )
+
+    def _call(
+        self, piece: Measured, forward: Callable[..., Any], trained: list[nn.Parameter], args: Any, kwargs: Any
+    ) -> Any:
+        state = random_state()
+        output, saved, _ = self._once(forward, trained, args, kwargs, watching=True)
+        if self.ledger is not None:
+            piece.saved = self.ledger.count(saved)
+            piece.output = sum(tensor.numel() * tensor.element_size() for tensor in _distinct(tensors_in(output)))
+        result = _copies(output, self.ledger)[0]
+        del output, saved
+        for _ in range(self.repeats):
+            restore_random(state)
+            piece.times.append(self._once(forward, trained, args, kwargs, watching=False)[2])
+        return result
+
+    def _once(
+        self, forward: Callable[..., Any], trained: list[nn.Parameter], args: Any, kwargs: Any, watching: bool
+    ) -> tuple[Any, list[Tensor], float]:
+        """Forward and backward: the output, what autograd kept (if watching) and the seconds."""
+        (args, kwargs), leaves = _copies((args, kwargs), self.ledger if watching else None)
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if watching else nullcontext()
+        begin = self.now()
+        with hooks:
+            output = forward(*args, **kwargs)
+        made = [tensor for tensor in _distinct(tensors_in(output)) if tensor.requires_grad]
+        if made:
+            seeds = [torch.ones_like(tensor) for tensor in made]
+            torch.autograd.grad(made, [*leaves, *trained], seeds, allow_unused=True)
+        return output, saved, self.now() - begin
+
+
+def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
+    """The same with every tensor copied and cut off, and the leaves behind those that want a gradient.
+
+    Copies, because a piece may work in place on what it is given, and the glue on what it returns.
+    """
+    made: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            leaf = tensor.detach()
+            if tensor.requires_grad:
+                leaves.append(leaf.requires_grad_())
+            made[id(tensor)] = leaf.clone()
+            if ledger is not None:
+                ledger.copied(tensor, made[id(tensor)])
+        return made[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, copy, value), leaves
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+@contextmanager
+def _clock() -> Iterator[Callable[[], float]]:
+    """Seconds on the wall, without those in which this thread was ready to run and had no processor.
+
+    Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
+    """
+    try:
+        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        int(os.pread(told, 100, 0).split()[1])
+    except (OSError, ValueError, IndexError):
+        told = -1
+
+    def now() -> float:
+        if torch.cuda.is_available():  # not run here: no GPU
+            torch.cuda.synchronize()
+        waited = int(os.pread(told, 100, 0).split()[1]) * 1e-9 if told >= 0 else 0.0
+        return perf_counter() - waited
+
+    try:
+        yield now
+    finally:
+        if told >= 0:
+            os.close(told)

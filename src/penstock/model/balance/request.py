@@ -1,0 +1,73 @@
+"""What the user asked for of the balance, joined with what there is to balance.
+
+A cut needs three things that no single layer has: what the pieces weigh (model), which rank will
+have which stage and how much it holds at a time (schedule), and, on processes, one opinion
+about measured times (runtime). They come together here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.model.balance.profile import OPTIMIZERS, WAYS, Agree, Weight, piece_weights
+from penstock.model.balance.proposal import best_cuts, in_flight
+from penstock.schedule.schedule import Schedule
+
+__all__ = ["Balancing"]
+
+SLACK = 0.02  # measured times within this share of each other count as equal
+
+
+def _no_schedule(stages: int) -> Schedule | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """`how` is None, counts, "parameters" | "time" | "memory", or a mapping of names to weights."""
+
+    how: str | Sequence[int] | Mapping[str, float] | None = None
+    speeds: Sequence[float] | None = None
+    optimizer: str = "adamw"
+    schedule_for: Callable[[int], Schedule | None] = _no_schedule
+    agree: Agree | None = None
+    measures: bool = True  # whether this rank's times are the ones that count
+
+    def __post_init__(self) -> None:
+        if isinstance(self.how, str) and self.how not in WAYS:
+            choices = ", ".join(map(repr, WAYS))
+            raise UsageError(f"balance={self.how!r}: choose one of {choices}, counts, or {{name: weight}}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UsageError(f"optimizer={self.optimizer!r}: choose one of {', '.join(map(repr, OPTIMIZERS))}")
+
+    @property
+    def counts(self) -> list[int] | None:
+        """The user's own counts, where that is what was given."""
+        if self.how is None or isinstance(self.how, (str, Mapping)):
+            return None
+        return list(self.how)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the pieces have to be run to know what they weigh."""
+        return self.how in ("time", "memory")
+
+    def cuts(
+        self, stages: int, weights: Sequence[Weight], allowed: Sequence[int] | None, crossing: Sequence[float] | None
+    ) -> list[int]:
+        """The first pieces of stages 1, 2, ...; by parameters where nothing was asked for."""
+        schedule = self.schedule_for(stages)
+        how: Any = "parameters" if self.how is None else self.how
+        held = in_flight(schedule) if schedule is not None and how == "memory" else ()
+        return best_cuts(
+            piece_weights(how, weights, held),
+            stages,
+            allowed=allowed,
+            crossing=crossing,
+            placement=None if schedule is None else schedule.placement,
+            speeds=self.speeds,
+            slack=SLACK if how == "time" else 0.0,
+        )

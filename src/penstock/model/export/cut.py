@@ -1,0 +1,101 @@
+"""The way in: an ordinary module and an example, out comes a split of its captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.model.default_inputs import fixed_inputs
+from penstock.model.export.capture import capture
+from penstock.model.export.containers import Arguments
+from penstock.model.export.cut_places import choose_cuts, find_cuts, modules_of
+from penstock.model.export.operations import Values
+from penstock.model.export.part import GraphPart, Program, Programs, StageState, all_tensors
+from penstock.model.export.proof import runs
+from penstock.model.export.stages import build_stages
+from penstock.model.lazy import is_lazy
+from penstock.model.origin import origin_of
+from penstock.model.split import Split
+
+__all__ = ["split_by_graph"]
+
+
+def split_by_graph(
+    model: nn.Module,
+    stages: int | None,
+    example: tuple[Any, ...] | Mapping[str, Any],
+    balance: str | Sequence[int] | None = None,
+    split_at: Sequence[str] = (),
+) -> Split:
+    """Cut the graph of a model; see `capture`, `values`, `places`, `stages` and `part`."""
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+    if stages is not None:
+        wanted = stages
+    else:
+        wanted = len(split_at) + 1 if balance is None or isinstance(balance, str) else len(balance)
+    if wanted < 1:
+        raise ModelError(f"a model cannot make {wanted} stages; pass stages=1 or more")
+    arguments = Arguments(model, fixed_inputs(model, kwargs))
+    if not is_lazy(model):
+        runs(model, arguments, args, kwargs)  # before the long capture of what has no graph
+    values = Values(capture(model, arguments, args, kwargs))
+    tensors = all_tensors(model)
+    cuts = choose_cuts(values, tensors, wanted, balance, split_at)
+    program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts)))
+    programs = Programs(model, arguments, cuts, program)
+    programs.held = _holders(model, tensors, program)
+    programs.prove(args, kwargs)
+    parts = tuple(_part(index, model, tensors, programs) for index in range(wanted))
+    counts = ", ".join(str(stage.operations) for stage in program.stages)
+    sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
+    how = f"torch.export graph ({sizes}), operations a stage: {counts}"
+    order = tuple(model.state_dict(keep_vars=True))
+    return Split(parts, programs.topology, how, model, order=order, origin=origin_of(model))
+
+
+def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Programs) -> GraphPart:
+    saved = set(model.state_dict(keep_vars=True))
+    module = StageState()
+    here: dict[int, str] = {}
+    for name, tensor in tensors.items():  # in the model's order
+        if name in programs.held[index]:
+            module.take(name, tensor, persistent=isinstance(tensor, nn.Parameter) or name in saved)
+            here.setdefault(id(tensor), name)
+    module.train(any(programs.modes))
+    aliases = {name: here[id(tensor)] for name, tensor in tensors.items() if id(tensor) in here}
+    return GraphPart(index, model, programs, module, aliases)
+
+
+def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> list[set[str]]:
+    """For each stage the names of what it holds: all that it reads, and neighbours that nobody reads.
+
+    A tensor with several names goes by the one of the module that reads it: a tied head by the
+    head's name on the last stage and by the embedding's on the first.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    held: list[set[str]] = [set() for _ in program.stages]
+    stage_of: dict[str, int] = {}
+    for index, stage in enumerate(program.stages):
+        for name, readers in stage.state:
+            around = {module for reader in readers for module in modules_of(reader)[-1:]}
+            known = names[id(tensors[name])]
+            mine = [other for other in known if other.rpartition(".")[0] in around] or [name]
+            held[index].update(mine)
+            for other in mine:
+                stage_of.setdefault(other, index)
+    first = {id(tensors[name]): index for name, index in reversed(stage_of.items())}
+    last = 0
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [f"{prefix}.{leaf}" if prefix else leaf for leaf in (*module._parameters, *module._buffers)]
+        own = [name for name in own if name in tensors]
+        last = next((stage_of[name] for name in own if name in stage_of), last)
+        for name in own:
+            if name not in stage_of:
+                stage_of[name] = first.get(id(tensors[name]), last)
+                held[stage_of[name]].add(name)
+    return held

@@ -1,0 +1,317 @@
+"""One stage of a captured model, as the runtime sees it.
+
+The stage's module has no forward: it holds the parameters and buffers that the stage's graph
+reads, the user's own objects under their own names, and its training flag says which capture is
+run. A capture for the other mode, or for sizes that the first does not hold for, is made when it
+is first needed, and cut in the same places.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.model.export.capture import Capture, capture
+from penstock.model.export.containers import Arguments, is_channels_last, put_together, settled, take_apart
+from penstock.model.export.cut_places import Cut, find_cuts
+from penstock.model.export.operations import Values
+from penstock.model.export.proof import prove, runs
+from penstock.model.export.stages import StageGraph, build_stages
+from penstock.model.lazy import is_lazy
+from penstock.model.part import OUTPUT, Names
+from penstock.model.placeholders import with_memory
+from penstock.model.replay.tree import OWN
+from penstock.model.settings import Change, Settings, value_key
+from penstock.schedule.topology import Topology
+
+__all__ = ["GraphPart", "Program", "Programs", "StageState", "all_tensors"]
+
+MOST_CAPTURES = 16  # of one setting, and settings: one that changes at every step would capture for ever
+
+
+def all_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by every name that it has."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _autocast() -> Any:
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A capture and its stages."""
+
+    capture: Capture
+    stages: list[StageGraph]
+    autocast: Any = field(default_factory=_autocast)  # under which it was captured: its types are in the graph
+
+
+class Programs:
+    """The captures of one model, shared by its parts.
+
+    A capture holds for what the model was set to: the modes of its modules, their plain attributes, the types and
+    shapes of its buffers. The graph has all of that built in, so that each such setting has captures of its own.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Arguments, cuts: Sequence[Cut], first: Program) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._cuts = cuts
+        self._modules = list(model.modules())
+        self._kept: list[Any] = []
+        self.follow()
+        self._made: dict[Any, list[Program]] = {self._key(self.modes): [first]}
+        self._known: dict[Any, Program] = {}
+        self._refused: dict[tuple[bool, ...], str] = {}
+        self._lock = threading.Lock()
+        self.topology = Topology(len(first.stages), _edges(first))
+        self.held: list[set[str]] = []  # by stage: the names of what it holds
+
+    def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """See that the graph is the model's function; and what there is to say of other modes, for when they come.
+
+        A model that is all in eval mode, as `from_pretrained` returns it, will be trained: that graph is made and
+        proved as well.
+        """
+        if is_lazy(self._model):
+            return  # nothing can be run
+        (first,) = self._made[self._key(self.modes)]
+        prove(self._model, self._arguments, first.capture, first.stages, args, kwargs)
+        for modes in {(True,) * len(self.modes), (False,) * len(self.modes)} - {self.modes}:
+            with _in_modes(self._modules, modes):
+                try:
+                    if runs(self._model, self._arguments, args, kwargs) and any(modes) and not any(self.modes):
+                        made = self._captured(modes, args, kwargs)
+                        if made is not None:
+                            prove(self._model, self._arguments, made.capture, made.stages, args, kwargs)
+                except ModelError as error:
+                    self._refused[modes] = str(error)
+
+    def _captured(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program | None:
+        """The program in that mode, if there is one for these inputs: another microbatch may have another answer."""
+        try:
+            return self._at(modes, args, kwargs)[0]
+        except ModelError:
+            return None
+
+    def follow(self) -> None:
+        """Take note of what the model is set to."""
+        self.modes = tuple([module.training for module in self._modules])
+        self._settings = _settings(self._modules, self._kept)
+
+    def _key(self, modes: tuple[bool, ...]) -> Any:
+        return modes, self._settings
+
+    def find(self, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
+        """The program for these inputs, and their tensors; in evaluation, that of a model all in eval mode."""
+        return self._at(self.modes if training else (False,) * len(self.modes), args, kwargs)
+
+    def _at(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
+        tensors: list[Any] = []
+        plain = take_apart(self._arguments.named(args, kwargs), "input", tensors).key()
+        tensors = [settled(tensor) for tensor in tensors]
+        sizes = tuple((tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor)) for tensor in tensors)
+        if modes in self._refused:
+            raise ModelError(self._refused[modes])
+        key = (self._key(modes), plain, sizes, _autocast())
+        known = self._known.get(key)
+        if known is None:
+            with self._lock:
+                known = self._known[key] = self._find(modes, plain, tensors, args, kwargs)
+        return known, tensors
+
+    def _find(self, modes: tuple[bool, ...], plain: Any, tensors: list[Any], args: Any, kwargs: Any) -> Program:
+        reasons = []
+        made_so_far = self._made.setdefault(self._key(modes), [])
+        for program in made_so_far:
+            if program.capture.key != plain:
+                reason: str | None = "other inputs, or other plain values among them"
+            elif program.autocast != _autocast():
+                reason = "another state of torch.autocast"
+            else:
+                reason = program.capture.misfit(tensors)
+            if reason is None:
+                return program
+            reasons.append(reason)
+        if len(reasons) >= MOST_CAPTURES:
+            raise ModelError(
+                f"the model was captured {len(reasons)} times and none fits this microbatch: it has {reasons[-1]}; "
+                f"pad the inputs to a few shapes, or pass a list of stage modules"
+            )
+        count = len({settings for _, settings in self._made})
+        if count > MOST_CAPTURES:
+            raise ModelError(
+                f"attributes of the model have been set to {count} different things, each of which had to be captured, "
+                f"because a graph has them built in; make what changes often a registered buffer"
+            )
+        with _in_modes(self._modules, modes), with_memory(self._model):
+            made = capture(self._model, self._arguments, args, kwargs)
+        values = Values(made)
+        tensors_of = all_tensors(self._model)
+        program = Program(made, build_stages(values, find_cuts(values, tensors_of, self._cuts)))
+        self._check(program, tensors_of, "training" if any(modes) else "evaluation", reasons)
+        made_so_far.append(program)
+        return program
+
+    def _check(self, program: Program, tensors: dict[str, Tensor], mode: str, reasons: list[str]) -> None:
+        """The stages must need nothing that was not arranged at the first capture."""
+        why = f"; it was captured again for {mode}" + (f" because of {reasons[-1]}" if reasons else "")
+        new = sorted(_edges(program) - set(self.topology.edges))
+        if new:
+            raise ModelError(
+                f"for this microbatch stage {new[0][0]} would have to feed stage {new[0][1]}, which it does not with "
+                f"the example{why}. Pass an example= like it, or cut elsewhere with split_at="
+            )
+        for index, stage in enumerate(program.stages):
+            here = {id(tensors[name]) for name in self.held[index]}
+            for name, _ in stage.state:
+                if id(tensors[name]) not in here:
+                    raise ModelError(
+                        f"for this microbatch stage {index} reads {name}, which it does not hold{why}. Pass an "
+                        f"example= like it, or cut elsewhere with split_at="
+                    )
+
+
+def _edges(program: Program) -> set[tuple[int, int]]:
+    return {(source, target) for target, stage in enumerate(program.stages) for source in stage.arrivals}
+
+
+@contextmanager
+def _in_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> Iterator[None]:
+    before = [module.training for module in modules]
+    try:
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
+        yield
+    finally:
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode
+
+
+def _settings(modules: Sequence[nn.Module], kept: list[Any]) -> Any:
+    """What a graph of these modules has built in, beside their modes."""
+    return tuple(
+        (
+            tuple([(name, value_key(value, kept)) for name, value in vars(module).items() if name not in OWN]),
+            tuple([(name, _kind(tensor)) for name, tensor in (module._buffers | module._parameters).items()]),
+        )
+        for module in modules
+    )
+
+
+def _kind(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+
+
+class StageState(nn.Module):
+    """What a stage holds, in a tree of the same names as in the whole model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def take(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
+        """Hold a parameter or buffer: the object itself, not a copy."""
+        *path, leaf = name.split(".")
+        place: nn.Module = self
+        for step in path:
+            inner = place._modules.get(step)
+            if inner is None:
+                inner = place._modules[step] = StageState()
+            place = inner
+        if isinstance(tensor, nn.Parameter):
+            place._parameters[leaf] = tensor
+        else:
+            place._buffers[leaf] = tensor
+            if not persistent:
+                place._non_persistent_buffers_set.add(leaf)
+
+    def table(self, name: str) -> tuple[dict[str, Any], str]:
+        """Where the tensor of that name is kept: read anew each time, as moving or loading may replace it."""
+        *path, leaf = name.split(".")
+        place: nn.Module = self
+        for step in path:
+            found = place._modules[step]
+            assert found is not None
+            place = found
+        return (place._parameters if leaf in place._parameters else place._buffers), leaf
+
+
+class GraphPart:
+    """A stage, as the runtime sees it."""
+
+    takes: frozenset[str] | None = None  # every keyword argument
+    whole_batch = True  # and all positional ones: inputs are read where they are needed
+    captured = True
+
+    def __init__(
+        self, index: int, model: nn.Module, programs: Programs, module: StageState, aliases: Mapping[str, str]
+    ) -> None:
+        self.index = self.stream = index
+        self.module: nn.Module = module
+        self.names: dict[str, str] = Names({name: name for name in all_tensors(module)})
+        self.around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()
+        self.copied: Sequence[nn.Module] = list(model.modules())
+        self._programs = programs
+        self._is_last = index == programs.topology.stages - 1
+        self._tables = {name: module.table(own) for name, own in aliases.items()}  # by every name that a tensor has
+        holders = dict(model.named_modules(remove_duplicate=False))
+        places = [(name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers(remove_duplicate=False)]
+        self._buffers = {name: (holders[path], leaf, holders[path]._buffers[leaf]) for name, path, leaf in places}
+
+    def follow(self, changes: Sequence[Change]) -> None:
+        """Another buffer in the user's model takes its place here; other settings need another capture."""
+        replaced = False
+        for name, (holder, leaf, seen) in self._buffers.items():
+            now = holder._buffers.get(leaf)
+            if now is not seen:
+                table, own = self._tables[name]
+                table[own], replaced = now, True
+                self._buffers[name] = holder, leaf, now
+        if changes or replaced:
+            self._programs.follow()
+            self.module.train(any(self._programs.modes))
+
+    def fault(self) -> str:
+        """What cannot be captured anew is refused by the capture."""
+        return ""
+
+    def give_back(self, settings: Settings) -> None:
+        """No code of the user's modules runs here."""
+
+    def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        """Run the stage's operations; payloads are lists of tensors and plain values."""
+        program, tensors = self._programs.find(self.module.training, args, kwargs)
+        stage = program.stages[self.index]
+        values = [
+            *(table[leaf] for table, leaf in (self._tables[name] for name, _ in stage.state)),
+            *stage.constants,
+            *(tensors[number] for number in stage.inputs),
+            *(value for source in stage.arrivals for value in arrived[source]),
+        ]
+        found = stage.function.forward(*values)
+        result: dict[int, Any] = {target: [] for target in self._programs.topology.consumers(self.index)}
+        place = 0
+        for target, count in stage.departures.items():
+            result[target] = list(found[place : place + count])
+            place += count
+        if self._is_last:
+            result[OUTPUT] = put_together(program.capture.output, found[place:])
+        return result
+
+    def reads(self) -> Iterable[Tensor]:
+        """Nothing: the module has all that the graph reads."""
+        return ()
+
+    def settle(self) -> None:
+        """Nothing of it depends on other stages' values; a new capture looks at shapes."""

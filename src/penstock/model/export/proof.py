@@ -1,0 +1,243 @@
+"""Whether a captured graph is the model's function: run beside the model, before anything is trained with it.
+
+Export notes what one forward did. A forward that would do something else the next time, because it reads a clock, a
+counter or random numbers that are not torch's, or that behaves in another way while it is exported, has no graph. So
+the model and the stages of its graph run on the example, on it once more, and on other values of the same shapes: same
+outputs to rounding, same buffers, same parameters behind each output that wants a gradient. Nothing of that stays.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.model.counted_runs import DRY, aside
+from penstock.model.export.capture import Capture
+from penstock.model.export.containers import Arguments, Template, put_together, settled, take_apart
+from penstock.model.export.effects import Where
+from penstock.model.export.hidden_inputs import Draws, watched_calls
+from penstock.model.export.stages import StageGraph
+from penstock.model.replay.recording.undo import random_state, restore_random, undone
+
+__all__ = ["prove", "runs"]
+
+SEED = 20
+ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels
+Outcome = tuple[list[Any], Template, dict[str, Tensor]]  # the output's tensors and the rest of it; buffers
+
+
+def prove(
+    model: nn.Module,
+    arguments: Arguments,
+    capture: Capture,
+    stages: Sequence[StageGraph],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Refuse a graph that is not what the model computes."""
+    plain = _Plain(model, arguments, arguments.form(args, kwargs))
+    named, tensors = _apart(arguments, args, kwargs)
+    graph = _Graph(model, capture, stages)
+    try:
+        first = plain.run(_filled(named, tensors))
+    except PenstockError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
+            f"as the model takes them"
+        ) from error
+    _compare(model, first, plain.run(_filled(named, tensors)), "twice on the same input", "its own first result")
+    for _ in range(2):
+        _compare(model, graph.run(tensors), first, "on the example", "the model")
+    for other in _others(tensors):
+        try:
+            expected = plain.run(_filled(named, other))
+        except PenstockError:
+            raise
+        except Exception:  # the model's own word on values that it does not take, such as positions out of order
+            continue
+        _compare(model, graph.run(other), expected, "on other values of the example's shapes", "the model")
+        return
+
+
+def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model runs on the example as it is now; clocks or random numbers that are not torch's are refused."""
+    named, tensors = _apart(arguments, args, kwargs)
+    plain = _Plain(model, arguments, arguments.form(args, kwargs))
+    try:
+        draws = Draws(model, capture=False)
+        draws.never(lambda: plain.run(_filled(named, tensors), draws))
+    except PenstockError:
+        raise
+    except Exception:  # the model's own: the example may be none for this mode, as one row for a batch norm
+        return False
+    return True
+
+
+def _apart(arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Template, list[Any]]:
+    tensors: list[Any] = []
+    named = take_apart(arguments.named(args, kwargs), "input", tensors)
+    return named, [settled(tensor) for tensor in tensors]
+
+
+def _filled(named: Template, tensors: Sequence[Any]) -> Any:
+    """The inputs by name, in memory of their own: a forward may write to them."""
+    return put_together(named, [_fresh(tensor) for tensor in tensors])
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """With gradients, of which nothing is saved, and with known random numbers."""
+    before = random_state()
+    try:
+        torch.manual_seed(SEED)
+        with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _never_unpack), aside(DRY):
+            yield
+    finally:
+        restore_random(before)
+
+
+def _save_nothing(_: Tensor) -> None:
+    return None
+
+
+def _never_unpack(_: Any) -> Tensor:
+    raise ModelError("a forward that takes derivatives has no graph that could be checked")
+
+
+class _Plain:
+    """The model itself."""
+
+    def __init__(self, model: nn.Module, arguments: Arguments, form: Any) -> None:
+        self._model, self._call = model, arguments.call
+        self._form = form
+
+    def run(self, named: Mapping[str, Any], draws: Draws | None = None) -> Outcome:
+        with undone(self._model), _seeded(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the model has to say, it says when it trains
+            with watched_calls(Where(self._model)), nullcontext() if draws is None else draws.watched():
+                output = self._call(self._model, self._form, named)
+            return _outcome(output, {name: buffer.clone() for name, buffer in self._model.named_buffers()})
+
+
+class _Graph:
+    """The stages of its graph, one after the other."""
+
+    def __init__(self, model: nn.Module, capture: Capture, stages: Sequence[StageGraph]) -> None:
+        self._capture, self._stages = capture, stages
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._buffers = dict(model.named_buffers(remove_duplicate=False))
+        self._own = [name for name, _ in model.named_buffers()]
+
+    def run(self, tensors: Sequence[Any]) -> Outcome:
+        copies = {id(buffer): buffer.detach().clone() for buffer in self._buffers.values()}
+        state = self._parameters | {name: copies[id(buffer)] for name, buffer in self._buffers.items()}
+        inputs = [_fresh(tensor) for tensor in tensors]
+        sent: dict[tuple[int, int], list[Any]] = {}
+        found: Sequence[Any] = ()
+        with _seeded():
+            for index, stage in enumerate(self._stages):
+                arrived = [value for source in stage.arrivals for value in sent[source, index]]
+                given = [inputs[number] for number in stage.inputs]
+                held = [state[name] for name, _ in stage.state]
+                found = stage.function.forward(*held, *stage.constants, *given, *arrived)
+                for target, count in stage.departures.items():
+                    sent[index, target], found = list(found[:count]), found[count:]
+        return _outcome(put_together(self._capture.output, found), {name: state[name] for name in self._own})
+
+
+def _outcome(output: Any, buffers: dict[str, Tensor]) -> Outcome:
+    tensors: list[Any] = []
+    return tensors, take_apart(output, "output", tensors), buffers
+
+
+def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
+    """The same numbers in other places, and a little beside; if the model does not take that, numbers with a point."""
+    chance = torch.Generator().manual_seed(SEED)
+
+    def mixed(tensor: Tensor) -> Tensor:
+        order = torch.randperm(tensor.numel(), generator=chance).to(tensor.device)
+        moved = tensor.detach().flatten()[order].view(tensor.shape)
+        if moved.is_floating_point():
+            moved = moved * 0.875
+        return moved.requires_grad_(tensor.requires_grad)
+
+    for takes in (_is_any, Tensor.is_floating_point):
+        yield [mixed(tensor) if isinstance(tensor, Tensor) and takes(tensor) else tensor for tensor in tensors]
+
+
+def _is_any(tensor: Tensor) -> bool:
+    return True
+
+
+def _compare(model: nn.Module, found: Outcome, expected: Outcome, when: str, what: str) -> None:
+    tensors, shape, buffers = found
+    wanted, wanted_shape, wanted_buffers = expected
+
+    def refuse(difference: str) -> ModelError:
+        return ModelError(
+            f"the graph that torch.export captures of {type(model).__name__} is not the model's function: {when}, "
+            f"{difference} than {what} gives. The forward reads something that changes from call to call, or does "
+            f"something else while it is captured; make that an input or a registered buffer, or pass a list of stage "
+            f"modules"
+        )
+
+    if shape.key() != wanted_shape.key():
+        raise refuse("its output has other plain values, or another structure,")
+    named = [(f"output tensor {place}", *pair) for place, pair in enumerate(zip(tensors, wanted, strict=True))]
+    named += [(f"buffer {name}", buffer, wanted_buffers[name]) for name, buffer in buffers.items()]
+    for name, have, want in named:
+        if not isinstance(want, Tensor):
+            if have != want:
+                raise refuse(f"{name} is {have}, other")
+            continue
+        if have.shape != want.shape or have.dtype != want.dtype or have.requires_grad != want.requires_grad:
+            raise refuse(f"{name} is of another shape or type, or wants a gradient where it should not,")
+        if (distance := _distance(have, want)) > 0.0:
+            raise refuse(f"{name} is other by {distance:.3g} of its largest entry")
+        if _leaves(have) != _leaves(want):
+            raise refuse(f"{name} sends its gradient to other parameters")
+
+
+def _distance(have: Tensor, want: Tensor) -> float:
+    """Relative to the largest entry; 0 where it is rounding."""
+    one, two = have.detach(), want.detach()
+    if torch.equal(one, two):
+        return 0.0
+    if not (want.is_floating_point() or want.is_complex()):
+        return 1.0
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    one, two = one.to(wide), two.to(wide)
+    if not torch.equal(one.isfinite(), two.isfinite()):
+        return float("inf")
+    largest = two[two.isfinite()].abs().max().item() if two.isfinite().any() else 0.0
+    apart = (one - two)[two.isfinite()].abs().max().item() if two.isfinite().any() else 0.0
+    distance = apart / max(largest, 1e-30)
+    return distance if distance > ROUNDINGS * torch.finfo(want.dtype).eps else 0.0
+
+
+def _leaves(tensor: Tensor) -> set[int]:
+    """The parameters that a gradient of this tensor would reach."""
+    found, seen, left = set(), set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.add(id(variable))
+        left += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,171 @@
+"""From cuts to one graph a stage, and what crosses between them.
+
+A value goes straight from the stage that makes it to each that reads it, in the state that it
+has at the end of that stage. Memory that is written in several stages (`x += block(x)` down a
+trunk) goes from writer to writer: only its first tensor crosses, from the last stage before that
+wrote it, the reader makes the views again, and one that writes works on a copy of what arrived.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from penstock.errors import ModelError
+from penstock.model.export.capture import Capture
+from penstock.model.export.operations import Values, draws
+
+__all__ = ["StageGraph", "build_stages"]
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What one stage runs: `function(*state, *constants, *inputs, *arrived)` -> departing values and results."""
+
+    function: GraphModule
+    state: tuple[tuple[str, tuple[Node, ...]], ...]  # the name that the capture has for it, and who reads it
+    constants: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    arrivals: dict[int, int]  # by producing stage: how many values
+    departures: dict[int, int]  # by consuming stage: how many values; the results of the model come last
+    operations: int
+
+
+class _Walk:
+    """Finds what a stage has to run, hold and receive for its own operations."""
+
+    def __init__(self, values: Values, cuts: Sequence[int], stage: int) -> None:
+        self.values = values
+        self.cuts = cuts
+        self.stage = stage
+        self.end = cuts[stage] if stage < len(cuts) else len(values.nodes)
+        self.runs: set[Node] = set()
+        self.arrives: dict[Node, int] = {}
+        self.given: set[Node] = set()  # placeholders
+        self._todo: list[Node] = []
+        own = [node for node in values.nodes if node not in values.free and self._stage_of(node) == stage]
+        self.operations = len(own)
+        for node in own:
+            self._run(node)
+        if stage == len(cuts):
+            for node in values.capture.results:
+                if isinstance(node, Node):
+                    self._demand(node)
+        while self._todo:
+            for needed in self._todo.pop().all_input_nodes:
+                self._demand(needed)
+
+    def _stage_of(self, node: Node) -> int:
+        return bisect.bisect_right(self.cuts, self.values.position[node])
+
+    def _run(self, node: Node) -> None:
+        if node in self.runs:
+            return
+        self.runs.add(node)
+        self._todo.append(node)
+        if node in self.values.free:  # and those who write into it, so far
+            for group in self.values.groups[node]:
+                for writer in self.values.writers.get(group, ()):
+                    if self.values.position[writer] < self.end:
+                        self._run(writer)
+
+    def _demand(self, node: Node) -> None:
+        values = self.values
+        wandering = self._wanders(node)
+        if node.op == "placeholder":
+            holder = self._holder(node) if wandering else None
+            if holder is None:
+                self.given.add(node)
+            else:
+                self.arrives[node] = holder
+        elif node in values.free:
+            self._run(node)
+        elif self._stage_of(node) == self.stage:
+            return
+        elif not wandering:
+            self.arrives[values.same(node)] = self._stage_of(values.same(node))
+        elif node in values.same_as:
+            self._demand(values.same_as[node])
+        elif node in [values.root(group) for group in values.groups[node]]:
+            holder = self._holder(node)
+            assert holder is not None
+            self.arrives[node] = holder
+        elif values.writes[node] or draws(node, values.capture.graph_module):
+            raise ModelError(f"the graph cannot be cut here: {node.name} makes and changes memory of several stages")
+        else:
+            self._run(node)
+
+    def _wanders(self, node: Node) -> bool:
+        """Whether its memory is written in another stage than the one that makes it, other than lasting state."""
+        for group in self.values.groups[node] - self.values.lasting:
+            root = self.values.root(group)
+            writers = {self._stage_of(writer) for writer in self.values.writers.get(group, ())}
+            if writers and (root.op == "placeholder" or writers != {self._stage_of(root)}):
+                return root not in self.values.free
+        return False
+
+    def _holder(self, root: Node) -> int | None:
+        """The last stage before this one that made or wrote it; None: it is an input that nobody wrote yet."""
+        writers = [node for group in self.values.groups[root] for node in self.values.writers.get(group, ())]
+        touched = [self._stage_of(node) for node in [root, *writers] if node.op != "placeholder"]
+        return max((stage for stage in touched if stage < self.stage), default=None)
+
+    def is_copied(self, node: Node) -> bool:
+        """Whether the stage writes into something that came from outside and is not its own."""
+        groups = self.values.groups[node] - self.values.lasting
+        return any(writer in self.runs for group in groups for writer in self.values.writers.get(group, ()))
+
+
+def build_stages(values: Values, cuts: Sequence[int]) -> list[StageGraph]:
+    """One graph for each stage."""
+    walks = [_Walk(values, cuts, stage) for stage in range(len(cuts) + 1)]
+    order = {node: place for place, node in enumerate([*values.capture.inputs, *values.nodes])}
+    crossing: dict[tuple[int, int], list[Node]] = {}
+    for walk in walks:
+        for node, source in sorted(walk.arrives.items(), key=lambda item: order[item[0]]):
+            crossing.setdefault((source, walk.stage), []).append(node)
+    return [_build(walk, values.capture, crossing) for walk in walks]
+
+
+def _build(walk: _Walk, capture: Capture, crossing: dict[tuple[int, int], list[Node]]) -> StageGraph:
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    state = [node for node in [*capture.parameters, *capture.buffers] if node in walk.given]
+    constants = [node for node in capture.constants if node in walk.given]
+    inputs = [node for node in capture.inputs if node in walk.given]
+    arrivals = {source: nodes for (source, target), nodes in sorted(crossing.items()) if target == walk.stage}
+    for node in [*state, *constants, *inputs, *(node for nodes in arrivals.values() for node in nodes)]:
+        made[node] = graph.placeholder(node.name)
+    for node in list(made):
+        if walk.is_copied(node):
+            made[node] = graph.call_function(torch.ops.aten.clone.default, (made[node],))
+
+    def now(node: Node) -> Node:
+        while node not in made:
+            node = walk.values.same_as[node]
+        return made[node]
+
+    for node in walk.values.nodes:
+        if node in walk.runs:
+            made[node] = graph.node_copy(node, now)
+    departures = {target: nodes for (source, target), nodes in sorted(crossing.items()) if source == walk.stage}
+    leaving: list[Any] = [now(node) for nodes in departures.values() for node in nodes]
+    if walk.stage == len(walk.cuts):
+        leaving += [now(result) if isinstance(result, Node) else result for result in capture.results]
+    graph.output(leaving)
+    bodies = {str(n.target): getattr(capture.graph_module, str(n.target)) for n in walk.runs if n.op == "get_attr"}
+    names = {**capture.parameters, **capture.buffers}
+    return StageGraph(
+        GraphModule(bodies, graph),
+        tuple((names[node], tuple(user for user in node.users if user in walk.runs)) for node in state),
+        tuple(capture.constants[node] for node in constants),
+        tuple(capture.inputs[node] for node in inputs),
+        {source: len(nodes) for source, nodes in arrivals.items()},
+        {target: len(nodes) for target, nodes in departures.items()},
+        walk.operations,
+    )

@@ -1,0 +1,210 @@
+"""Parameters and buffers whose values are on another rank: the objects stay, without memory, and a use is an error.
+
+On processes a rank trains what its own stages hold. What the model has beside that would grow old in silence: a call of
+the model, its `state_dict()`, a norm over its parameters would mix values of today with those of the first step. So
+these tensors are let go in place, wherever they stand (the user's model, an optimizer, a list), and give their memory
+back. Shape, type and device can still be asked for. All else raises an error that says where the values are.
+
+A model that is cut by its forward runs the code between its units on every stage, and that code may compute with such a
+tensor as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and `noted`
+hears of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from penstock.errors import ModelError
+from penstock.model.counted_runs import EVERYWHERE, run_kind
+
+__all__ = ["Home", "blank", "home_of", "is_away", "let_go", "mark_kept", "noted", "take_back", "with_memory"]
+
+_LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
+_METHODS = (
+    "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_inference", "is_signed", "ndimension",
+    "nelement", "numel", "requires_grad_", "size", "__len__",
+)  # fmt: skip
+_ATTRIBUTES = (
+    "_backward_hooks", "_version", "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn",
+    "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "itemsize", "layout", "name", "nbytes", "ndim",
+    "requires_grad", "shape",
+)  # fmt: skip
+_ABOUT: frozenset[Any] = frozenset(  # what says something about a tensor, and nothing of its values
+    [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
+    + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
+    + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
+)
+_bare: Any = torch._C.DisableTorchFunctionSubclass
+
+noted = threading.local()  # `noted.add`: hears of each tensor that takes the place of one that is away
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the values of a tensor are."""
+
+    name: str  # in the whole model
+    rank: int
+    stage: int
+    sharded: bool = False  # by this pipeline, into other tensors
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (stage {self.stage})"
+
+    def error(self) -> ModelError:
+        """For a use of the tensor itself."""
+        if self.sharded:
+            return ModelError(
+                f"{self.name} was sharded: its values are in pipe.parameters(), a part on each rank, and this tensor "
+                f"would grow old; use the pipeline, or call pipe.full_state_dict() on every rank for all values"
+            )
+        return ModelError(
+            f"{self.name} is not in this process: its values are on {self}, because from the first step on each "
+            f"process holds those of its own stages only. Use the pipeline in the model's place (an optimizer of "
+            f"pipe.parameters(), pipe.zero_grad(), pipe.clip_grad_norm_(), pipe.evaluate(), pipe.predict()), or call, "
+            f"on every rank, pipe.full_state_dict() for all values or pipe.fill_model() to have them in the model "
+            f"again. With Pipeline(keep_model=True) the model keeps the values that it had before the first step"
+        )
+
+
+class _Away:
+    """Mixed into the class of a tensor that is let go."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ABOUT:
+            with _bare():
+                return func(*args, **kwargs)
+        if func in _LAYOUT:
+            return func(_blank_as_it_was(args[0]), *args[1:], **kwargs)
+        if run_kind() == EVERYWHERE:
+            args, kwargs = pytree.tree_map_only(_Away, _stand_in, (args, kwargs))
+            return func(*args, **kwargs)
+        gone = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Away))
+        raise _STATES[gone].home.error()
+
+    def __repr__(self) -> str:
+        home = _STATES[self].home
+        return f"{home.name}, a tensor of shape {tuple(self.shape)} whose values are on {home}"  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _State:
+    home: Home
+    kind: type[Tensor]  # the class that it had
+    stride: tuple[int, ...] | None  # and how it lay in memory; None: it still does
+    phase: int = 0  # where in a cache line it started: kernels may round by that, so it starts there again
+
+
+_STATES: Any = WeakTensorKeyDictionary()
+
+
+@functools.cache
+def _away_kind(kind: Any) -> Any:
+    return type(kind)(f"Away{kind.__name__}", (_Away, kind), {"__module__": __name__})
+
+
+def is_away(tensor: Any) -> bool:
+    """Whether the tensor was let go."""
+    return isinstance(tensor, _Away)
+
+
+def home_of(tensor: Tensor) -> Home | None:
+    """Where the values of a tensor are, if that is not here; also for one that was kept, and is old."""
+    state = _STATES.get(tensor)
+    return None if state is None else state.home
+
+
+def mark_kept(tensor: Tensor, home: Home) -> None:
+    """The tensor stays as it is, though its values are elsewhere."""
+    _STATES[tensor] = _State(home, type(tensor), None)
+
+
+def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) -> None:
+    """Give the memory of a tensor back; from now on a use of it is an error. `stride`: what it shall have again."""
+    if is_away(tensor):
+        _STATES[tensor] = replace(_STATES[tensor], home=home)
+        return
+    kind, phase = type(tensor), 0
+    if kind in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference():
+        phase = tensor.data_ptr() % 64
+        stride = tensor.stride() if stride is None else stride
+        tensor.grad = None
+        tensor.data = _one_element(tensor)
+    _STATES[tensor] = _State(home, kind, stride, phase)
+    tensor.__class__ = _away_kind(kind)
+
+
+def take_back(tensor: Tensor) -> Tensor:
+    """The tensor can be used again. It has memory, and whatever is in there: the caller fills it."""
+    state = _STATES.pop(tensor, None)
+    if is_away(tensor) and state is not None:
+        tensor.__class__ = state.kind
+        if state.stride is not None:
+            tensor.data = _memory(tensor, state.stride, state.phase // tensor.element_size())
+    return tensor
+
+
+def _memory(tensor: Tensor, stride: tuple[int, ...], skipped: int) -> Tensor:
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    if not skipped:
+        return torch.empty_strided(tensor.shape, stride, **options)
+    reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    return torch.empty(skipped + reach, **options).as_strided(tensor.shape, stride, skipped)
+
+
+@contextmanager
+def with_memory(model: nn.Module) -> Iterator[None]:
+    """Around code that asks for all tensors of a model and reads none of their values: they have memory meanwhile.
+
+    It is never touched, so that the system need not provide it.
+    """
+    gone = [(each, _STATES[each]) for each in (*model.parameters(), *model.buffers()) if is_away(each)]
+    try:
+        for tensor, _ in gone:
+            take_back(tensor)
+        yield
+    finally:
+        for tensor, state in gone:
+            let_go(tensor, state.home)
+
+
+def blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Zeros of the shape and type of a tensor, whether or not it is away."""
+    if is_away(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.zeros_like(tensor, device=device)
+
+
+def _one_element(tensor: Tensor) -> Tensor:
+    """As little memory as a tensor of that shape can have; what gets at it all the same gets NaN where there is one."""
+    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _blank_as_it_was(tensor: Tensor) -> Tensor:
+    stride = _STATES[tensor].stride
+    with _bare():
+        stride = tensor.stride() if stride is None else stride
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    made = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    add: Callable[[list[Tensor]], None] | None = getattr(noted, "add", None)
+    if add is not None:
+        add([made])
+    return made

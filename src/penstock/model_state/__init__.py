@@ -1,0 +1,1 @@
+"""What each process owns of the model: state dicts, what other ranks hold, and moving it."""

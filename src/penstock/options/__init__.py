@@ -1,0 +1,1 @@
+"""What a `Pipeline` is given, checked before anything is built."""

@@ -1,0 +1,192 @@
+"""A line to the ranks that stand beside this one on another axis, with the same promises as between stages.
+
+torch's collectives move the tensors. What they lack is an answer when a member fails: who waits in one, waits. So a
+`Link` keeps, on the same process group, the watch that pipelines have: a rank that is lost is named by all others, and
+a rank that must leave makes those that wait for it leave too, by the group's verdict.
+
+On the dp axis the numbers of the group are replicas, and all members have the same rank in their pipelines: failures
+are told in these words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+from weakref import ref
+
+import torch.distributed as dist
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.base import Where, after_loss, nowhere, placed
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.watch import SETTLE_SECONDS
+from penstock.runtime.transport.gloo.transport import DistributedTransport
+
+__all__ = ["Link"]
+
+LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
+SOON = 2.0
+SLACK = 10.0  # and the backend's own timeout is the last resort
+
+
+class Link:
+    """This rank's end. `word` is what the members are called; `unseen`: code that is not ours waits for them."""
+
+    def __init__(
+        self, group: Any, timeout: float, pipeline: DistributedTransport, word: str = "replica", unseen: bool = False
+    ) -> None:
+        self.group = group
+        self._pipeline = pipeline
+        self.size = dist.get_world_size(group)
+        self.index = dist.get_rank(group)
+        self._rank = pipeline.rank
+        self.word = word
+        self._inside = ""  # what this rank waits in, in words
+        self._timeout = timeout + LATER
+        self._transport = DistributedTransport(group, self._timeout)
+        self._watch = self._transport._watch
+        self._watch_pipeline()
+        # of waits that nobody else looks at, the backend's own timeout is the only one
+        limit = timeout + SOON if unseen else self._timeout + SLACK
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+
+    def _watch_pipeline(self) -> None:
+        """A member that waits in its pipeline is not to blame, and that pipeline says who is; it ends with this link.
+
+        The watch's thread must keep neither this link nor the pipeline alive.
+        """
+        watch, link = self._pipeline._watch, ref(self)
+
+        def ended(verdict: PeerFailure) -> None:
+            here = link()
+            if here is not None:
+                here._lost(verdict)
+
+        self._watch.elsewhere = lambda: watch.waiting is not None
+        self._watch.ended = ended
+
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        """How to say what this rank is doing, and at which action it is."""
+        self._transport.report_by(lambda: doing() + (f", in {self._inside}" if self._inside else ""), where)
+
+    @property
+    def broken(self) -> PeerFailure | None:
+        """What ended this link, if something has."""
+        found = self._transport.broken
+        return None if found is None else self._told(found)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Give a small value to every member, and get every member's; all must be in the same call."""
+        return self.told(self._pipeline.call, value)
+
+    def told(self, call: str, value: Any) -> list[Any]:
+        """What every member says in this call, which all must make."""
+        before, self._inside, self._transport.call = self._inside, call, call
+        try:
+            with self._pipeline.outside(self.abort):
+                return self._transport.exchange(value)
+        except PeerFailure as failure:
+            self.abort(failure)  # members that do different things: none of their collectives would meet again
+            raise self._lost(failure) from None
+        finally:
+            self._inside, self._transport.call = before, ""
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around anything that waits for all members: ends with a named failure where it cannot end well."""
+        watch = self._watch
+        before, watch.waiting = watch.waiting, Waiting((self.index + 1) % self.size, None, -1, monotonic())
+        inside, self._inside, self._transport.call = self._inside, what, self._pipeline.call
+        try:
+            if watch.verdict is not None:
+                raise after_loss(watch.verdict)
+            with self._pipeline.outside(self.abort):
+                yield
+        except PeerFailure as failure:
+            raise self._lost(failure) from None
+        except RuntimeError as error:
+            if watch.verdict is None and not _from_backend(error):
+                raise
+            raise self._lost(self._verdict(what)) from error
+        finally:
+            watch.waiting, self._inside, self._transport.call = before, inside, ""
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around code that may wait for all members anywhere, unseen: it is freed when the group is lost."""
+        with self._transport.outside(self._collapse), self._pipeline.outside(self.abort):
+            yield
+
+    def _collapse(self, verdict: PeerFailure) -> None:
+        self._watch._cut((self.index + 1) % self.size)  # the pipeline ends with the link
+
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        """The loss of a member that an error comes from, if it does."""
+        if isinstance(error, PeerFailure) or not isinstance(error, RuntimeError):
+            return None
+        if self._watch.verdict is None and not _from_backend(error):
+            return None
+        return self._lost(self._verdict("a stage"))
+
+    def _lost(self, failure: PeerFailure) -> PeerFailure:
+        """This link has ended; the pipeline goes with it, since its other ranks may wait on links that have not."""
+        told = self._told(failure)
+        if self._pipeline.broken is None:
+            self._pipeline.abort(told)
+        return told
+
+    def _verdict(self, what: str) -> PeerFailure:
+        """The group's verdict on a collective that broke; of two members, it was the other."""
+        watch = self._watch
+        if watch.verdict is not None:
+            return watch.verdict
+        if self.size == 2:
+            cause = f"died or left (its connection closed) while {self.word} {self.index} waited in {what}"
+            watch.waiting = None
+            return watch.settle(PeerFailure(1 - self.index, cause))
+        watch.waiting = Waiting((self.index + 1) % self.size, None, -1, 0.0)  # overdue: all say for whom they wait
+        watch._wake.set()
+        watch._settled.wait(2 * SETTLE_SECONDS)
+        return watch.verdict or PeerFailure(self.index, f"a {self.word} was lost in {what}; nobody could say which")
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for one collective."""
+        with self.waiting(what):
+            work.wait()
+
+    def abort(self, failure: PeerFailure) -> None:
+        """This rank cannot go on: all members shall leave with this failure."""
+        if self._transport.broken is None:
+            self._transport.abort(self.named(failure))
+
+    def named(self, failure: PeerFailure) -> PeerFailure:
+        """A failure of this rank or its pipeline, as others on this axis know it."""
+        return placed(failure, {self.word: self.index})
+
+    def close(self) -> None:
+        """End the watch."""
+        self._transport.close()
+
+    def _told(self, failure: PeerFailure) -> PeerFailure:
+        """A failure of the group, in the words of the pipeline."""
+        told = copy(failure)
+        if getattr(told, self.word) is None:
+            told.rank = self._rank
+            told.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", told.cause)  # which counts the members
+            setattr(told, self.word, failure.rank)
+        if told.report:
+            told.report = told.report.replace("what each rank was doing", f"what each {self.word} was doing")
+            told.report = told.report.replace("\n  rank ", f"\n  {self.word} ")
+            told.report = re.sub(r"(?m)(, waiting for) rank (?=\d+$)", rf"\1 {self.word} ", told.report)
+        return copy(told)  # copied again, so that its text is made anew
+
+
+def _from_backend(error: RuntimeError) -> bool:
+    """Whether an error is a lost connection, and not the user's."""
+    text = str(error)
+    return any(word in text for word in ("gloo", "Connection", "pair closure", "Timed out", "NCCL", "closed by peer"))

@@ -1,0 +1,104 @@
+"""What a pipeline was asked to be composed with, before anything is built.
+
+Apart from what builds it, because that loads torch's DTensor and FSDP, which takes as long as torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+from penstock.messages.collective import all_gather
+from penstock.parallel.mesh import Axes
+from penstock.parallel.tensor_plan import plan_of
+from penstock.runtime.engine.replication import Alone
+from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
+from penstock.schedule.seen import passes_seen
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+__all__ = ["Composition"]
+
+BESIDE = ("dp", "tp")  # the axes beside the pipeline's own
+WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, and the next
+
+
+class Composition:
+    """What a pipeline was asked to be composed with, before anything is built."""
+
+    def __init__(self, mesh: Any, replicate: str | None, window: int | None, precision: Any, plan: Any) -> None:
+        self.axes = Axes.of(mesh, replicate)
+        if replicate is None and self.axes.size("dp") > 1:
+            replicate = "ddp"
+        self.replicate = replicate
+        for name, value in (("window", window), ("shard_precision", precision)):
+            if value is not None and replicate != "fsdp":
+                raise UsageError(f"{name}= is about sharded parameters; pass replicate='fsdp' with it, or leave it out")
+        self.window = WINDOW if window is None else window
+        self.precision = precision
+        self.plan = plan_of(plan)
+        if self.plan is not None and (self.axes.mesh is None or "tp" not in self.axes.mesh.mesh_dim_names):
+            raise UsageError("tensor_plan= spreads tensors over an axis 'tp': pass mesh=penstock.mesh(pp=2, tp=2)")
+        if self.plan is None and self.axes.size("tp") > 1:
+            raise UsageError(
+                f"the mesh has tp={self.axes.size('tp')}, but no tensor_plan= says what to spread over it; pass one, "
+                f"such as 'llama', or a mesh with tp=1"
+            )
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP has the parameters: over several replicas, or for its precision where there is one."""
+        return self.replicate == "fsdp" and (self.axes.size("dp") > 1 or self.precision is not None)
+
+    def __str__(self) -> str:
+        """What there is beside one pipeline, in words; empty where there is nothing."""
+        said = []
+        if self.axes.size("dp") > 1:
+            how = {"fsdp": f"sharded by FSDP, {self.window} stages of a rank whole at a time"}.get(str(self.replicate))
+            said.append(f"{self.axes.size('dp')} replicas, {how or 'each with all parameters of its stages'}")
+        if self.axes.size("tp") > 1:
+            said.append(f"tensors spread over {self.axes.size('tp')} ranks")
+        return "; ".join(said)
+
+    def lowered(self, schedule: Schedule) -> Schedule:
+        """The program of a schedule, with the reductions and shards that this composition needs.
+
+        A schedule that has its transfers already, from a file say, gets what it lacks: without REDUCE_GRAD the
+        replicas would train apart.
+        """
+        reduce = self.replicate is not None or self.axes.size("tp") > 1
+        window = self.window if self.replicate == "fsdp" else None
+        if not schedule.passes:
+            return lower(schedule, reduce=reduce, window=window)
+        there = schedule.passes | passes_seen(schedule.rows)
+        if reduce and "reductions" not in there:
+            schedule = insert_reductions(schedule)
+        if window is not None and "shards" not in there:
+            schedule = insert_shards(schedule, window)
+        return schedule
+
+    def norm_group(self, how: str, given: Any) -> Any:
+        """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""
+        return self.axes.group("dp") if how == "exact" and given is None and self.axes.size("dp") > 1 else given
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this pipeline's measurements count for all replicas and parts of tensors."""
+        return all(self.axes.index(axis) == 0 for axis in BESIDE)
+
+    def first_says(self, numbers: list[float]) -> list[float]:
+        """The first replica's numbers, in all of them: each would measure other times, and so cut in other places."""
+        for axis in BESIDE:
+            if self.axes.size(axis) > 1:
+                numbers = all_gather(numbers, self.axes.group(axis))[0]
+        return numbers
+
+    def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:
+        """What runs beside the steps of this rank."""
+        if self.axes.size("dp") == 1 and self.axes.size("tp") == 1 and not self.shards:
+            return Alone()
+        from penstock.parallel.compose import compose
+
+        return compose(pipe, self, places)

@@ -1,0 +1,344 @@
+"""A user's own check: does the pipeline compute what the plain model computes?
+
+Both sides get a copy of the model with equal weights and run the same microbatches for two
+steps, with the same random numbers: one as a plain loop of gradient accumulation over the
+stages in one thread, the other through the pipeline. Compared are, for every microbatch: each
+stage's outputs, its buffers, its extra losses, the loss and the gradient that each parameter
+gets; and, after each step: the batch's loss, all buffers and the gradients as they have added up.
+
+On a mismatch the error names the first stage, microbatch and tensor where the two part, because
+that is where to look. First means upstream: forwards before backwards, and of the backwards the
+last stage before those that got their gradients from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ParityError, UsageError
+from penstock.model.cut import cut_model
+from penstock.model.split import OUTPUT, Split
+from penstock.optim.precision import Precision
+from penstock.parity_check.uncut import compare_whole, largest, near, poison, uncut
+from penstock.pipeline import Pipeline
+from penstock.runtime.batch.lengths import ByTokens
+from penstock.runtime.batch.microbatch import Batch, plain_example
+from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.stage import Stage
+from penstock.runtime.loss.losses import ExtraLosses, check_loss, own_loss
+from penstock.runtime.loss.module import module_of
+from penstock.runtime.loss.shares import BatchShares
+from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
+from penstock.runtime.state.ownership import FreshGradients
+from penstock.runtime.state.phase import Phase
+from penstock.runtime.state.randomness import randomness, unit_stream
+from penstock.schedule import Op
+
+__all__ = ["Parity", "parity"]
+
+STEPS = 2
+CUT_OPTIONS = ("balance", "skips", "example", "split_at", "split")
+KINDS = ("output", "buffer", "loss", "gradient", "tied")
+AFTER = 2**31  # as the number of a microbatch: when all are done
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What was compared, and how far apart it was at the most (0 is bit for bit)."""
+
+    output: float  # of stages
+    loss: float  # extra losses among them
+    gradient: float
+    buffer: float
+    compared: int
+
+    @property
+    def exact(self) -> bool:
+        """Every number is the same, bit for bit."""
+        return self.output == self.loss == self.gradient == self.buffer == 0.0
+
+
+class _Place(NamedTuple):
+    """What a tensor is. Their order is such that causes come before what they cause."""
+
+    step: int
+    phase: int  # 0: forwards; 1: backwards, from the last stage; 2: when the step is done
+    order: int
+    number: int
+    kind: str
+    name: str
+
+    @property
+    def stage(self) -> int:
+        return abs(self.order)
+
+    def __str__(self) -> str:
+        number = "" if self.number == AFTER else f", microbatch {self.number}"
+        return f"step {self.step}, stage {self.stage}{number}, {self.name}"
+
+
+def parity(
+    model: nn.Module | Sequence[nn.Module],
+    *args: Any,
+    target: Any = None,
+    loss_kwargs: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
+    pipeline: Mapping[str, Any],
+    **kwargs: Any,
+) -> Parity:
+    """Compare `Pipeline(model, **pipeline)` with the plain model on one batch, for two steps.
+
+    `tolerance` is relative to the largest entry of a tensor; by default 0, but for sums of gradients
+    that the schedule does not add in the order of microbatches, and for those upstream of a stage that
+    emits several tensors, whose gradients meet in another order: these may differ by a few roundings.
+    The model itself is not touched. Ranks are threads.
+    """
+    if pipeline.get("batch_norm") == "exact":
+        raise UsageError(
+            "parity() goes microbatch by microbatch, and batch_norm='exact' normalises the batch as a whole; compare "
+            "such a pipeline with the plain model on the whole batch"
+        )
+    options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
+    for name in ("replicate", "window", "shard_precision", "tensor_plan"):
+        options.pop(name, None)  # in one process there is one pipeline
+    cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
+    cut["example"] = plain_example(cut.get("example"))
+    if isinstance(cut.get("split"), ByTokens):
+        del cut["split"]
+    loss_fn = pipeline.get("loss_fn")
+    (piped, options["loss_fn"]), (own, own_loss_fn), (single, single_loss_fn) = (
+        copy.deepcopy((model, loss_fn)) if module_of(loss_fn) is not None else (copy.deepcopy(model), loss_fn)
+        for _ in range(3)
+    )
+    with Pipeline(piped, **options) as pipe:
+        for each in (own, single):
+            prepare_batch_norm(each, pipe.batch_norm)
+        plain = cut_model(own, pipeline.get("stages"), **cut)
+        if plain.recut is not None and plain.cuts != pipe.split.cuts:  # the pipeline's placement had a say
+            plain = plain.recut(pipe.split.cuts)
+        poison(plain)
+        batch = pipe.microbatches_of(args, kwargs, target, loss_kwargs or {})
+        expected, found = _Trace(plain), _Trace(pipe.split)
+        _run_plain(pipe, plain, batch, expected, own_loss_fn)
+        whole = uncut(plain, single, cut)
+        if whole is not None:
+            alone = _Trace(whole)
+            _run_plain(pipe, whole, batch, alone, single_loss_fn)
+            compare_whole(plain, expected.summed(), alone.summed(), tolerance)
+        for step in range(STEPS):
+            with found.watching(step), _watching_stages(pipe, found):
+                result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)
+            found.keep_step(result.loss)
+    return _compare(pipe, expected, found, tolerance)
+
+
+class _Trace:
+    """What one side computes."""
+
+    def __init__(self, split: Split) -> None:
+        self.tensors: dict[_Place, Tensor] = {}
+        self.numbers = [-1] * split.stages  # the microbatch that each stage goes back through now
+        self.forks = -1  # the last stage that emits several tensors: from there back, gradients meet in another order
+        self._split = split
+        self._step = 0
+        owners = [id(parameter) for part in split.parts for parameter in part.module.parameters()]
+        self._tied = {owner for owner in owners if owners.count(owner) > 1}
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Inside runs a step: keep what each backward gives to each parameter."""
+        self._step = step
+        hooks = []
+        for part in self._split.parts:
+            for name, parameter in part.module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self._tied:
+                    keeper = self._keeper(part.index, part.names.get(name, name))
+                    hooks.append(parameter.register_hook(keeper))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _keeper(self, stage: int, name: str) -> Callable[[Tensor], None]:
+        def keep(gradient: Tensor) -> None:
+            place = _Place(self._step, 1, -stage, self.numbers[stage], "gradient", f"gradient of {name}")
+            if place in self.tensors:
+                place = place._replace(name=f"{place.name}, once more")
+            self.tensors[place] = gradient.detach().clone()
+
+        return keep
+
+    def keep_forward(
+        self, stage: int, number: int, emitted: Mapping[int, Any], loss: Any, extra: Iterable[Any]
+    ) -> None:
+        """What a stage made of a microbatch, and what that did to its buffers."""
+        place = _Place(self._step, 0, stage, number, "output", "")
+        leaves = [
+            leaf for key in sorted(emitted) for leaf in pytree.tree_leaves(emitted[key]) if isinstance(leaf, Tensor)
+        ]
+        if sum(leaf.requires_grad for leaf in leaves) > 1 and OUTPUT not in emitted:
+            self.forks = max(self.forks, stage)
+        named = [("output", f"output tensor {index}", leaf) for index, leaf in enumerate(leaves)]
+        named += [("loss", f"extra loss {name} ({index})", value) for index, (name, value) in enumerate(extra)]
+        named += [("loss", "the loss", loss)] if loss is not None else []
+        for kind, name, tensor in named + self._buffers(stage):
+            self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
+
+    def keep_step(self, loss: Tensor | None) -> None:
+        """What a step leaves behind."""
+        for part in self._split.parts:
+            place = _Place(self._step, 2, part.index, AFTER, "gradient", "")
+            named = self._buffers(part.index)
+            for name, parameter in part.module.named_parameters():
+                if parameter.grad is not None:
+                    kind = "tied" if id(parameter) in self._tied else "gradient"
+                    named.append((kind, f"summed gradient of {part.names.get(name, name)}", parameter.grad))
+            for kind, name, tensor in named:
+                self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
+        if loss is not None:
+            place = _Place(self._step, 2, self._split.stages - 1, AFTER, "loss", "the batch's loss")
+            self.tensors[place] = loss.detach().clone()
+
+    def summed(self) -> dict[tuple[int, str], Tensor]:
+        """What steps leave behind, by (step, name), whichever stage has it."""
+        return {(place.step, place.name): tensor for place, tensor in self.tensors.items() if place.phase == 2}
+
+    def _buffers(self, stage: int) -> list[tuple[str, str, Tensor]]:
+        part = self._split.parts[stage]
+        named = part.module.named_buffers()
+        return [("buffer", f"buffer {part.names.get(name, name)}", buffer) for name, buffer in named]
+
+
+@contextmanager
+def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
+    """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
+    stages = {index: stage for executor in pipe.crew.executors.values() for index, stage in executor.stages.items()}
+
+    def watch(index: int, stage: Stage) -> None:
+        forward, backward, weights = stage.forward, stage.backward, stage.weights
+
+        def watched_forward(number: int, *inputs: Any, **options: Any) -> Any:
+            made = forward(number, *inputs, **options)
+            trace.keep_forward(index, number, *made)
+            return made
+
+        def watched_backward(number: int, *inputs: Any, **options: Any) -> Any:
+            trace.numbers[index] = number
+            return backward(number, *inputs, **options)
+
+        def watched_weights(number: int) -> None:
+            trace.numbers[index] = number
+            weights(number)
+
+        stage.__dict__.update(forward=watched_forward, backward=watched_backward, weights=watched_weights)
+
+    for index, stage in stages.items():
+        watch(index, stage)
+    try:
+        yield
+    finally:
+        for stage in stages.values():
+            for name in ("forward", "backward", "weights"):
+                del stage.__dict__[name]
+
+
+def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, loss_fn: Any) -> None:
+    """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
+    before, pipe.loss_fn = pipe.loss_fn, loss_fn
+    try:
+        with pipe.crew.precise() as precisions:
+            _accumulate(pipe, split, batch, trace, precisions[0])
+    finally:
+        pipe.loss_fn = before
+
+
+def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, precision: Precision | None) -> None:
+    for part in split.parts:
+        part.around = unit_stream
+    fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
+    for step in range(STEPS):
+        for each in fresh:
+            each.begin_step()
+        total: Tensor | None = None
+        statistics = Statistics()  # of batch norms that see each batch once
+        shares = BatchShares(pipe.weighing, batch, Alone(), training=True)
+        with trace.watching(step):
+            for number in range(pipe.microbatches):
+                trace.numbers = [number] * split.stages
+                with Phase("forward", number, statistics):
+                    loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision)
+                shares.saw(number, loss)
+                share = shares()[number] if shares.counts(number) else 0.0
+                roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
+                roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
+                seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
+                for each in fresh:
+                    each.before()
+                torch.autograd.backward([root for root, _ in roots], seeds)
+                for each in fresh:
+                    each.after()
+                if share:
+                    part_of_loss = loss.detach() * share
+                    total = part_of_loss if total is None else total + part_of_loss
+        statistics.commit()
+        trace.keep_step(total)
+
+
+def _plain_forward(
+    pipe: Pipeline, split: Split, batch: Batch, step: int, number: int, trace: _Trace, precision: Precision | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of one microbatch, and all extra losses."""
+    payloads: dict[tuple[int, int], Any] = {}
+    extra: list[Tensor] = []
+    result: Tensor | None = None
+    for part in split.parts:
+        arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
+        stream = randomness(pipe.clock.seed, step, number, part.stream)
+        with stream, ExtraLosses() as collected, nullcontext() if precision is None else precision():
+            emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
+            if OUTPUT in emitted:
+                result = emitted[OUTPUT]
+                if pipe.loss_fn is None:
+                    result = own_loss(result)
+                else:
+                    result = pipe.loss_fn(result, batch.targets[number], **batch.loss_kwargs[number])
+        trace.keep_forward(part.index, number, emitted, None if result is None else check_loss(result), collected.found)
+        extra += [value for _, value in collected.found]
+        payloads.update({(part.index, reader): payload for reader, payload in emitted.items()})
+    return check_loss(result), extra
+
+
+def _compare(pipe: Pipeline, plain: _Trace, piped: _Trace, tolerance: float | None) -> Parity:
+    expected, found = plain.tensors, piped.tensors
+    worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
+    in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.split.stages)]
+    scale = largest(tensor for place, tensor in expected.items() if place.kind in ("gradient", "tied"))
+    for place in sorted({*expected, *found}, key=lambda each: (*each[:4], KINDS.index(each.kind), each.name)):
+        want, have = expected.get(place), found.get(place)
+        if want is None or have is None:
+            sides = ("pipeline", "plain model") if want is None else ("plain model", "pipeline")
+            raise ParityError("{}: the {} has one, the {} has none".format(place, *sides))
+        reordered = place.kind == "tied" or (
+            place.kind == "gradient"
+            and (place.stage <= plain.forks or (place.phase == 2 and not in_order[place.stage]))
+        )
+        allowed = tolerance if tolerance is not None else 64 * torch.finfo(want.dtype).eps if reordered else 0.0
+        kind = "gradient" if place.kind == "tied" else place.kind
+        worst[kind] = max(worst[kind], near(place, want, have.to(want.device), allowed, scale * (kind == "gradient")))
+    return Parity(**worst, compared=len(expected))
+
+
+def _adds_in_order(pipe: Pipeline, stage: int) -> bool:
+    """Gradients are added in B, or in I (what cannot wait) and W: all must go microbatch by microbatch."""
+    actions = [action for _, _, action in pipe.schedule.parts() if action.stage == stage]
+    orders = [[action.microbatch for action in actions if action.op in (Op.B, last)] for last in (Op.I, Op.W)]
+    return all(order == sorted(order) for order in orders)

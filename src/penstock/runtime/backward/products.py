@@ -1,0 +1,249 @@
+"""Products with a parameter, taken apart: the input's gradient now, the weight's gradient later.
+
+While a stage's forward is recorded, a mode sees every torch function that it calls. A product with a parameter
+(`linear`, a convolution, `matmul`, `addmm`, `bmm`) is computed by the same kernel, but on an alias of the parameter
+that autograd does not follow. So autograd's own node, in C++, yields the gradient of the input and no other; a
+pre-hook on that node keeps the gradient that arrives. Input and arrived gradient are all that the weight's gradient
+needs later, and the formulas in `uses` take it with the products that autograd would have taken, operand by operand
+and stride by stride: that is why the result has the same bits.
+
+Where the input needs no gradient (the first layer of the first stage, an embedding) there is nothing to do now: the
+operation is left to autograd as it is, and the output is *cut* from it, to be joined again later.
+
+Everything else passes through untouched, which is always exact: it only means that its weight gradients are taken
+together with the inputs'. That holds for operations not in the table, for parameters reached through a view or a
+cast, inside checkpoints (whose recomputation must not happen twice) and inside compiled code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
+from torch._C._functorch import peek_interpreter_stack as _functorch_level
+
+from penstock.errors import ModelError
+from penstock.runtime.backward.parameter_uses import (
+    Cut,
+    Formula,
+    Use,
+    bmm_gradients,
+    convolution_gradients,
+    linear_gradients,
+    matmul_gradients,
+)
+
+if TYPE_CHECKING:
+    from penstock.runtime.backward.split import DeferredWeights
+
+__all__ = ["HANDLERS", "PLAIN", "cast"]
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The handlers: one for each function in the table; `None` says "not here: run it as it is".
+
+
+class _Call:
+    """A call as it was made, and as the kernel shall see it: without history, and cast where autocast would cast."""
+
+    __slots__ = ("args", "bias", "func", "kwargs", "options", "weight", "x")
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any = None) -> None:
+        self.func, self.args, self.kwargs, self.options = func, args, kwargs, options
+
+    def split(self, tape: DeferredWeights, x: Any, weight: Any, bias: Any, compute: Compute, formula: Formula) -> Any:
+        if not _open(tape, x, weight, bias):
+            return None
+        if not x.requires_grad:
+            return self._cut(tape, weight, bias)
+        deferred_bias = bias if bias is not None and tape.takes(bias) else None
+        self.x, self.weight, self.bias = x, weight.detach(), bias if deferred_bias is None else deferred_bias.detach()
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            self.x, self.weight = cast(x, dtype), tape.cast(weight, dtype)
+            self.bias = self.bias if deferred_bias is None else tape.cast(deferred_bias, dtype)
+        output = compute(self)
+        return tape.keep(output, Use(tape, formula, self.x, weight, deferred_bias, self.options))
+
+    def _cut(self, tape: DeferredWeights, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The input has no gradient: nothing is due now, so all of it waits."""
+        parameters: tuple[Tensor, ...] = (weight,)
+        if bias is not None and bias.requires_grad:
+            if not tape.takes(bias):
+                return None
+            parameters = (weight, bias)
+        return Cut(tape, parameters).apart(self.func(*self.args, **self.kwargs))
+
+
+Compute: TypeAlias = Callable[[_Call], Tensor]
+
+
+def _open(tape: DeferredWeights, x: Any, weight: Any, bias: Any) -> bool:
+    """Whether a product may be taken apart here: that it may be at all, and that its weight is known to allow it."""
+    if (
+        not torch.is_grad_enabled()
+        or type(x) not in PLAIN
+        or _saved_tensors_hooks(False) is not None  # a checkpoint or an offload: what is saved is not ours to keep
+        or _functorch_level() is not None
+    ):
+        return False
+    status = tape.parameters.status(weight)
+    if status is None and tape.note(weight):
+        tape.note(bias)
+    return status is True and bool(weight.requires_grad)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As autocast casts an operand: floating point, but never double."""
+    return x if x.dtype in (dtype, torch.float64) or not x.is_floating_point() else x.to(dtype)
+
+
+def _arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """The call's arguments by position, missing ones None; None where the call has others than those named."""
+    found = [*args, *[None] * (len(names) - len(args))]
+    for name, value in kwargs.items():
+        if name not in names:
+            return None
+        found[names.index(name)] = value
+    return found if len(found) == len(names) else None
+
+
+def _linear(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _arguments(("input", "weight", "bias"), args, kwargs) if kwargs or len(args) != 3 else args
+    if found is None or found[1].dim() != 2:
+        return None
+    x, weight, bias = found
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _linear_output, linear_gradients)
+
+
+def _linear_output(call: _Call) -> Tensor:
+    x, weight, bias = call.x, call.weight, call.bias
+    call.options = x.dim() == 2 or x.is_contiguous()  # whether `linear` adds the bias to rows
+    output: Tensor
+    if call.options or x.dim() == 1:
+        output = call.func(x, weight, bias)
+        return output
+    # `linear` folds such an input only for a weight that needs a gradient, which it now does not see.
+    call.x = x.flatten(0, -2)
+    output = call.x.mm(weight.t()).view(*x.shape[:-1], weight.shape[0])
+    return output if bias is None else output + bias
+
+
+def _matmul(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 2 or type(args[0]) not in PLAIN or type(args[1]) not in PLAIN:
+        return None
+    x, weight = args
+    if weight.dim() != 2 or x.dim() < 2:
+        return None
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _matmul_output, matmul_gradients)
+
+
+def _matmul_output(call: _Call) -> Tensor:
+    x = call.x
+    if x.dim() == 2:
+        return x.mm(call.weight)
+    call.x = x.flatten(0, -2)
+    return call.x.mm(call.weight).view(*x.shape[:-1], call.weight.shape[1])
+
+
+def _addmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 3:
+        return None
+    bias, x, weight = args
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, matmul_gradients)
+
+
+def _addmm_output(call: _Call) -> Tensor:
+    assert call.bias is not None
+    return torch.addmm(call.bias, call.x, call.weight)
+
+
+def _bmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or len(args) != 2:
+        return None
+    x, weight = args
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, bmm_gradients)
+
+
+def _bmm_output(call: _Call) -> Tensor:
+    return torch.bmm(call.x, call.weight)
+
+
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+
+def _convolution(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _arguments(_CONVOLUTION, args, kwargs)
+    if found is None or (isinstance(found[4], str) and found[4] != "valid"):
+        return None  # "same" may pad one side more than the other, by an operation of its own
+    x, weight, bias, stride, padding, dilation, groups = found
+    count = weight.dim() - 2
+    padding = None if isinstance(padding, str) else padding
+    options = (_each(stride, count, 1), _each(padding, count, 0), _each(dilation, count, 1), groups or 1)
+    return _Call(func, args, kwargs, options).split(tape, x, weight, bias, _convolution_output, convolution_gradients)
+
+
+def _convolution_output(call: _Call) -> Tensor:
+    output: Tensor = call.func(call.x, call.weight, call.bias, *call.options)
+    return output
+
+
+def _each(value: Any, count: int, default: int) -> list[int]:
+    if value is None:
+        return [default] * count
+    return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
+
+
+def _embedding(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) < 2 or not _open(tape, args[0], args[1], None):
+        return None
+    return Cut(tape, (args[1],)).apart(func(*args, **kwargs))
+
+
+def _attention(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`nn.MultiheadAttention` hands itself to the mode as one function; its products are inside.
+
+    The function asks first whether a mode wants it and would be handed back for ever; so the same code runs with that
+    question answered by no, with the mode on for what it calls.
+    """
+    if any(isinstance(value, Tensor) and type(value) not in PLAIN for value in (*args, *kwargs.values())):
+        return None  # a subclass of Tensor may want to be asked
+    unasked = FunctionType(
+        func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
+    )
+    with tape.mode():
+        return unasked(*args, **kwargs)
+
+
+def _inner_gradient(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A forward that differentiates needs the parameters in its graph: such a stage is not taken apart."""
+    if tape.uses:
+        raise ModelError(
+            f"a stage's forward calls {func.__qualname__} after {len(tape.uses)} of its operations were split into "
+            f"input and weight gradients, and in earlier microbatches it did not; choose a schedule without W for it"
+        )
+    tape.parameters.differentiates()
+
+
+Handler: TypeAlias = Callable[["DeferredWeights", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+HANDLERS: dict[Any, Handler] = {
+    F.linear: _linear,
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
+    torch.addmm: _addmm,
+    torch.bmm: _bmm,
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),
+    F.embedding: _embedding,
+    F.multi_head_attention_forward: _attention,
+    **dict.fromkeys((torch.autograd.grad, Tensor.backward), _inner_gradient),
+}

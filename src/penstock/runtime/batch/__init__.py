@@ -1,0 +1,1 @@
+"""A batch: split into microbatches, compared between ranks, and its results put together."""

@@ -1,0 +1,133 @@
+"""Whether the ranks of one pipeline were given the same batch: what every rank saw of it, compared.
+
+Each rank's report at the end of a step has one checksum per argument (`fingerprint`). Equal ones are the rule, and cost
+nothing more. Where they differ, all ranks know, and tell each other what is behind: then rounding is told from another
+batch, and the difference is named. An argument may be left out, or be None, on ranks that do not read it; a rank that
+does read it would compute without it, which is refused too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from penstock.runtime.batch.fingerprint import Detail, Key, Seen, alike
+from penstock.runtime.transport.failure.blame import name_ranks
+
+__all__ = ["Readers", "Told", "different_batches", "left_out", "tell", "unlike"]
+
+Told = tuple[bool, dict[Key, int]]  # whether all numbers count, and the checksum of each argument
+Readers = Callable[[Key], Collection[int]]  # the ranks whose stages read an argument
+NUMBERS = 3  # of a tensor, in an error
+
+REMEDY = (
+    "so inputs would be trained against other rows' labels; pass the same batch on every rank of a pipeline (as from "
+    "penstock.ReplicaSampler; torch's DistributedSampler goes by the world), or leave an argument out on ranks whose "
+    "stages do not read it"
+)
+
+
+def tell(seen: Seen) -> Told:
+    """What goes into the report of a step."""
+    return seen.whole, seen.checksums()
+
+
+def unlike(told: Sequence[Told | None]) -> list[Key]:
+    """The arguments whose checksums differ between ranks that were given them."""
+    given = [each for each in told if each is not None]
+    if len({whole for whole, _ in given}) > 1:
+        return []  # of ranks that have not succeeded in the same steps so far; their checksums are of different numbers
+    first: dict[Key, int] = {}
+    odd: dict[Key, None] = {}
+    for _, checksums in given:
+        for name, checksum in checksums.items():
+            if first.setdefault(name, checksum) != checksum:
+                odd[name] = None
+    return list(odd)
+
+
+def different_batches(details: Sequence[Mapping[Key, list[Detail]]]) -> str:
+    """What differs by more than rounding, in words; empty where nothing does."""
+    names = dict.fromkeys(name for each in details for name in each)
+    for name in names:
+        kinds: list[tuple[list[Detail], list[int]]] = []  # that differ from each other, and which ranks have them
+        for rank, each in enumerate(details):
+            if name in each:
+                _sort_in(kinds, each[name], rank)
+        if len(kinds) > 1:
+            return f"the ranks were given different batches ({_in_words(name, kinds)}), {REMEDY}"
+    return ""
+
+
+def _sort_in(kinds: list[tuple[list[Detail], list[int]]], leaves: list[Detail], rank: int) -> None:
+    for known, ranks in kinds:
+        if len(known) == len(leaves) and all(map(_fits, known, leaves)):
+            ranks.append(rank)
+            return
+    kinds.append((leaves, [rank]))
+
+
+def _fits(one: Detail, other: Detail) -> bool:
+    """Whether both may be of the same value."""
+    same = (one.path, one.words, one.exact, len(one.numbers)) == (
+        other.path,
+        other.words,
+        other.exact,
+        len(other.numbers),
+    )
+    return same and alike(one.numbers, other.numbers, one.rounding)
+
+
+def _in_words(name: Key, kinds: Sequence[tuple[list[Detail], list[int]]]) -> str:
+    """The first leaf that is not alike on all ranks, as each of them has it."""
+    first, second = kinds[0][0], kinds[1][0]
+    place = next((n for n, pair in enumerate(zip(first, second, strict=False)) if not _fits(*pair)), None)
+    if place is None:
+        found = [(f"{len(leaves)} values", ranks) for leaves, ranks in kinds]
+        return f"{name_of(name)}: {_listed(found)}"
+    path, words = first[place].path, [leaves[place].words for leaves, _ in kinds if place < len(leaves)]
+    if len(set(words)) == 1:
+        numbers = [leaves[place].numbers for leaves, _ in kinds if place < len(leaves)]
+        at = next((n for n, column in enumerate(zip(*numbers, strict=False)) if len(set(column)) > 1), 0)
+        words = [_with_numbers(text, each[at : at + NUMBERS]) for text, each in zip(words, numbers, strict=True)]
+    found = list(zip(words, [ranks for leaves, ranks in kinds if place < len(leaves)], strict=True))
+    return f"{name_of(name)}{path}: {_listed(found)}"
+
+
+def _with_numbers(words: str, numbers: Sequence[float]) -> str:
+    return f"{words} with {', '.join(f'{value:.4g}' for value in numbers)}" if numbers else f"{words} of its own"
+
+
+def _listed(found: Sequence[tuple[str, Sequence[int]]]) -> str:
+    return "; ".join(f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {words}" for words, ranks in found)
+
+
+def left_out(told: Sequence[Told | None], readers: Readers) -> str:
+    """An argument that some rank was given and a rank that reads it was not, in words; empty where there is none."""
+    given = [set() if each is None else set(each[1]) for each in told]
+    for name in dict.fromkeys(name for each in told if each is not None for name in each[1]):
+        giver = next(rank for rank, names in enumerate(given) if name in names)
+        lacking = [
+            rank
+            for rank in readers(name)
+            if name not in given[rank] and told[rank] is not None and not _in_another_form(given[rank], given[giver])
+        ]
+        if lacking:
+            return (
+                f"rank {giver} was given {name_of(name)} and {name_ranks(sorted(lacking))}, which reads it, was not; "
+                f"pass the same batch on every rank, or make the Pipeline with inputs='first'"
+            )
+    return ""
+
+
+def _in_another_form(one: set[Key], other: set[Key]) -> bool:
+    """Whether one rank may have been given by position what another was given by name."""
+    places = [[name for name in names if isinstance(name, int)] for names in (one, other)]
+    named = [[name for name in names if isinstance(name, str) and name != "target"] for names in (one, other)]
+    return len(places[0]) != len(places[1]) and len(places[0] + named[0]) == len(places[1] + named[1])
+
+
+def name_of(name: Key) -> str:
+    """An argument in words."""
+    if isinstance(name, int):
+        return f"argument {name}"
+    return repr(name) if isinstance(name, str) else f"loss_kwargs[{name[1]!r}]"

@@ -1,0 +1,338 @@
+"""A batch into microbatches, and outputs back into one.
+
+Every tensor leaf is cut along its batch dimension into exactly as many pieces as there are
+microbatches, the first ones a row longer where they do not divide (never fewer pieces, which
+is what `chunk` gives for 9 rows in 4). All cut leaves must have the same number of rows: a
+mask or a target that does not fit is an error and is never cut short. What is not a tensor, a
+tensor without dimensions, and whatever is marked `Shared`, goes to every microbatch whole. An
+object that hides tensors from the splitter is refused, since the rows in it would count many times.
+
+A batch is data: its tensors are detached, and no gradient flows to them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, UsageError
+from penstock.runtime.batch.hidden_tensors import hides_tensors
+from penstock.runtime.batch.rowed import cut_rowed, is_rowed, rows_of_rowed
+
+__all__ = [
+    "Batch",
+    "Microbatches",
+    "Shared",
+    "Splitter",
+    "check_labels",
+    "count_for",
+    "dims_of_leaves",
+    "merge",
+    "plain_example",
+    "split_batch",
+]
+
+Dims = Mapping[str | int, Any]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Marks a value that every microbatch gets whole, at any depth: `pipe.step(x, table=Shared(table))`."""
+
+    value: Any
+
+
+class Microbatches(list[Any]):
+    """Marks an argument that the user has split: one item for each microbatch, of any sizes."""
+
+
+@dataclass
+class Batch:
+    """What each microbatch is called with, by its number."""
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any]
+    loss_kwargs: list[dict[str, Any]]
+    rows: list[int] | None  # how many rows each has; None where nothing says so
+    has_target: bool
+
+
+def split_batch(
+    count: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    loss_kwargs: Mapping[str, Any],
+    dims: Dims,
+    whole: bool = True,
+    attached: bool = False,
+    splitter: Splitter | None = None,
+) -> Batch:
+    """Cut everything into `count` microbatches; `dims` says along which dimension where it is not 0.
+
+    Not `whole`: what one rank needs of a batch, which was checked where all of it is. `attached`: the pieces stay in
+    the graph of what they are pieces of. `splitter`: one that cuts in a way of its own.
+    """
+    splitter = Splitter(count, dims, attached=attached) if splitter is None else splitter
+    columns = [splitter.split(position, value) for position, value in enumerate(args)]
+    named = {name: splitter.split(name, value) for name, value in kwargs.items()}
+    arguments = splitter.rows_by_name()
+    targets = splitter.split("target", target)
+    if whole:
+        _check_target(arguments, splitter.rows_by_name().get(_name("target")))
+    extra = {name: splitter.split(name, value) for name, value in loss_kwargs.items()}
+    return Batch(
+        list(zip(*columns, strict=True)) if columns else [()] * count,
+        _by_microbatch(named, count),
+        targets,
+        _by_microbatch(extra, count),
+        splitter.rows(),
+        target is not None,
+    )
+
+
+def _by_microbatch(named: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+    if not named:
+        return [{} for _ in range(count)]
+    return [dict(zip(named, pieces, strict=True)) for pieces in zip(*named.values(), strict=True)]
+
+
+def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Dims) -> int | None:
+    """Into how many microbatches a batch of any size goes, or None where nothing says how many rows it has.
+
+    A ready split says so itself; else there are `most`, or as many as there are rows.
+    """
+    splitter = Splitter(1, dims, strict=False)
+    labelled: list[tuple[str | int, Any]] = [*enumerate(args), *kwargs.items(), ("target", target)]
+    for label, value in labelled:
+        if isinstance(value, Microbatches):
+            return len(value)
+        splitter.split(label, value)
+    return None if splitter.total is None else max(1, min(most, splitter.total))
+
+
+def plain_example(example: Any) -> Any:
+    """An example as the model takes it: what was marked for a batch without its marks."""
+
+    def plain(leaf: Any) -> Any:
+        return leaf.value if isinstance(leaf, Shared) else leaf[0] if isinstance(leaf, Microbatches) and leaf else leaf
+
+    return pytree.tree_map(plain, example)
+
+
+def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[str | int]) -> None:
+    """A label of `batch_dims` that nothing has is a slip, and would leave what it meant cut along dimension 0."""
+    strange = [label for label in dims if label not in allowed]
+    if strange:
+        raise UsageError(
+            f"batch_dims names {', '.join(map(repr, strange))}, which this call does not pass; it has "
+            f"{', '.join(map(repr, passed))} (an argument that is passed by position goes by its number)"
+        )
+
+
+class Splitter:
+    """Cuts values by rows, all into the same number of pieces, and keeps count of the rows."""
+
+    def __init__(self, count: int, dims: Dims, strict: bool = True, attached: bool = False) -> None:
+        self.count, self.dims, self.strict, self.attached = count, dims, strict, attached
+        self.total: int | None = None
+        self._said_by = ""
+        self._ready_rows: dict[str, list[int]] = {}  # of what came split already, where it has rows
+
+    def split(self, label: str | int, value: Any) -> list[Any]:
+        if isinstance(value, Microbatches):
+            return self._ready(label, value)
+        dim = self.dims.get(label, 0)
+        if type(value) is Tensor and type(dim) is int and value.dim() > 0:
+            return list(self._cut(label, value, dim))
+        leaves, spec = pytree.tree_flatten(value, is_leaf=is_rowed)
+        wanted = dims_of_leaves(label, dim, value, len(leaves))
+        columns = [
+            self._cut(label, leaf, leaf_dim)
+            if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf_dim is not None
+            else self._cut_rowed(label, leaf)
+            if leaf_dim is not None and is_rowed(leaf)
+            else (self._uncut(label, leaf, leaf_dim is not None),) * self.count
+            for leaf, leaf_dim in zip(leaves, wanted, strict=True)
+        ]
+        return [pytree.tree_unflatten([column[number] for column in columns], spec) for number in range(self.count)]
+
+    def _cut(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
+        if not -value.dim() <= dim < value.dim():
+            raise UsageError(f"batch_dims[{label!r}] is {dim}, but the tensor has shape {tuple(value.shape)}")
+        self._note(label, value.shape[dim], f" along dimension {dim}", f" (its shape is {tuple(value.shape)})")
+        return self.pieces(label, value, dim)
+
+    def _note(self, label: str | int, rows: int, where: str = "", shape: str = "") -> None:
+        """All that is cut has the same rows."""
+        if self.total is None:
+            self.total, self._said_by = rows, _name(label)
+            if rows == 0:
+                raise ModelError(f"{_name(label)} has 0 rows{shape}: an empty batch has nothing to compute; skip it")
+            if rows < self.count and self.strict:
+                raise ModelError(
+                    f"{_name(label)} has {rows} rows, fewer than the {self.count} microbatches; "
+                    f"pass a larger batch or at most microbatches={rows}"
+                )
+        elif rows != self.total and self.strict:
+            raise ModelError(
+                f"{_name(label)} has {rows} rows{where}, but {self._said_by} has {self.total}; "
+                f"wrap it in penstock.Shared(...) if every microbatch needs it whole, say where its rows are with "
+                f"batch_dims={{{label!r}: ...}}, or, if these are no rows of the batch (pixels of its images), split "
+                f"it yourself: penstock.Microbatches([one part for each microbatch])"
+            )
+
+    def pieces(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
+        """One piece for each microbatch."""
+        rows = value.shape[dim]
+        if self.attached and value.requires_grad:
+            size, larger = divmod(rows, self.count)
+            sizes = [size + 1] * larger + [size] * (self.count - larger)
+            return torch.split_with_sizes(value, sizes, dim)  # one node of the graph, not one a piece
+        return value.detach().tensor_split(self.count, dim)
+
+    def indices(self, rows: int) -> Sequence[Tensor]:
+        """The numbers of each microbatch's rows."""
+        return torch.arange(rows).tensor_split(self.count)
+
+    def _cut_rowed(self, label: str | int, value: Any) -> Sequence[Any]:
+        rows = rows_of_rowed(value)
+        if rows is None:
+            return (value,) * self.count
+        self._note(label, rows)
+        return cut_rowed(value, self.indices(rows))
+
+    def _ready(self, label: str | int, value: Microbatches) -> list[Any]:
+        if len(value) != self.count:
+            raise ModelError(f"{_name(label)} has {len(value)} microbatches, the pipeline {self.count}")
+        dim = self.dims.get(label, 0)
+        found = [_rows_of(item, dim) for item in value]
+        rows = [each for each in found if each is not None]
+        if len(rows) == len(found):
+            self._ready_rows[_name(label)] = rows
+        return [pytree.tree_map(lambda leaf: self._uncut(label, leaf, False), item) for item in value]
+
+    def _uncut(self, label: str | int, leaf: Any, searched: bool) -> Any:
+        found = _uncut(label, leaf, searched)
+        return found if self.attached else _apart(found)
+
+    def cut_rows(self) -> list[int] | None:
+        """How many rows of the tensors that are cut here each microbatch gets."""
+        if self.total is None:
+            return None
+        size, larger = divmod(self.total, self.count)
+        return [size + 1] * larger + [size] * (self.count - larger)
+
+    def rows_by_name(self) -> dict[str, list[int]]:
+        """The rows of all that has some, by microbatch; first of what is cut here."""
+        cut = self.cut_rows()
+        return dict(self._ready_rows) if cut is None else {self._said_by: cut, **self._ready_rows}
+
+    def rows(self) -> list[int] | None:
+        """What the batch's mean goes by: what is cut here; else the target; else the first that has rows."""
+        known = self.rows_by_name()
+        return self.cut_rows() or known.get(_name("target")) or next(iter(known.values()), None)
+
+
+def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) -> None:
+    """The target has the rows of an argument; not of each: a bias has a dimension 0 too, which is not of rows."""
+    if target is None or not arguments or target in arguments.values():
+        return
+    name, rows = next(iter(arguments.items()))
+    raise ModelError(
+        f"'target' has {target} rows in its microbatches, but {name} has {rows}; split both alike, or say with "
+        f"batch_dims={{'target': None}} that the target's dimension 0 is not that of rows"
+    )
+
+
+def _rows_of(item: Any, dim: Any) -> int | None:
+    """The rows of one microbatch that came ready: what all its tensors have along their batch dimension."""
+    leaves = pytree.tree_leaves(item, is_leaf=is_rowed)
+    try:
+        dims = dims_of_leaves("", dim, item, len(leaves))
+    except UsageError:
+        return None
+    pairs = [(leaf, at) for leaf, at in zip(leaves, dims, strict=True) if isinstance(leaf, Tensor) and at is not None]
+    found = {leaf.shape[at] for leaf, at in pairs if -leaf.dim() <= at < leaf.dim()}
+    found |= {rows for leaf in leaves if is_rowed(leaf) and (rows := rows_of_rowed(leaf)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
+    """A leaf that goes whole to where it goes; `searched` for tensors that it must not hide."""
+    if isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, Shared):
+        return leaf.value
+    if isinstance(leaf, Microbatches):
+        raise UsageError(
+            f"{_name(label)} has penstock.Microbatches inside a container; it marks a whole argument: "
+            f"pass Microbatches([one container for each microbatch])"
+        )
+    if searched and hides_tensors(leaf):
+        kind = type(leaf).__qualname__
+        raise ModelError(
+            f"{_name(label)} is or holds a {kind}, which has tensors that Penstock cannot see to cut; register {kind} "
+            f"with torch.utils._pytree.register_pytree_node or register_dataclass, pass a dict or tuple, split it "
+            f"yourself in penstock.Microbatches([...]), or pass it whole to every microbatch in penstock.Shared(...)"
+        )
+    return leaf
+
+
+def _apart(value: Any) -> Any:
+    """Without the graph behind it."""
+    return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, value)
+
+
+def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
+    """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut.
+
+    One number, or None, holds for all leaves below the place where it stands; keys are found by name.
+    """
+    if dim is None or isinstance(dim, int):
+        return [dim] * leaves
+    found: list[int | None] = []
+    for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_rowed)[0]:
+        here = dim
+        try:
+            for key in path:
+                here = here if here is None or isinstance(here, int) else key.get(here)
+        except (AttributeError, LookupError, TypeError):
+            here = dim
+        if not (here is None or isinstance(here, int)):
+            raise UsageError(
+                f"batch_dims[{label!r}] says nothing about {pytree.keystr(path) or 'the value'}; "
+                f"give one number or None in all, or one for each leaf"
+            )
+        found.append(here)
+    return found
+
+
+def _name(label: str | int) -> str:
+    return f"argument {label}" if isinstance(label, int) else f"{label!r}"
+
+
+def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
+    """Outputs of all microbatches as one: tensors joined along `dim` (one number, or one for each leaf), scalars
+    stacked. A leaf that has no rows (None), or is no tensor, is itself where all agree, else the list of all."""
+    leaves, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if any(spec != specs[0] for spec in specs[1:]):
+        raise ModelError("microbatches gave outputs of different structure; they cannot be merged into one")
+    dims = dims_of_leaves("output", dim, outputs[0], len(leaves[0]))
+    joined = [_join(column, at) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
+    return pytree.tree_unflatten(joined, specs[0])
+
+
+def _join(column: Sequence[Any], dim: int | None) -> Any:
+    first = column[0]
+    if isinstance(first, Tensor) and dim is not None:
+        return torch.stack(tuple(column)) if first.dim() == 0 else torch.cat(tuple(column), dim)
+    same = torch.equal if isinstance(first, Tensor) else operator.eq
+    return first if all(same(value, first) for value in column) else list(column)

@@ -1,0 +1,1 @@
+"""One step on each rank: the executor's loop, stages, mailboxes and the report at the end."""

@@ -1,0 +1,311 @@
+"""Runs one rank's program: a loop and a table.
+
+Everything that can be worked out before the first step is: each action of the program becomes
+a function and its two arguments, so that running one costs a call. The executor never asks
+which schedule it runs. A user's handler for an op takes the place of the default one.
+
+When something goes wrong on this rank, or news of it comes from another, the rank does not
+just stop, because its peers would wait for ever. It walks the rest of its program without
+computing: in the place of every message that it owes it sends the failure, and it takes every
+message that is due to it off the wire. All ranks thus end the step together, know the cause,
+and leave the links clean for the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from copy import copy
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import profiler
+
+from penstock.errors import MessageError, PeerFailure, RunError
+from penstock.runtime.batch.comparison import different_batches, tell, unlike
+from penstock.runtime.engine.computes import Computes
+from penstock.runtime.engine.handlers import Context, Handler
+from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.report import StepInput, StepReport, failure_of, what_went_wrong
+from penstock.runtime.engine.stage import Stage
+from penstock.runtime.transport import Transport
+from penstock.runtime.transport.base import with_report
+from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.schedule import Action, Op, Schedule, Span
+
+__all__ = ["Context", "Executor", "Handler", "StepInput", "StepReport"]
+
+TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
+
+Entry = tuple[Callable[[Any, Any], Any], Any, Any]
+
+
+class _Plan(NamedTuple):
+    """What can be worked out about a program before its first step."""
+
+    program: Schedule
+    actions: list[Action]
+    entries: list[Entry]
+    split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
+
+
+class Executor(Computes):
+    """One rank: its computes, its messages and the programs it has prepared."""
+
+    def __init__(self, rank: int, stages: Mapping[int, Stage], mailbox: Mailbox, transport: Transport) -> None:
+        super().__init__(stages, mailbox)
+        self.rank = rank
+        self.transport = transport
+        self.handlers: dict[Op, Handler] = {}
+        self.context = Context(self)
+        self._plans: dict[int, _Plan] = {}
+        self._actions: list[Action] = []  # of the program that runs
+        self._position = 0
+        self._part: Action | None = None  # the half of a pair that failed
+        self._ready = False
+        self._running = False
+        transport.report_by(self.progress, self.where)
+
+    # -- preparing
+
+    def register(self, op: Op, handler: Handler | None) -> None:
+        """Run `handler(action, context)` for every action of that op; None brings the default back."""
+        if handler is None:
+            self.handlers.pop(op, None)
+        else:
+            self.handlers[op] = handler
+        self._plans.clear()
+
+    def _plan(self, program: Schedule) -> _Plan:
+        plan = self._plans.get(id(program))
+        if plan is None or plan.program is not program:
+            actions = [action for action in program.rows[self.rank] if action is not None]
+            parts = [part for action in actions for part in action.parts()]
+            split = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
+            plan = _Plan(program, actions, [self._entry(action) for action in actions], split)
+            self._plans[id(program)] = plan
+        return plan
+
+    def _entry(self, action: Action) -> Entry:
+        handler = self.handlers.get(action.op)
+        if handler is not None:
+            return handler, action, self.context
+        return self._default(action)
+
+    def _default(self, action: Action) -> Entry:
+        op, stage, microbatch = action.op, action.stage, action.microbatch
+        if op.is_transfer:
+            channel = self.mailbox.channel(action)
+            return (self.mailbox.send if op in (Op.SEND_F, Op.SEND_B) else self.mailbox.post), channel, microbatch
+        if op.is_pair:
+            return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
+        if op.is_sharding:
+            return self._shard, action, None
+        computes = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward, Op.W: self._weight}
+        return computes[op], stage, microbatch
+
+    def run_default(self, action: Action) -> None:
+        """Run one action as if no handler were registered."""
+        function, first, second = self._default(action)
+        function(first, second)
+
+    def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
+        for part, (function, first, second) in parts:
+            try:
+                if self._watching:
+                    self._watched(function, first, second, part)
+                else:
+                    function(first, second)
+            except BaseException:
+                self._part = part
+                raise
+
+    def _shard(self, action: Action, _: Any) -> None:
+        self.replication.act(action)
+
+    # -- the loop
+
+    def run(
+        self, program: Schedule, given: Callable[[], StepInput], *, record: Begun | None = None
+    ) -> list[StepReport]:
+        """One step of this rank; returns the reports of all ranks, or raises what went wrong anywhere.
+
+        The batch is asked for here, because its peers must also hear of a rank that was given a wrong one.
+        """
+        self.report = StepReport(begun=record)
+        self.seen = self.readers = None
+        self.losses = {}
+        plan = self._plan(program)
+        self._actions, self._split = plan.actions, plan.split
+        self._position = 0
+        self._part = None
+        self._ready = False
+        self._running = True
+        self.context._begin()
+        failure: PeerFailure | None = None
+        own: BaseException | None = None
+        try:
+            self._prepare(given())
+            self.mailbox.open()
+            self._ready = True
+            if record or profiler._is_profiler_enabled:  # on any thread of this process
+                self._loop_watched(plan.entries, record)
+            else:
+                self._loop(plan.entries)
+            if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
+                self._part = part
+                raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
+            CTRL_C.held = True
+            self.transport.flush()
+            CTRL_C.release()
+            self.report.ended = perf_counter()
+            self._check_outputs()
+            self._sum_losses()
+        except PeerFailure as error:
+            failure = copy(error)  # without the frames that it came through, which hold tensors
+        except MessageError as error:
+            own, failure = error, self._describe(error)
+            self.transport.abort(failure)
+        except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again below
+            lost = self.replication.explain(error)
+            own, failure = error, self._describe(error) if lost is None else lost
+        if self.transport.torn:
+            CTRL_C.end_step()
+        try:
+            if failure is not None:
+                self.report.progress = self.progress()
+                with suppress(PeerFailure):  # a peer is lost as well: the exchange will say so
+                    self._drain(failure)
+            return self._finish(failure, own)
+        finally:
+            self._running = False
+            self.forget_batch()  # it is the user's to free
+            del own, failure  # an error that its own frame holds would keep the whole step alive
+
+    def _loop(self, plan: list[Entry]) -> None:
+        news = self.transport.news
+        for position, (function, first, second) in enumerate(plan):
+            self._position = position
+            if news:
+                raise copy(news[0])
+            function(first, second)
+        self._position = len(plan)
+
+    def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
+        """The same loop with a label for the profiler and the clock read around each action."""
+        self.report.spans = [] if record else None
+        self._watching = True
+        try:
+            for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
+                self._position = position
+                if self.transport.news:
+                    raise copy(self.transport.news[0])
+                self._watched(function, first, second, action)
+        finally:
+            self._watching = False
+        self._position = len(plan)
+
+    def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
+        """Run one action under its label; a compute or send leaves a span, without the time it waited."""
+        self._waited = 0.0
+        begin = perf_counter()
+        with torch.profiler.record_function(f"penstock {action}"):
+            function(first, second)
+        if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
+            start = begin + self._waited  # a handler may wait anywhere; the default code waits first
+            if action.op not in self.handlers:
+                start = max(begin, self._resumed)
+            self.report.spans.append(Span(self.rank, action, start, perf_counter(), self._waited))
+
+    # -- one by one
+
+    def compute(self, part: Action) -> None:
+        """Run one compute with the default code."""
+        function, stage, microbatch = self._default(part)
+        try:
+            function(stage, microbatch)
+        except BaseException:
+            self._part = self._part or part  # the other half may fail after it, and because of it
+            raise
+
+    # -- failing
+
+    def _describe(self, error: BaseException) -> PeerFailure:
+        return failure_of(self.rank, error, self._part or self.where())
+
+    def where(self) -> Action | None:
+        """The action that this rank is at, if it is at one; asked for by other threads too."""
+        actions, position = self._actions, self._position
+        return actions[position] if self._running and self._ready and position < len(actions) else None
+
+    @property
+    def computing(self) -> bool:
+        """Whether the step that runs has come to its first action."""
+        return self._ready
+
+    def progress(self) -> str:
+        """Where this rank is in its program; asked for by other threads too."""
+        if self.transport.call and not self._running:
+            return f"in {self.transport.call}"
+        actions, position = self._actions, self._position
+        last = actions[position - 1] if 0 < position <= len(actions) else None
+        if position >= len(actions):
+            return f"done with all {len(actions)} actions, last {last or 'nothing'}"
+        waited = self.mailbox.waited_for
+        waiting = "" if waited is None else f", waiting for rank {waited[1]} in {waited[0]}"
+        return f"at {actions[position]}, last finished {last or 'nothing'}{waiting}"
+
+    def _drain(self, failure: PeerFailure) -> None:
+        """Walk the rest of the program without computing, so that no peer waits for this rank."""
+        if self.transport.broken is not None:
+            return
+        if failure.rank == self.rank:
+            self.transport.announce(failure)
+        if not self._ready:
+            self.mailbox.open()
+        self.replication.fail(failure)
+        pending = self.mailbox.pending
+        for position, action in enumerate(self._actions[self._position :], self._position):
+            if not action.op.is_transfer:
+                for part in action.parts():
+                    self.replication.drain(part)
+                continue
+            channel = self.mailbox.channel(action)
+            if action.op in (Op.SEND_F, Op.SEND_B):
+                if position > self._position or self.mailbox.owes(channel, action.microbatch):
+                    self.transport.send_failure(channel, action.microbatch, failure)
+            elif (channel, action.microbatch) not in pending:
+                self.transport.post(channel, action.microbatch)
+                pending[channel, action.microbatch] = None
+        for channel, microbatch in list(pending):
+            self.transport.discard(channel, microbatch)
+
+    def _finish(self, failure: PeerFailure | None, own: BaseException | None) -> list[StepReport]:
+        self.report.failure = failure
+        if failure is None:
+            self.report.progress = self.progress()
+        if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
+            self.report.told = tell(self.seen)
+        try:
+            reports: list[StepReport] = self.transport.exchange(self.report)
+            batches = self._compare_batches(reports)
+        except PeerFailure as lost:
+            doing = [self.report.progress if rank == self.rank else "no answer" for rank in range(self.transport.ranks)]
+            self.clear()
+            raise (lost if lost.report else with_report(lost, doing)) from own
+        wrong = what_went_wrong(reports, batches, self.readers)
+        if wrong is None:
+            return reports
+        self.clear()
+        if own is not None and (not self._ready or isinstance(own, (KeyboardInterrupt, SystemExit))):
+            raise own  # a wrong batch is the caller's error, and no rank's failure here
+        raise wrong from own
+
+    def _compare_batches(self, reports: list[StepReport]) -> str:
+        """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
+        odd = unlike([report.told for report in reports])
+        if not odd:
+            return ""
+        return different_batches(self.transport.exchange({} if self.seen is None else self.seen.details(odd)))

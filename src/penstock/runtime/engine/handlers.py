@@ -1,0 +1,91 @@
+"""What a user's own handler of an action sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.batch.microbatch import Batch
+from penstock.schedule import Action
+
+if TYPE_CHECKING:
+    from penstock.runtime.engine.executor import Executor
+
+__all__ = ["Context", "Handler"]
+
+
+class Context:
+    """What a user's handler is given: the step's data, and the default ways to run an action.
+
+    `fetch(action)` waits for what a compute needs; `compute(action)` then runs it, which is
+    also safe on another thread or stream beside the other half of an overlapped pair.
+    `run(action)` is the default for any action.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._done: set[Action] = set()  # computes that handlers have had run in this step
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._executor.rank
+
+    @property
+    def stages(self) -> Mapping[int, torch.nn.Module]:
+        """The modules of this rank's stages, by stage."""
+        return {index: stage.module for index, stage in self._executor.stages.items()}
+
+    @property
+    def batch(self) -> Batch:
+        """Arguments, keyword arguments and targets of each microbatch."""
+        return self._executor.given.batch
+
+    @property
+    def losses(self) -> Mapping[int, Tensor]:
+        """The losses so far, by microbatch, on the rank of the last stage."""
+        return self._executor.losses
+
+    @property
+    def transfers(self) -> tuple[tuple[int, int], ...]:
+        """Receives under way: (channel, microbatch), oldest first."""
+        return tuple(self._executor.mailbox.pending)
+
+    def fetch(self, action: Action) -> None:
+        """Wait until everything that the computes of `action` need is on this rank."""
+        for part in action.parts():
+            self._executor.fetch(part.op, part.stage, part.microbatch)
+
+    def compute(self, action: Action) -> None:
+        """Run the computes of `action`, in order."""
+        for part in action.parts():
+            self._executor.compute(part)
+            self._done.add(part)
+
+    def run(self, action: Action) -> None:
+        """The default way to run any action."""
+        self._executor.run_default(action)
+        own = self._executor.handlers if action.op.is_pair else ()  # a half's own handler is asked for that half
+        self._done.update(part for part in action.parts() if part.op not in own)
+
+    def _begin(self) -> None:
+        """A step begins."""
+        self._done.clear()
+
+    def _left_out(self, actions: Iterable[Action]) -> Action | None:
+        """A compute that a handler was given and that nobody has run.
+
+        Most are missed by whoever waits for their result. Nobody waits for a gradient of weights.
+        """
+        handlers = self._executor.handlers
+        for action in actions:
+            for part in action.parts():
+                if (action.op in handlers or part.op in handlers) and part.op.is_compute and part not in self._done:
+                    return part
+        return None
+
+
+Handler = Callable[[Action, Context], None]

@@ -1,0 +1,375 @@
+"""The ranks of a pipeline that live in this process: all of them as threads, or one of them.
+
+`Pipeline` speaks to a `Crew` and does not know which it is. On threads, every rank has its
+own worker, kept for the pipeline's life, because torch keeps thread pools of its own for each
+thread that computes. What the caller's thread has set for autocast holds for the workers' forwards too, and so do its
+context variables.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager, nullcontext
+from contextvars import Context, copy_context
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+
+from penstock.errors import PeerFailure, RunError, UsageError
+from penstock.model.changes import Changes
+from penstock.model.part import StagePart
+from penstock.model.split import Split
+from penstock.optim.precision import Precision, caller_precision, empty_cache
+from penstock.runtime.engine.executor import Executor, StepInput, StepReport
+from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.rank_threads import Workers
+from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.stage import Stage
+from penstock.runtime.state.ownership import own_by_hook
+from penstock.runtime.state.randomness import Room, Turns, held, seed_generators, seed_of, unit_stream
+from penstock.runtime.state.transaction import Transaction, modules_of
+from penstock.runtime.transport import ThreadTransport, Transport
+from penstock.runtime.transport.base import whole_again
+from penstock.runtime.transport.failure.compiling import may_compile
+from penstock.schedule import Placement, Schedule
+
+__all__ = ["Clock", "Crew"]
+
+ROOM = Room()  # torch has one generator in a process, so there is one of these
+GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
+
+
+class Clock:
+    """Which step it is, for the random numbers; evaluation has a count of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.evaluations = 0
+        self.training = True
+        self.first = 0  # the number of this replica's first microbatch among those of all
+
+    def seed_for(self, microbatch: int, stage: int) -> int:
+        """The seed of one compute of the step that runs now."""
+        microbatch += self.first
+        if self.training:
+            return seed_of(self.seed, self.step, microbatch, stage)
+        return seed_of(~self.seed, self.evaluations, microbatch, stage)
+
+
+class Crew:
+    """The local ranks: one executor for each transport that was given."""
+
+    precision: torch.dtype | None = None  # of forwards, float32 for no autocast; None: what the caller has
+    keeps_casts = True  # of weights, for a whole step; not where weights are in memory for a part of it only
+
+    def __init__(
+        self,
+        split: Split,
+        placement: Placement,
+        transports: Sequence[Transport],
+        clock: Clock,
+        devices: Mapping[int, torch.device | None],
+        stage_type: type[Stage] = Stage,
+    ) -> None:
+        self.clock = clock
+        self._stage_type = stage_type
+        self._devices = devices
+        self.transports = list(transports)
+        self._threads = len(transports) > 1
+        self._inside = False
+        self._patience = _Patience(transports)
+        self._takes_turns = self._threads or stage_type.returns
+        self.turns = Turns(ROOM, clock.seed_for, self._patience.waits)
+        self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
+        self._transaction: Transaction | None = None
+        self.executors: dict[int, Executor] = {}
+        for transport in transports:
+            rank = transport.rank
+            stages = {
+                index: stage_type(
+                    split.parts[index],
+                    self._turn(split.parts[index], devices.get(rank)),
+                    is_last=index == split.stages - 1,
+                    loss=split.loss.module if split.loss is not None and split.loss.stage == index else None,
+                )
+                for index in placement.stages_of(rank)
+            }
+            for index, stage in stages.items():
+                others = (part for part in split.parts if part.index != index and not part.whole_batch)
+                stage.others_take = () if stage.part.whole_batch else [part.takes for part in others]
+            mailbox = Mailbox(rank, placement, split.topology, transport)
+            self.executors[rank] = Executor(rank, stages, mailbox, transport)
+        self._workers: Workers | None = None
+        self._model = split.model
+        self.watch()
+
+    def watch(self) -> None:
+        """From here on, what is done to the user's model is followed or refused."""
+        self.changes = Changes(self._model, [stage.part for stage in self._stages()])
+
+    def follow(self) -> None:
+        """Before a step: what the user has set on the model reaches its stages."""
+        if self.changes.follow():
+            self.turns.forget()
+
+    def successor(self, split: Split, placement: Placement) -> Crew:
+        """A crew for another cut, on the same transports; this one must not be used any more."""
+        if self._workers is not None:
+            self._workers.stop()
+        after = Crew(split, placement, self.transports, self.clock, self._devices, self._stage_type)
+        after.precision, after.keeps_casts = self.precision, self.keeps_casts
+        return after
+
+    def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
+        clock, stage = self.clock, part.stream
+        part.around = unit_stream
+        if self._takes_turns:
+            return self.turns.of(part.index, stage, part.module, device)
+
+        on_cpu = device is None or device.type != "cuda"
+        seed: Callable[[int], object] = (
+            torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
+        )
+
+        def seeded(kind: str, microbatch: int) -> None:
+            if kind == "F":
+                seed(clock.seed_for(microbatch, stage))
+
+        return seeded
+
+    def run(
+        self,
+        program: Schedule,
+        given: Callable[[], Mapping[int, StepInput]],
+        *,
+        record: Begun | None = None,
+        alone: Iterable[tuple[int, int]] = (),
+        context: Context | None = None,
+    ) -> list[StepReport]:
+        """One step on all local ranks; every rank's report, or the one failure that ended it.
+
+        `alone` is for the backward of a step whose forward ran by itself: which computes of it drew (`turns.alone`).
+        `context` has the context variables that workers see; without it, those of the caller.
+        """
+        if self._inside:
+            raise UsageError("this pipeline is in a step already; use it from one thread at a time")
+        self._inside = True
+        may_compile()  # from now on, it is known when
+        try:
+            room = ROOM.here()
+            with room.kept(), self.precise():
+                if self._takes_turns:
+                    self.turns.begin(room, alone)
+                if not self._threads:
+                    ((rank, executor),) = self.executors.items()
+                    run = partial(executor.run, program, lambda: given()[rank], record=record)
+                    with nullcontext() if self._takes_turns else held(quietly=False):
+                        return run() if context is None else context.copy().run(run)
+                return self._run_threads(program, given(), record, context or copy_context())
+        finally:
+            self._inside = False
+
+    @contextmanager
+    def precise(self) -> Iterator[list[Precision | None]]:
+        """Inside, forwards are under `precision`, or else under the autocast that the caller has; nothing else is."""
+        caller = caller_precision()
+        chosen: list[Precision | None] = []
+        for rank, executor in self.executors.items():
+            own = caller if self.precision is None else Precision.on(self.precision, self._kinds(rank, executor))
+            if own is not None and not self.keeps_casts:
+                own = Precision(own.modes, cached=False)
+            chosen.append(own)
+            for stage in executor.stages.values():
+                stage.precision = own
+        if caller is None and self.precision is None:
+            yield chosen
+            return
+        empty_cache()
+        try:
+            with nullcontext() if caller is None else caller.off():
+                yield chosen
+        finally:
+            empty_cache()
+
+    def _kinds(self, rank: int, executor: Executor) -> set[str]:
+        """On what a rank computes: where it was put, or else where its parameters are."""
+        device = self._devices.get(rank)
+        if device is not None:
+            return {device.type}
+        modules = [stage.module for stage in executor.stages.values()]
+        found = {parameter.device.type for module in modules for parameter in module.parameters()} - {"meta"}
+        return found or {"cpu"}
+
+    def _run_threads(
+        self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, context: Context
+    ) -> list[StepReport]:
+        if self._workers is None:
+            self._workers = Workers(list(self.executors))
+            weakref.finalize(self, self._workers.stop)
+            self._patience.ranks = self._workers.ranks
+            if not self._stage_type.returns:
+                for hook in own_by_hook([stage.fresh for stage in self._stages()]):
+                    weakref.finalize(self, hook.remove)
+
+        threads = torch.get_num_threads()
+
+        def work(executor: Executor) -> list[StepReport]:
+            if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
+                torch.set_num_threads(threads)
+            return executor.run(program, lambda: given[executor.rank], record=record)
+
+        futures: dict[int, Future[list[StepReport]]] = {}
+        errors: list[BaseException] = []
+        try:
+            for rank, executor in self.executors.items():
+                futures[rank] = self._workers.submit(rank, partial(context.copy().run, work, executor))
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
+            errors = _errors(futures.values())
+            if not errors:
+                return futures[0].result()
+            self._leave(futures)
+            errors = _errors(futures.values())
+            raise whole_again(min(errors, key=_rank_of_error))  # by `reset`: threads have no link to lose
+        except BaseException as error:
+            if not errors:  # Ctrl-C: stop the ranks, then leave
+                self.transports[0].abort(PeerFailure(0, f"stopped by {type(error).__name__}"))
+                self._leave(futures)
+            raise
+        finally:
+            del futures, errors  # an error that its own frame holds would keep the whole step alive
+
+    def _leave(self, futures: Mapping[int, Future[list[StepReport]]]) -> None:
+        """A failed step ends with its ranks, but for those that are deep in the user's code: nobody can stop these."""
+        self._late = dict(futures)  # at once: a second Ctrl-C may end the wait
+        if not self._wait_for_late():
+            self.reset()
+
+    def _wait_for_late(self) -> Mapping[int, Future[list[StepReport]]]:
+        wait(self._late.values(), GRACE)
+        self._late = {rank: future for rank, future in self._late.items() if not future.done()}
+        return self._late
+
+    def settle(self) -> None:
+        """Before anything that uses the stages: no rank may be in a step that failed, and what one did is undone."""
+        if not self._late:
+            return
+        if self._wait_for_late():
+            lines = "; ".join(f"rank {rank} {executor.progress()}" for rank, executor in self.executors.items())
+            raise RunError(
+                f"{len(self._late)} ranks have not come back from their code in a step that failed ({lines}); "
+                f"wait for them, or make a new Pipeline of a copy of the model: they may still write to this one"
+            )
+        self.reset()
+        if self._transaction is not None:
+            self._transaction.settle()
+
+    def guard(self, loss: Callable[[], Any], atomic: bool) -> Transaction:
+        """The transaction that steps of these ranks are: of what they compute with, and of a loss that is a module."""
+
+        def modules(executor: Executor) -> list[torch.nn.Module]:
+            found = [stage.module for stage in executor.stages.values()]
+            for module in modules_of(loss()) if executor is self.last() else ():
+                stages = {id(each) for own in self.modules().values() for each in own.modules()}
+                if stages.isdisjoint(map(id, module.modules())):  # else the loss looks at the model itself
+                    found.append(module)
+            return found
+
+        stages = {rank: partial(modules, executor) for rank, executor in self.executors.items()}
+        alone = all(isinstance(each, ThreadTransport) for each in self.transports)
+        self._transaction = Transaction(stages, self.clock, lambda: self._late, atomic=atomic, alone=alone)
+        return self._transaction
+
+    @contextmanager
+    def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Inside, what the stages hold is in eval mode, and their random numbers are those of evaluations."""
+        modules = [module for each in held for module in each.modules()]
+        modes = [(module, module.training) for module in modules]
+        self.clock.training = False
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.clock.training = True
+
+    def commit(self) -> None:
+        """A batch has gone forward: the statistics that wait for a whole batch are updated."""
+        for stage in self._stages():
+            if stage.statistics is not None:
+                stage.statistics.commit()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What replayed units have set on themselves is set on the user's, too."""
+        self.changes.give_back()
+
+    def _stages(self) -> list[Stage]:
+        return [stage for executor in self.executors.values() for stage in executor.stages.values()]
+
+    def reset(self) -> None:
+        """Forget what a failed step left behind."""
+        for executor in self.executors.values():
+            executor.clear()
+        if self._threads:
+            for transport in self.transports:
+                transport.reset()
+
+    def close(self) -> None:
+        """End the workers and give back what the transports hold."""
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers.join(GRACE)
+            self._workers = None
+        for transport in self.transports:
+            transport.close()
+
+    def last(self) -> Executor | None:
+        """The local executor that has the last stage."""
+        for executor in self.executors.values():
+            if any(stage.is_last for stage in executor.stages.values()):
+                return executor
+        return None
+
+    def modules(self) -> dict[int, torch.nn.Module]:
+        """The modules of the local stages, in the order of stages."""
+        stages = (pair for executor in self.executors.values() for pair in executor.stages.items())
+        return {index: stage.module for index, stage in sorted(stages, key=lambda pair: pair[0])}
+
+
+def _errors(futures: Iterable[Future[list[StepReport]]]) -> list[BaseException]:
+    return [error for future in futures if future.done() and (error := future.exception()) is not None]
+
+
+def _rank_of_error(error: BaseException) -> int:
+    """Of the errors of several ranks: sys.exit() before all, then the one that knows its cause as an exception."""
+    if not isinstance(error, PeerFailure):
+        return 0
+    return 1 if error.__cause__ is not None else 2
+
+
+class _Patience:
+    """A rank waits for the generator as for a message: within the timeout, and not in a step that is lost."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.ranks: dict[int, int] = {}  # by thread
+        self._transports = {each.rank: each for each in transports if isinstance(each, ThreadTransport)}
+        self._since: dict[int, float] = {}
+
+    def waits(self, inside: list[int] | None) -> None:
+        """The threads that have the generator now, while this one waits; None when it waits no more."""
+        rank = self.ranks.get(threading.get_ident())
+        if rank is None:
+            return
+        if inside is not None:
+            peer = next((self.ranks[thread] for thread in inside if thread in self.ranks), None)
+            self._transports[rank].waits_elsewhere(peer, monotonic() - self._since.setdefault(rank, monotonic()))
+        elif self._since.pop(rank, None) is not None:
+            self._transports[rank].waits_elsewhere(None, 0.0)

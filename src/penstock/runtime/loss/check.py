@@ -1,0 +1,372 @@
+"""Whether a batch's loss is what its microbatches' losses make: asked of the loss itself, in a pipeline's first step.
+
+Two microbatches taken together must have the loss that their own losses give, each by its weight. If they do not, the
+loss is a mean over something else, or a sum, or it compares rows with each other; then neither the batch's loss nor
+its gradients would be those of the whole batch, and that is an error with both numbers. All neighbours of a step are
+asked, and again in a step whose batch is of another kind: other shapes, or the first with more ignored entries in one
+microbatch than in another.
+
+The loss is called once more per microbatch, without gradients, on outputs that are there. Random numbers and the state
+of a loss that is a module are put back; what else a function does when it is called, it does once more.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError
+from penstock.model.replay.recording.undo import random_state, restore_random, undone
+from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
+from penstock.runtime.batch.rowed import is_rowed
+from penstock.runtime.loss.losses import check_loss
+from penstock.runtime.loss.shares import BatchShares, Weighing
+from penstock.runtime.loss.weights import Label, at, count_marks, integers
+
+__all__ = ["LossChecks", "PairCheck", "disagreement"]
+
+BYTES = 32 * 2**20  # of an output that is kept until the next one: of larger ones, fewer rows are looked at
+KINDS = 16  # of batches by their shapes; where these change at every step, they are not asked for ever
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a loss, if it takes
+# rows of one microbatch only, or what was joined is no row
+FEW = 64  # roundings that two numbers may be apart
+FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
+
+
+class LossChecks:
+    """What has been asked of one pipeline's loss."""
+
+    def __init__(
+        self, loss_fn: Callable[..., Any] | None, weighing: Weighing, dims: Dims, per_microbatch: bool
+    ) -> None:
+        self.loss_fn, self.weighing, self.dims = loss_fn, weighing, dims
+        self._off = per_microbatch or weighing.is_known
+        self._asked: set[Hashable] = set()
+        self._said = False
+        self._uneven: set[Label] = set()  # tensors of the batch that had uneven marks when it was asked
+
+    def begin(self, batch: Batch, shares: BatchShares) -> PairCheck | None:
+        """The check of a step that needs one."""
+        if self._off or len(batch.args) < 2:
+            return None
+        shapes = _shapes(batch) if len(self._asked) < KINDS else ()
+        uneven = {place for place, _ in integers(batch, 0) if place not in self._uneven and _is_uneven(batch, place)}
+        if shapes in self._asked and not uneven:
+            return None
+        return PairCheck(self, batch, shares, shapes, uneven)
+
+    def passed(self, shapes: Hashable, uneven: set[Label]) -> None:
+        """A batch of this kind needs no further check."""
+        self._asked.add(shapes)
+        self._uneven |= uneven
+
+    def cannot_tell(self, why: str) -> None:
+        """Say so, once."""
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                f"whether the loss of a batch is what its microbatches' losses make could not be checked: {why}. If it "
+                f"is neither a mean over rows nor a cross-entropy, see loss_weight= and loss_reduction=; "
+                f"loss_per_microbatch=True says that it is as you mean it",
+                stacklevel=2,
+            )
+
+
+def _shapes(batch: Batch) -> Hashable:
+    leaves = pytree.tree_leaves((batch.args[0], batch.kwargs[0], batch.targets[0], batch.loss_kwargs[0]))
+    return tuple((leaf.dtype, leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _is_uneven(batch: Batch, place: Label) -> bool:
+    """Whether microbatches have different numbers of entries that often mean "ignored"."""
+    pieces = [at(batch, number, place) for number in range(len(batch.args))]
+    if not all(isinstance(piece, Tensor) for piece in pieces):
+        return False
+    return len(set(count_marks([piece.reshape(-1) for piece in pieces]))) > 1
+
+
+class _Apart(Exception):
+    """Two microbatches that cannot be joined."""
+
+
+class _Rows(NamedTuple):
+    """Some rows of one microbatch, or all of them."""
+
+    number: int
+    rows: int
+    given: tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords
+    weight: float | None  # None: losses add up
+    loss: float
+
+
+class PairCheck:
+    """One step's."""
+
+    def __init__(
+        self, checks: LossChecks, batch: Batch, shares: BatchShares, shapes: Hashable, uneven: set[Label]
+    ) -> None:
+        self._checks, self._batch, self._shares = checks, batch, shares
+        self._kind = (shapes, uneven)
+        self._before: _Rows | None = None
+        self._seen: set[int] = set()
+        self._kinds: set[torch.dtype] = set()  # of losses
+        self.is_open = False  # outputs could not be joined, so that only whole forwards can tell
+
+    def saw(self, number: int, output: Any, loss: Tensor) -> None:
+        """The output and the loss of a microbatch, in its forward."""
+        if self.is_open or self._checks.loss_fn is None or number in self._seen:  # or it runs again for its backward
+            return
+        self._seen.add(number)
+        self._kinds.add(loss.dtype)
+        try:
+            rows = self._take(number, pytree.tree_map_only(Tensor, Tensor.detach, output), loss)
+            if self._before is not None:
+                self._compare(self._before, rows)
+            self._before = rows
+        except _Apart:
+            self.is_open, self._before = True, None
+
+    def end(self) -> bool:
+        """The step is done. Whether the question is still open."""
+        self._before = None
+        if self._checks.loss_fn is None:
+            self.is_open = not self._shares.is_read
+        if not self.is_open:
+            self.passed()
+        return self.is_open
+
+    def passed(self) -> None:
+        """The loss is what it should be."""
+        self._checks.passed(*self._kind)
+
+    # -- one microbatch
+
+    def _take(self, number: int, output: Any, loss: Tensor) -> _Rows:
+        """What is kept of a microbatch until the next has come: all, or of large outputs as many rows as are small."""
+        batch = self._batch
+        if batch.rows is None:
+            raise _Apart
+        rows = batch.rows[number]
+        size = sum(each.numel() * each.element_size() for each in _tensors(output))
+        few = rows if size <= BYTES else max(1, rows * BYTES // size)
+        if few == rows:
+            given = (output, batch.targets[number], batch.loss_kwargs[number])
+            return _Rows(number, rows, given, self._shares.weight(number), check_loss(loss).item())
+        part = Batch(
+            [tuple(self._cut(place, value, number, few) for place, value in enumerate(batch.args[number]))],
+            [{name: self._cut(name, value, number, few) for name, value in batch.kwargs[number].items()}],
+            [self._cut("target", batch.targets[number], number, few)],
+            [{name: self._cut(name, value, number, few) for name, value in batch.loss_kwargs[number].items()}],
+            [few],
+            batch.has_target,
+        )
+        kept = pytree.tree_map_only(Tensor, Tensor.clone, self._cut("output", output, number, few))
+        given = (kept, part.targets[0], part.loss_kwargs[0])
+        measure = self._shares.measure
+        weights = [0.0] if measure is None else measure(part)
+        return _Rows(number, few, given, None if weights is None else weights[0], self._loss(given))
+
+    def _cut(self, label: str | int, value: Any, number: int, few: int) -> Any:
+        assert self._batch.rows is not None
+        rows = self._batch.rows[number]
+        leaves, spec = pytree.tree_flatten(value, is_leaf=is_rowed)
+        dims = dims_of_leaves(label, self._checks.dims.get(label, 0), value, len(leaves))
+        others = pytree.tree_leaves(
+            None if label == "output" else self._value(label, number - 1 if number else 1), is_rowed
+        )
+        others += [None] * len(leaves)
+        cut = [_first_rows(leaf, other, dim, rows, few) for leaf, other, dim in zip(leaves, others, dims, strict=False)]
+        return pytree.tree_unflatten(cut, spec)
+
+    def _value(self, label: str | int, number: int) -> Any:
+        batch = self._batch
+        if label == "target":
+            return batch.targets[number]
+        if isinstance(label, int):
+            return batch.args[number][label]
+        named = batch.kwargs[number] if label in batch.kwargs[number] else batch.loss_kwargs[number]
+        return named.get(label)
+
+    def _loss(self, given: tuple[Any, Any, Mapping[str, Any]]) -> float:
+        """The loss of these rows, without a trace; nan where it draws random numbers, so that it says nothing."""
+        loss_fn = self._checks.loss_fn
+        assert loss_fn is not None
+        output, target, extra = given
+        with torch.no_grad(), _untouched(loss_fn) as drew:
+            loss = check_loss(loss_fn(output, target, **extra)).item()
+        if not drew():
+            return float(loss)
+        self._checks.cannot_tell("it draws random numbers")
+        return math.nan
+
+    # -- two of them
+
+    def _compare(self, one: _Rows, two: _Rows) -> None:
+        expected = _expected((one.loss, two.loss), (one.weight, two.weight))
+        if not math.isfinite(expected):
+            return  # of a loss that is not a number, or a batch that has no mean, others will speak
+        together = self._join(one, two)
+        try:
+            found = self._loss(together)
+        except FAILURES:
+            raise _Apart from None
+        if not math.isfinite(found) or found == expected:
+            return
+        eps, few = self._precision(together)
+        scale = max(abs(one.loss) if one.weight != 0 else 0.0, abs(two.loss) if two.weight != 0 else 0.0, abs(found))
+        if abs(found - expected) <= few * eps * scale:
+            return
+        # signed terms may cancel, so that rounding is large beside their mean: the same rows in another order show it
+        noise = abs(self._loss(self._join(two, one)) - found)
+        largest = max((each.abs().max().item() for each in _tensors(together) if _is_float(each)), default=0.0)
+        if abs(found - expected) <= min(few * noise, max(math.sqrt(eps) * scale, few * eps * largest)):
+            return
+        raise disagreement(
+            f"the loss of microbatches {one.number} and {two.number} taken together is {found:.7g}, but their own, "
+            f"{_weighed(one)} and {_weighed(two)}, make {expected:.7g}",
+            adds=abs(found - one.loss - two.loss) <= few * eps * scale,
+        )
+
+    def _join(self, one: _Rows, two: _Rows) -> tuple[Any, Any, dict[str, Any]]:
+        if one.given[2].keys() != two.given[2].keys():
+            raise _Apart
+        rows, dims = (one.rows, two.rows), self._checks.dims
+
+        def joined(label: str, a: Any, b: Any) -> Any:
+            leaves, specs = zip(*(pytree.tree_flatten(each, is_leaf=is_rowed) for each in (a, b)), strict=True)
+            if specs[0] != specs[1]:
+                raise _Apart
+            places = dims_of_leaves(label, dims.get(label, 0), a, len(leaves[0]))
+            found = [_join_leaf(x, y, dim, rows) for x, y, dim in zip(*leaves, places, strict=True)]
+            return pytree.tree_unflatten(found, specs[0])
+
+        names = one.given[2]
+        return (
+            joined("output", one.given[0], two.given[0]),
+            joined("target", one.given[1], two.given[1]),
+            {name: joined(name, names[name], two.given[2][name]) for name in names},
+        )
+
+    def _precision(self, given: Any) -> tuple[float, int]:
+        """The rounding of the coarsest numbers that the loss works with, and how many of these may add up."""
+        kinds = {each.dtype for each in _tensors(given) if _is_float(each)} | self._kinds
+        kinds |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+        eps = max(torch.finfo(kind).eps for kind in kinds)
+        return eps, FEW if eps < COARSE else FEW_OF_COARSE
+
+
+def disagreement(what: str, adds: bool) -> ModelError:
+    """The error for losses of microbatches that do not make the batch's."""
+    first = "they add up, so pass loss_reduction='sum'" if adds else "pass loss_reduction='sum' if losses add up"
+    return ModelError(
+        f"{what}: neither the batch's loss nor its gradients would be those of the whole batch in one piece; {first}. "
+        f"If the loss is a mean over something else than rows, pass loss_weight=, a function that counts it, of the "
+        f"target or of anything that step() is passed, by name, such as lambda labels: (labels != -100).sum(). If it "
+        f"compares rows with each other, as a contrastive loss does, it can only compare those of one microbatch: pass "
+        f"loss_per_microbatch=True if that is what you mean"
+    )
+
+
+def _expected(losses: tuple[float, float], weights: tuple[float | None, float | None]) -> float:
+    """The loss of both; nan where they have no mean."""
+    if weights[0] is None or weights[1] is None:
+        return sum(losses)
+    total = weights[0] + weights[1]
+    counted = [loss * (weight or 0.0) for loss, weight in zip(losses, weights, strict=True) if weight]
+    return sum(counted) / total if total else math.nan
+
+
+def _weighed(part: _Rows) -> str:
+    return f"{part.loss:.7g}" + ("" if part.weight is None else f" (weighing {part.weight:g})")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _is_float(value: Tensor) -> bool:
+    return value.is_floating_point() and value.numel() > 0
+
+
+def _same_memory(one: Any, two: Any, dim: int) -> bool:
+    """What all microbatches share; pieces of an expanded row are at one place, too."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or one.shape != two.shape or not one.numel():
+        return False
+    return one.data_ptr() == two.data_ptr() and one.stride(dim) != 0
+
+
+def _blocks(leaf: Tensor, dim: int, rows: int) -> int:
+    """How many entries along its dimension of rows a leaf has for each row; 0 where it has none."""
+    whole, left = divmod(leaf.shape[dim], rows)
+    return 0 if left else whole
+
+
+def _first_rows(leaf: Any, other: Any, dim: int | None, rows: int, few: int) -> Any:
+    if not isinstance(leaf, Tensor) or dim is None or not leaf.dim() or _same_memory(leaf, other, dim):
+        return leaf
+    return leaf.narrow(dim, 0, _blocks(leaf, dim, rows) * few) if _blocks(leaf, dim, rows) else leaf
+
+
+def _join_leaf(one: Any, two: Any, dim: int | None, rows: tuple[int, int]) -> Any:
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        if one is two or (type(one) is type(two) and isinstance(one, (int, float, str)) and one == two):
+            return one
+        raise _Apart
+    if one.is_nested or two.is_nested or one.layout is not torch.strided:
+        raise _Apart
+    blocks = [0, 0]
+    if dim is not None and one.dim() and one.dim() == two.dim() and not _same_memory(one, two, dim):
+        blocks = [_blocks(leaf, dim, count) for leaf, count in zip((one, two), rows, strict=True)]
+    if blocks != [1, 1] and type(one) is type(two) is Tensor and one.shape == two.shape and torch.equal(one, two):
+        return one  # (to compare spread tensors, all ranks would have to)
+    if blocks[0] != blocks[1] or not blocks[0] or one.narrow(dim or 0, 0, 0).shape != two.narrow(dim or 0, 0, 0).shape:
+        raise _Apart
+    return torch.cat([one, two], dim or 0)
+
+
+@contextmanager
+def _untouched(loss_fn: Callable[..., Any]) -> Iterator[Callable[[], bool]]:
+    """Around a call of the loss that nobody shall see: its state and random numbers are put back.
+
+    Yields a question: whether it has drawn any.
+    """
+    numpy = sys.modules.get("numpy")
+
+    def elsewhere() -> Any:
+        return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
+
+    before, others = random_state(), elsewhere()
+    drawn = False
+    with ExitStack() as stack:
+        for module in _modules_of(loss_fn):
+            stack.enter_context(undone(module))
+        try:
+            yield lambda: drawn
+        finally:
+            now = random_state()
+            if not all(map(torch.equal, (before[0], *before[1]), (now[0], *now[1]))):
+                drawn = True
+                restore_random(before)
+            if repr(elsewhere()) != repr(others):
+                drawn = True
+                random.setstate(others[0])
+                if numpy is not None:
+                    numpy.random.set_state(others[1])
+
+
+def _modules_of(loss_fn: Any) -> list[nn.Module]:
+    """The modules whose state a call may change: the loss itself, or what it is a method of."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    owner = getattr(loss_fn, "__self__", None)
+    return [each for each in (loss_fn, owner) if isinstance(each, nn.Module)]

@@ -1,0 +1,149 @@
+"""The loss of a microbatch, from a loss function or from the model itself, and losses from inside stages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, RunError
+from penstock.model.counted_runs import DRY, EVERYWHERE, run_kind
+
+__all__ = [
+    "ExtraLosses",
+    "add_loss",
+    "check_loss",
+    "trained_loss",
+    "with_graph",
+]
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss as a scalar tensor, or an error that says what it is instead."""
+    if hasattr(loss, "full_tensor"):  # a DTensor: the ranks over which it is spread all need it
+        loss = loss.full_tensor()
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ModelError(f"the loss is {what}; loss_fn(output, target) must return a scalar tensor, such as its mean")
+    return loss
+
+
+def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The loss of a training step, which must lead back to parameters: else `.grad` would stay empty without a word."""
+
+    def loss_of(output: Any, target: Any, **extra: Any) -> Any:
+        try:
+            loss = own_loss(output) if loss_fn is None else loss_fn(output, target, **extra)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            wrong = _misfit(error, output, target)
+            if wrong is None:
+                raise
+            raise ModelError(f"{_called(loss_fn)} raised {type(error).__name__} ({error}): {wrong}") from error
+        if loss_fn is None and loss is output and not (isinstance(loss, Tensor) and loss.dim() == 0):
+            raise ModelError(_no_loss(output, target))
+        if loss is None:
+            raise ModelError(f"the loss from {_called(loss_fn)} is None, so nothing would be trained; return a scalar")
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise ModelError(
+                f"the loss ({loss.dtype}, from {_called(loss_fn)}) does not require grad, so nothing would be trained; "
+                f"it must depend on the parameters, without detach() and in floating point"
+            )
+        return loss
+
+    return loss_of
+
+
+def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
+    """What is wrong with the target that a loss function could not take, where that can be seen."""
+    if target is None:
+        return "step() got no target on this rank, so loss_fn was called with target=None; pass target="
+    outputs, targets = (
+        [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor)] for each in (output, target)
+    )
+    there, here = sorted({str(leaf.device) for leaf in outputs}), sorted({str(leaf.device) for leaf in targets})
+    if there and here and not set(here) <= set(there):
+        return f"the target is on {', '.join(here)}, the output on {', '.join(there)}; move it with target.to(...)"
+    if any(word in str(error) for word in ("dtype", "scalar type", "not implemented for")):
+        kinds = [", ".join(sorted({str(leaf.dtype) for leaf in each})) for each in (targets, outputs)]
+        return f"the target is {kinds[0]}, the output {kinds[1]}; convert it, with target.long() for classes"
+    return None
+
+
+def _no_loss(output: Any, target: Any) -> str:
+    shape = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    beside = "" if target is None else " (a target alone computes none)"
+    labels = hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+    own = "its loss is None: pass what it computes it from, such as labels=" if labels else "pass loss_fn="
+    return f"there is no loss_fn, and the model returned {shape}, which is no loss{beside}; {own}"
+
+
+def with_graph(loss_fn: Callable[..., Any], output: Any, target: Any, extra: Mapping[str, Any]) -> Any:
+    """A loss of an evaluation with its graph, which says what it was divided by."""
+    with torch.inference_mode(False), torch.enable_grad():
+
+        def leaf(tensor: Tensor) -> Tensor:
+            own = tensor.clone() if tensor.is_inference() else tensor.detach()
+            return own.requires_grad_(own.is_floating_point() or own.is_complex())
+
+        def data(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.is_inference() else tensor
+
+        output = pytree.tree_map_only(Tensor, leaf, output)
+        target, extra = pytree.tree_map_only(Tensor, data, (target, dict(extra)))
+        return loss_fn(output, target, **extra)
+
+
+def _called(loss_fn: Callable[..., Any] | None) -> str:
+    return "the last stage" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+
+
+def own_loss(output: Any) -> Any:
+    """Without a loss_fn: the output is the loss, or carries it under that name (as Hugging Face models do)."""
+    if isinstance(output, Mapping):
+        return output.get("loss", output)
+    loss = getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) else output
+
+
+class ExtraLosses:
+    """Collects what `add_loss` is given while one stage computes one microbatch."""
+
+    _current = threading.local()
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, Tensor]] = []
+
+    def __enter__(self) -> ExtraLosses:
+        self._outer = getattr(self._current, "collector", None)
+        self._current.collector = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._current.collector = self._outer
+
+
+def add_loss(name: str, value: Tensor) -> None:
+    """Add a loss from inside any stage's forward, such as an expert balance; by name.
+
+    The batch's loss of that name is the mean over microbatches, whatever `loss_reduction` says (and the sum
+    over the calls in one microbatch); its gradient flows, and `result.extra_losses` reports it on every rank.
+    """
+    kind = run_kind()
+    if kind == DRY:
+        return
+    if kind == EVERYWHERE:
+        raise ModelError(
+            f"add_loss({name!r}) was called between the units of a model that is cut by its forward; every stage runs "
+            f"that code, so the loss would count several times: call it in the forward of a submodule with parameters"
+        )
+    collector = getattr(ExtraLosses._current, "collector", None)
+    if collector is None:
+        raise RunError(f"add_loss({name!r}) was called outside of a pipeline's forward")
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ModelError(f"add_loss({name!r}, ...) got {what}; give it a scalar tensor, such as value.mean()")
+    collector.found.append((name, value))

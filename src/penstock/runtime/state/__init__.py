@@ -1,0 +1,1 @@
+"""What a stage keeps besides its parameters, and whose memory that is: buffers, attributes, random numbers."""

@@ -1,0 +1,341 @@
+"""Whose memory is it: the one rule for memory that two could hold while one of them writes.
+
+Several microbatches are under way at once, so memory lives longer than in a plain loop, and a write that is harmless
+there would change what a neighbour still reads. The rule goes by storage, and asks at the moment of handing over:
+
+    handed over              who else may hold it, and write            what is done
+    a stage's output         the stage: a buffer, an attribute          it leaves as a copy
+    what a stage receives    the sender, another reader                 a stage that writes works on a copy
+    the model's inputs       the user, other microbatches and stages    likewise
+    a gradient on its way    a parameter that adopted it as `.grad`,    the parameter gets a copy
+                             to which the next microbatch is added
+
+Tensors in one storage are copied together, so that they share memory in the copies as well. Nothing is copied in the
+common case: an output, or a gradient, that one tensor alone holds (torch counts the holders of a storage).
+
+Whatever else may write, such as a global that a stage returns, is seen by the version counter that all tensors of a
+storage share: after the reader's forward, before a recomputation, and by autograd itself for what a graph has saved.
+That is an error, and never a wrong number.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from penstock.errors import ModelError, RunError
+from penstock.model.replay.recording.undo import CONTAINERS
+from penstock.runtime.state.buffers import version_of
+from penstock.runtime.state.memory import copies, copy_like, is_plain, more_than_numbers, storage_of
+
+__all__ = ["FreshGradients", "Outgoing", "Received", "Watched", "check_unwritten", "holders", "own_by_hook", "versions"]
+
+Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
+
+_PLAIN = (int, float, complex, bool, str, bytes, Enum, type, PurePath, torch.dtype, torch.device, torch.Size)
+_DEPTH = 4  # of objects in objects that are searched for tensors
+_use_count = torch._C._storage_Use_Count
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors are in this tensor's storage, itself included; what a graph has saved counts too."""
+    return int(_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one holder
+
+
+# -- gradients
+
+
+class FreshGradients:
+    """The parameters of a stage that have no gradient yet: the one that they get must be in memory of their own.
+
+    Autograd lets a parameter adopt the gradient that arrives, also a view of one that is kept or sent elsewhere, and
+    the gradients of later microbatches are then added into that memory.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.by_hook: set[nn.Parameter] = set()  # parameters that are seen to by `own_by_hook`
+        self._waiting: list[nn.Parameter] | None = None  # None: this step has not gone back yet
+
+    def begin_step(self) -> None:
+        """Gradients may have been cleared since the last step."""
+        self._waiting = None
+
+    def before(self) -> None:
+        """Ahead of a backward."""
+        if self._waiting is None:
+            trained = (each for each in self._module.parameters() if each.requires_grad and each.grad is None)
+            self._waiting = [each for each in trained if each not in self.by_hook]
+
+    def after(self) -> None:
+        """Behind it: copy what the parameters have adopted from others."""
+        if not self._waiting:
+            return
+        waiting = []
+        for parameter in self._waiting:
+            gradient = parameter.grad
+            if gradient is None:
+                waiting.append(parameter)
+            elif _has_others(gradient):
+                parameter.grad = copy_like(gradient)
+        self._waiting = waiting
+
+
+def own_by_hook(fresh: Sequence[FreshGradients]) -> list[RemovableHandle]:
+    """The same, for stages on several threads, of the parameters that they share.
+
+    Between a look at a gradient and its copy another thread could add to it, so these are copied on their way in.
+    """
+    uses = Counter(each for one in fresh for each in one._module.parameters())
+    shared = {parameter for parameter, count in uses.items() if count > 1}
+    for one in fresh:
+        one.by_hook = shared
+    trained = [parameter for parameter in shared if parameter.requires_grad]
+    return [parameter.register_hook(_own) for parameter in trained]  # type: ignore[no-untyped-call]
+
+
+def _own(gradient: Tensor) -> Tensor | None:
+    return copy_like(gradient) if _has_others(gradient) else None
+
+
+def _has_others(gradient: Tensor) -> bool:
+    return is_plain(gradient) and (holders(gradient) > 1 or _is_a_part(gradient))
+
+
+def _is_a_part(tensor: Tensor) -> bool:
+    """Whether the storage holds more than this tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+# -- what leaves a stage
+
+
+def _references_of_bare() -> int:
+    """How many references Python counts where `Outgoing.fit` looks at an output that nothing else refers to."""
+    emitted = {0: torch.empty(0)}
+    for target in emitted:
+        payload = emitted[target]
+        return sys.getrefcount(payload)
+    raise AssertionError
+
+
+def _references_of_leaf() -> int:
+    """The same for an output inside of a container."""
+    container = (torch.empty(0),)
+    leaves = list(container)
+    for leaf in leaves:
+        return sys.getrefcount(leaf)
+    raise AssertionError
+
+
+_BARE, _LEAF = _references_of_bare(), _references_of_leaf()
+
+
+class Outgoing:
+    """What one stage emits, made fit to leave: nothing in it is in memory that the stage will write to again."""
+
+    carried: tuple[type[Tensor], ...] = ()  # kinds of tensors that are packed on their way, and made again
+
+    def __init__(self, stage: int, module: nn.Module) -> None:
+        self._stage = stage
+        self._module = module
+
+    def fit(self, emitted: dict[int, Any], final: int | None) -> None:
+        """Copy what is the stage's own. `final`: the output that leaves the pipeline and may be any object."""
+        for target in emitted:
+            payload = emitted[target]
+            if type(payload) is not Tensor or payload.is_nested:
+                emitted[target] = self._fit(payload, target == final)
+            elif sys.getrefcount(payload) > _BARE or not _is_only_read(payload):
+                emitted[target] = self._apart([payload])[0]
+
+    def _fit(self, payload: Any, is_final: bool) -> Any:
+        kind, spec = type(payload), None
+        if (kind is tuple or kind is list) and all(leaf is None or _is_tensor(leaf) for leaf in payload):
+            leaves = list(payload)
+        else:
+            leaves, spec = pytree.tree_flatten(payload)
+            if not is_final:
+                self._check_leaves(leaves)
+        for leaf in leaves:
+            if is_plain(leaf) and (sys.getrefcount(leaf) > _LEAF or not _is_only_read(leaf)):
+                break
+        else:
+            return payload
+        del leaf
+        leaves = self._apart(leaves)
+        return kind(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
+
+    def _apart(self, leaves: list[Any]) -> list[Any]:
+        """The leaves, with copies of those that are in the stage's buffers, parameters or attributes."""
+        own = {storage_of(tensor) for tensor in _tensors_of(self._module)}
+        places = [place for place, leaf in enumerate(leaves) if is_plain(leaf) and storage_of(leaf) in own]
+        return _with_copies(leaves, places)[0] if places else leaves
+
+    def _check_leaves(self, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if not isinstance(leaf, self.carried) and (kind := more_than_numbers(leaf)) is not None:
+                    raise ModelError(
+                        f"stage {self._stage} returns a {kind}; only plain dense tensors cross to another stage, and "
+                        f"the next one would get less than that: return plain tensors (.as_subclass(torch.Tensor), a "
+                        f"DTensor's .to_local(), a nested tensor's .values() and .offsets()) and make it again there, "
+                        f"or cut the model where it is not in use"
+                    )
+            elif leaf is not None and _holds_tensors(leaf):
+                name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+                raise ModelError(
+                    f"stage {self._stage} returns a {name} that holds tensors, which torch does not know as a "
+                    f"container: their gradients would be lost on the way; register it with "
+                    f"torch.utils._pytree.register_dataclass or register_pytree_node, or return a dict or a tuple"
+                )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return type(leaf) is Tensor and not leaf.is_nested
+
+
+def _is_only_read(tensor: Tensor) -> bool:
+    """Whether all other holders are plain to see and never write: the graph, and the tensor that this is a view of."""
+    if not is_plain(tensor):
+        return True
+    count = holders(tensor)
+    if count == 1:
+        return True
+    base = tensor._base
+    source = tensor if base is None else base
+    readers = 1 if base is None else 2
+    if hasattr(type(source.grad_fn), "_saved_result"):  # of ReLU, tanh, softmax and others, saved for their backward
+        readers += 1
+    return source.grad_fn is not None and count <= readers
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Buffers, parameters and attributes of all modules, also inside of containers."""
+    running = getattr(module, "running_modules", module.modules)
+    for each in running():
+        for value in vars(each).values():
+            yield from _tensors_in(value, _DEPTH)
+
+
+def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if is_plain(value):
+            yield value
+    elif type(value) in CONTAINERS and depth:
+        for member in list(value.values()) if isinstance(value, dict) else list(value):
+            yield from _tensors_in(member, depth - 1)
+
+
+def _holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether there is a tensor among the attributes or the entries of an object."""
+    if isinstance(value, Tensor):
+        return True
+    if value is None or isinstance(value, _PLAIN) or depth == 0:
+        return False
+    inside: list[Any] = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        names = kind.__dict__.get("__slots__", ())
+        inside += [getattr(value, name, None) for name in ((names,) if isinstance(names, str) else names)]
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside += value
+    return any(_holds_tensors(each, depth - 1) for each in inside)
+
+
+# -- what a stage is handed
+
+
+class Received:
+    """What a stage is handed, and whether it writes into it, as `nn.ReLU(inplace=True)` does where it comes first.
+
+    Most stages do not, and a copy would be memory held until the backward. So a stage is handed copies in its first
+    forward (one for training, one for inference), and their versions tell: if it writes, it gets copies ever after;
+    if not, the values themselves, and a write that comes later is an error.
+    """
+
+    def __init__(self, stage: int, what: str = "a value that it received") -> None:
+        self._stage = stage
+        self._what = what
+        self._writes: dict[bool, bool] = {}  # by whether gradients are on
+        self._parted = False  # the last copies do not overlap where the originals do
+
+    def hand(self, value: Any) -> tuple[Any, Watched]:
+        """What the stage works on, and what to look at when it has."""
+        writes = self._writes.get(torch.is_grad_enabled())
+        if writes is False:
+            return value, versions(value)
+        leaves, spec = pytree.tree_flatten(value)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        leaves, self._parted = _with_copies(leaves, places)
+        if writes:
+            self._check_together()
+        value = pytree.tree_unflatten(leaves, spec)
+        return value, [] if writes else versions(value)
+
+    def learn(self, watched: Watched) -> list[Tensor]:
+        """After the run: what it has written to."""
+        mode = torch.is_grad_enabled()
+        written = [tensor for tensor, version in watched if version_of(tensor) != version]
+        if mode not in self._writes:
+            self._writes[mode] = bool(written)
+            if written:
+                self._check_together()
+        elif written:
+            raise ModelError(self.late())
+        return written
+
+    def _check_together(self) -> None:
+        if self._parted:
+            raise ModelError(
+                f"stage {self._stage} writes in place into what it receives, of which two tensors overlap in memory "
+                f"that neither holds as a whole: clone() one of them where it is made, or where it is written to"
+            )
+
+    def late(self) -> str:
+        """The stage writes, and did not the first time; or somebody else does."""
+        return (
+            f"{self._what} was written to in place while stage {self._stage} ran, and not in the stage's first "
+            f"forward: by the stage itself, or by the one that made the value and uses its memory again; clone() it "
+            f"before it is written to"
+        )
+
+
+def _with_copies(leaves: list[Any], places: Sequence[int]) -> tuple[list[Any], bool]:
+    """The leaves with copies in some places, and whether these were parted."""
+    copied, parted = copies([leaves[place] for place in places])
+    exchanged = dict(zip(places, copied, strict=True))
+    return [exchanged.get(place, leaf) for place, leaf in enumerate(leaves)], parted
+
+
+def versions(value: Any) -> Watched:
+    """The tensors of a value and their versions."""
+    if type(value) is Tensor:
+        return [(value, version_of(value))]
+    kind = type(value)
+    members: Iterable[Any] = value.values() if kind is dict else value if kind is tuple or kind is list else (None, 0)
+    found = []
+    for leaf in members:
+        if type(leaf) is Tensor:
+            found.append((leaf, version_of(leaf)))
+        elif leaf is not None:
+            break
+    else:
+        return found
+    return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def check_unwritten(what: str, watched: Watched, how: str) -> None:
+    """What is read a second time must be as it was."""
+    if any(version_of(tensor) != version for tensor, version in watched):
+        raise RunError(f"{what} was written to in place {how}; clone() it before it is written to")

@@ -1,0 +1,268 @@
+"""Random numbers that depend on what is computed, not on when or where.
+
+Before a stage computes a microbatch, the generator is seeded from (seed, step, microbatch,
+stage). So dropout masks are the same under every schedule, on threads and on processes, in a
+recomputed forward, and in a plain loop that uses `randomness` around each stage's call.
+
+Torch has one generator for all threads of a process. Where ranks are threads, a compute that
+draws from it must therefore have it alone: a readers-writer lock (`Room`) lets computes that
+draw nothing run side by side and those that draw take turns (`Turns` knows which). That a
+compute draws after all is noticed and refused, because then masks would depend on timing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import RunError
+from penstock.model.replay.recording.undo import random_state, restore_random
+
+__all__ = ["Room", "Turns", "held", "randomness", "seed_of", "unit_stream"]
+
+_MASK = 2**64 - 1
+RESTING = 0  # the seed of the generator while nothing draws; `seed_of` never gives it
+BEAT = 0.25  # seconds: how often a thread that waits for the generator looks whether that is still worth it
+
+Waits = Callable[[list[int] | None], None]  # the threads that one waits for, by ident; None: no more
+
+
+def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
+    """The generator's seed for one compute: the four numbers, well mixed (splitmix64)."""
+    state = seed & _MASK
+    for number in (step, microbatch, stage):
+        state = (state + 0x9E3779B97F4A7C15 * (number + 1)) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return (state >> 1) | 1  # manual_seed takes 63 bits on every device; never 0, which means at rest
+
+
+def seed_generators(value: int, device: torch.device | None) -> None:
+    """Seed the CPU generator, and the one of `device` where that is another."""
+    torch.default_generator.manual_seed(value)
+    if device is not None and device.type == "cuda":  # not run here: no GPU
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+
+
+@contextmanager
+def randomness(seed: int, step: int, microbatch: int, stage: int) -> Iterator[None]:
+    """Draw inside as the pipeline does in that compute; the generators are put back after."""
+    before = random_state()
+    try:
+        torch.default_generator.manual_seed(seed_of(seed, step, microbatch, stage))
+        for generator in torch.cuda.default_generators if before[1] else ():
+            generator.manual_seed(seed_of(seed, step, microbatch, stage))
+        yield
+    finally:
+        restore_random(before)
+
+
+_drawn = threading.local()  # .drew: whether a unit has drawn in the compute that runs on this thread
+
+
+@contextmanager
+def unit_stream(number: int) -> Iterator[None]:
+    """Inside a compute: random numbers of its own for one unit call of a model that is replayed.
+
+    They follow from the compute's seed and the call's number, and the stream of the code around goes on
+    afterwards as if the call had drawn nothing: so masks depend neither on where the model is cut nor on which
+    calls a stage makes. Where nothing draws (the generator rests), it is left alone.
+    """
+    base = torch.default_generator.initial_seed()
+    if base == RESTING:
+        yield
+        return
+    around = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed_of(base, 0, 0, number))
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if not torch.equal(before, torch.get_rng_state()):
+            _drawn.drew = True
+        torch.set_rng_state(around)
+
+
+_holding = threading.local()  # .quietly: a compute on this thread has the generator, alone or (quietly) beside others
+
+
+@contextmanager
+def held(quietly: bool) -> Iterator[None]:
+    """Around a compute that has the generator."""
+    before = getattr(_holding, "quietly", None)
+    _holding.quietly = quietly
+    try:
+        yield
+    finally:
+        _holding.quietly = before
+
+
+class Room:
+    """Who may use the one generator of this process now: one compute alone, or several that draw nothing.
+
+    While computes run beside each other the generator rests in one known state. So that it is still there after each
+    says that none of them drew, and a checkpoint that takes the state in its forward and sets it again in its
+    backward changes nothing.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet  # nothing in it may draw
+        self._changed = threading.Condition()
+        self._who: list[int] = []  # the threads inside
+        self._readers = 0
+        self._writing = False
+        self._writers_waiting = 0
+        self._at_rest = False
+        self._rest = torch.Generator().manual_seed(RESTING).get_state()
+        self._inside = 0
+        self._users: Tensor
+
+    def here(self) -> Room:
+        """This room; or, in a compute that has it, one for a pipeline inside that compute, which has it no less."""
+        quietly = getattr(_holding, "quietly", None)
+        return self if quietly is None else Room(quietly)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Around a whole step: afterwards the generator is where the user had left it."""
+        with self._changed:
+            if not self._inside:
+                self._users = torch.get_rng_state()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._at_rest = False
+                if not self._inside:
+                    torch.set_rng_state(self._users)
+
+    def _wait(self, is_taken: Callable[[], bool], waits: Waits) -> None:
+        """Until there is room; `waits` hears from time to time who is inside, and gives up by raising."""
+        try:
+            while is_taken():
+                if not self._changed.wait(BEAT):
+                    waits(self._who)
+            self._who.append(threading.get_ident())
+        finally:
+            waits(None)
+
+    def _leave(self) -> None:
+        self._who.remove(threading.get_ident())
+        self._changed.notify_all()
+
+    @contextmanager
+    def alone(self, waits: Waits) -> Iterator[None]:
+        """For what draws, or may draw."""
+        with self._changed:
+            self._writers_waiting += 1
+            try:
+                self._wait(lambda: self._writing or self._readers > 0, waits)
+            finally:
+                self._writers_waiting -= 1
+            self._writing = True
+            self._at_rest = False
+        try:
+            with held(quietly=False):
+                yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._leave()
+
+    @contextmanager
+    def beside(self, waits: Waits) -> Iterator[Callable[[], bool]]:
+        """For what draws nothing; yields a question: whether something here drew after all."""
+        with self._changed:
+            self._wait(lambda: self._writing or self._writers_waiting > 0, waits)
+            if not self._at_rest and not self._readers:
+                torch.set_rng_state(self._rest)
+                self._at_rest = True
+            self._readers += 1
+        try:
+            with held(quietly=True):
+                yield self._moved
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._leave()
+
+    def _moved(self) -> bool:
+        moved = not torch.equal(self._rest, torch.get_rng_state())
+        if moved:
+            self._at_rest = False
+        return moved
+
+
+class Turns:
+    """The computes of a pipeline's stages, each with its random numbers, where ranks are threads.
+
+    Which forwards draw is found out by running the first alone and looking whether the generator moved, again for
+    each combination of the modules' training modes. A backward runs as its forward did: where that drew, a checkpoint
+    inside may draw again.
+    """
+
+    def __init__(self, room: Room, seed_for: Callable[[int, int], int], waits: Waits) -> None:
+        self._room = room
+        self._waits = waits
+        self._seed_for = seed_for  # (microbatch, stage)
+        self._modules: dict[int, list[torch.nn.Module]] = {}
+        self._modes: dict[int, object] = {}
+        self._draws: dict[tuple[int, object], bool] = {}
+        self.alone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward had the generator alone
+        self._suspect = False
+
+    def of(
+        self, stage: int, stream: int, module: torch.nn.Module, device: torch.device | None
+    ) -> Callable[[str, int], Any]:
+        """`turn(kind, microbatch)` for the computes of a stage; `kind` is F or B."""
+        self._modules[stage] = list(module.modules())
+        return partial(self._turn, stage, stream, device)
+
+    def begin(self, room: Room, alone: Iterable[tuple[int, int]] = ()) -> None:
+        """Before a step, or the second half of one: `alone` is then what the first half left."""
+        self._room = room
+        self._modes = {stage: tuple([m.training for m in modules]) for stage, modules in self._modules.items()}
+        self.alone = set(alone)
+
+    def forget(self) -> None:
+        """The model was set to something else: which forwards draw is to be found out again."""
+        self._draws.clear()
+
+    @property
+    def draw(self) -> bool:
+        """Whether a forward of the step that ran last draws."""
+        return any(self._draws.get((stage, modes), False) for stage, modes in self._modes.items())
+
+    @contextmanager
+    def _turn(self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int) -> Iterator[None]:
+        forward, known = kind == "F", (stage, self._modes[stage])
+        takes = (self._suspect or self._draws.get(known, True)) if forward else (stage, microbatch) in self.alone
+        if takes and not self._room.quiet:
+            with self._room.alone(self._waits):
+                seed_generators(self._seed_for(microbatch, stream), device)
+                self.alone.add((stage, microbatch))
+                before = None if not forward or known in self._draws else torch.get_rng_state()
+                _drawn.drew = False
+                yield
+                if before is not None:
+                    self._draws[known] = _drawn.drew or not torch.equal(before, torch.get_rng_state())
+            return
+        with self._room.beside(self._waits) as moved:
+            yield
+            drew = moved()
+        if drew:
+            self._suspect = True
+            raise RunError(
+                f"{kind} of stage {stage}, or of a stage that ran beside it, draws random numbers, but did not when it "
+                f"first ran; on threads its numbers would depend on timing. Run the step again (from now on all take "
+                f"turns), or use processes"
+            )

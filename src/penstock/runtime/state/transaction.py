@@ -1,0 +1,312 @@
+"""A step as a transaction: where it fails, the model is as it was before, and the same step can be run again.
+
+Before a step, a look is taken at all that its computes may change: buffers (`contents`), plain attributes (`seen`),
+modes, the generators of Python and numpy, and which parameters have gradients. (torch's own generator is put back after
+every step, see `randomness`; the numbers of the pipeline's own streams follow from the count of steps, which only a
+step that ends well moves.) After a failure all of it is put back: gradients that the step has made are dropped. Those
+that were there before are added to in place, and are copied beforehand only if that is asked for (`atomic`): a sum that
+is kept apart and added at the end would be another sum. Replicas set them aside in any case.
+
+A rank that is a thread may be deep in the user's code when the step fails, and change its stages later. What it has
+changed by then is put back when it has left (`settle`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ModelError, RunError, UsageError
+from penstock.model.placeholders import is_away
+from penstock.runtime.state.attribute_changes import Deep, Key, Look, ModuleSeen, is_trained
+from penstock.runtime.state.buffers import version_of
+from penstock.runtime.state.contents import Contents
+
+if TYPE_CHECKING:
+    from penstock.runtime.engine.ranks import Clock
+
+__all__ = ["Transaction", "modules_of"]
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """The modules that a function is, is a method of, or names in its code."""
+    while isinstance(function, partial):
+        function = function.func
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, nn.Module) or not isinstance(function, FunctionType):
+        return [owner] if isinstance(owner, nn.Module) else []
+    inside = inspect.getclosurevars(function)
+    return [each for each in (*inside.nonlocals.values(), *inside.globals.values()) if isinstance(each, nn.Module)]
+
+
+class Transaction:
+    """Of the ranks that live in this process. `late`: the ranks that have not left a step that failed."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Callable[[], Sequence[nn.Module]]],
+        clock: Clock,
+        late: Callable[[], Iterable[int]],
+        *,
+        atomic: bool = False,
+        alone: bool = True,
+    ) -> None:
+        self._clock = clock
+        self._late = late
+        self._atomic = atomic
+        self._alone = alone  # no other process has ranks of this pipeline
+        self._ranks = {rank: _Rank(modules, atomic) for rank, modules in stages.items()}
+        self._inside = False
+        self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # of parameters, when a step failed: by rank
+
+    @contextmanager
+    def __call__(self, *, training: bool, set_aside: bool = False) -> Iterator[Transaction]:
+        """Around a step, or an evaluation. `set_aside`: gradients of earlier steps are not added to in place."""
+        if self._inside:  # before anything is looked at: a step that runs is in between
+            raise UsageError("this pipeline is in a step already; use it from one thread at a time")
+        self._inside = True
+        try:
+            for rank in self._ranks.values():
+                rank.take(gradients=training, copied=self._atomic and not set_aside)
+            step, evaluations, others = self._clock.step, self._clock.evaluations, _other_generators()
+            try:
+                yield self
+            except BaseException as error:
+                self._clock.step, self._clock.evaluations = step, evaluations
+                self._undo(others)
+                self._explain(error, training, set_aside)
+                raise
+            for rank in self._ranks.values():
+                rank.left_alone()
+        finally:
+            self._inside = False
+
+    def put_back_buffers(self) -> None:
+        """After an evaluation: it may count in attributes, as a plain model does, but leaves buffers as they were."""
+        for rank in self._ranks.values():
+            rank.put_back_buffers()
+        lost = [name for rank in self._ranks.values() for name in rank.lost()]
+        if lost:
+            raise RunError(
+                f"the evaluation wrote to {', '.join(lost)}, which earlier ones did not, so that no copy was kept to "
+                f"restore: the model is not what it was; write to buffers in training mode only"
+            )
+
+    def _undo(self, others: Callable[[], None]) -> None:
+        """To its end, also if Ctrl-C comes once more meanwhile; that is then raised."""
+        again: KeyboardInterrupt | None = None
+        while True:
+            try:
+                others()
+                self._versions = {number: self._ranks[number].versions() for number in self._late()}
+                for rank in self._ranks.values():
+                    rank.put_back()
+                break
+            except KeyboardInterrupt as error:
+                again = error
+        if again is not None:
+            raise again
+
+    def settle(self) -> None:
+        """The ranks that were late have left the step that failed by now; what they have changed is put back."""
+        late, self._versions = self._versions, {}
+        for number, versions in late.items():
+            if any(version_of(parameter) != version for parameter, version in versions):
+                raise RunError(
+                    f"rank {number} left a step that had failed only now, and parameters of its stages were changed "
+                    f"before that: whether their buffers and counters are yours, or what that step left, cannot be "
+                    f"told. Load the state once more, by pipe.load_state_dict(), which waits for such a rank"
+                )
+            self._ranks[number].put_back()
+
+    def _explain(self, error: BaseException, training: bool, set_aside: bool) -> None:
+        """What became of the model, as a note of the error."""
+        ranks = self._ranks.values()
+        had, mixed = (len(set().union(*each)) for each in zip(*((rank.had, rank.mixed) for rank in ranks), strict=True))
+        lost = [name for rank in ranks for name in rank.lost()]
+        if mixed:
+            error.add_note(
+                f"this step has added a part of its own to the gradients of {mixed} of the {had} parameters that had "
+                f"some before it; call zero_grad() before the next step. Pipeline(..., atomic=True) keeps a copy of "
+                f"such gradients, and puts it back"
+            )
+        elif had and not (self._atomic or set_aside or self._alone):
+            error.add_note(
+                "the gradients of this rank are as before the step; those that other ranks had may have got a part of "
+                "its own: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
+            )
+        elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
+            error.add_note(
+                "this step is undone: gradients, buffers, counters and random numbers are as before it, and it can "
+                "be run again"
+            )
+        if lost:
+            error.add_note(
+                f"the step has written to {', '.join(lost)}, which no step had done before, so that no copy was kept "
+                f"to restore; Pipeline(..., atomic=True) copies large buffers before every step"
+            )
+        if self._versions:
+            error.add_note(
+                f"{_listed(self._versions)} still in code of the model, which cannot be stopped; what it changes until "
+                f"it ends is undone by the next call of this pipeline, which waits for it"
+            )
+
+
+class _Rank:
+    """The stages of one rank as they were."""
+
+    def __init__(self, modules: Callable[[], Sequence[nn.Module]], every: bool) -> None:
+        self._modules = modules
+        self._look = _Attributes()
+        self._attributes: Mapping[int, ModuleSeen] = {}
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
+        self._buffers, self._others = Contents(every), Contents(every)
+        self._parameters: list[Tensor] = []
+        self._gradients: list[tuple[Tensor, Tensor | None, int, Tensor | None]] = []
+        self.had: set[int] = set()  # parameters with a gradient
+        self.mixed: set[int] = set()  # those whose gradient has got a part of a step that was undone
+
+    def take(self, *, gradients: bool, copied: bool) -> None:
+        """Remember what is there now."""
+        attributes: dict[int, dict[str, Any]] = {}
+        buffers: dict[int, Any] = {}
+        parameters: dict[int, Tensor] = {}
+        self._modes = []
+        for module in _all(self._modules()):
+            table = vars(module)
+            if id(table) not in attributes:
+                attributes[id(table)] = table
+                self._modes.append((module, module.training))
+                if module._buffers:
+                    buffers[id(module._buffers)] = module._buffers
+                for parameter in module._parameters.values():
+                    if parameter is not None and not is_away(parameter):
+                        parameters[id(parameter)] = parameter
+        self._tables = [(table, dict(table.items())) for table in buffers.values()]
+        self._buffers.take(each for _, entries in self._tables for each in entries.values() if each is not None)
+        self._look.tensors.clear()
+        self._attributes = self._look.look(attributes)
+        self._others.take(self._look.tensors)
+        self._parameters = list(parameters.values())
+        self._gradients = [_gradient(each, copied) for each in self._parameters] if gradients else []
+        self.had = {id(parameter) for parameter, gradient, _, _ in self._gradients if gradient is not None}
+        self.mixed = set()
+
+    def put_back(self) -> None:
+        """Make all of it what it was."""
+        for seen in self._attributes.values():
+            seen.put_back()
+        self._others.put_back()
+        self.put_back_buffers()
+        for module, mode in self._modes:
+            if module.training is not mode:
+                module.training = mode
+        self.mixed = set()
+        for parameter, gradient, version, copy in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+            if gradient is not None and version_of(gradient) != version:
+                if copy is None:
+                    self.mixed.add(id(parameter))
+                else:
+                    with torch.no_grad():
+                        gradient.copy_(copy)
+
+    def put_back_buffers(self) -> None:
+        """Make buffers what they were."""
+        for table, entries in self._tables:
+            if isinstance(table, dict) and not _is_same(table, entries):  # a scripted module's cannot change
+                table.clear()
+                table.update(entries)
+        self._buffers.put_back()
+
+    def left_alone(self) -> None:
+        """A step has ended well."""
+        self._buffers.left_alone()
+        self._others.left_alone()
+        self._gradients = []  # copies of them may be large
+
+    def lost(self) -> list[str]:
+        """What was written to and could not be put back, in words."""
+        lost = {id(tensor) for tensor in (*self._buffers.lost, *self._others.lost)}
+        found = []
+        for module in _all(self._modules()) if lost else ():
+            for name, value in (*module._buffers.items(), *vars(module).items()):
+                if id(value) in lost:
+                    found.append(f"{name} of {type(module).__name__}")
+        return list(dict.fromkeys(found)) or ["a tensor in a container"] * bool(lost)
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """Of its parameters."""
+        return [(parameter, version_of(parameter)) for parameter in self._parameters]
+
+
+class _Attributes(Look):
+    """Attributes, with their tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def _see_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
+        if is_trained(tensor) or tensor.requires_grad:  # or it belongs to a graph
+            return tensor
+        self.tensors.append(tensor)
+        return before if isinstance(before, _Held) and before.tensor is tensor else _Held(tensor)
+
+
+class _Held(Deep):
+    """A tensor, whose contents are remembered elsewhere."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _all(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """All modules inside: a stage's own, and the copies of them that run."""
+    for module in modules:
+        yield from getattr(module, "own_modules", module.modules)()
+        running = getattr(module, "running_modules", None)
+        if running is not None:
+            yield from running()
+
+
+def _gradient(parameter: Tensor, copied: bool) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter, None, 0, None
+    return parameter, gradient, version_of(gradient), gradient.detach().clone() if copied else None
+
+
+def _is_same(table: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
+    return list(table) == list(entries) and all(table[name] is entries[name] for name in entries)
+
+
+def _other_generators() -> Callable[[], None]:
+    """Those of Python and numpy, which stages may draw from; puts them back."""
+    state, numpy = random.getstate(), sys.modules.get("numpy")
+    theirs = None if numpy is None else numpy.random.get_state()
+
+    def put_back() -> None:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(theirs)
+
+    return put_back
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank {numbers[0]} is" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))} are"

@@ -1,0 +1,94 @@
+"""Who is to blame, from what ranks say that they do: pure functions, the same answer on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.errors import PeerFailure
+from penstock.messages import plain
+from penstock.runtime.transport.base import Channel, located, lost_source, lost_target
+from penstock.schedule import Action
+
+__all__ = ["State", "Waiting", "different_calls", "judge", "name_ranks"]
+
+
+class Waiting(NamedTuple):
+    """What the main thread is blocked in."""
+
+    peer: int
+    edge: Channel | None  # None: an exchange
+    microbatch: int
+    since: float
+
+    def blame(self, rank: int, cause: str) -> PeerFailure:
+        """The failure of the awaited peer, as seen from `rank`."""
+        if self.edge is None:
+            return PeerFailure(self.peer, f"{cause} while rank {rank} waited in the exchange that ends the step")
+        if self.edge.source_rank == self.peer:
+            return lost_source(self.edge, self.microbatch, cause)
+        return lost_target(self.edge, self.microbatch, cause)
+
+
+plain.record(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float)
+
+
+class State(NamedTuple):
+    """What a rank says of itself: for whom it waits, in words what it does, at which action; and in which call it is.
+
+    `step` counts the exchanges of the group: calls can only be compared between two of them.
+    """
+
+    waiting: Waiting | None
+    doing: str
+    where: Action | None
+    step: int = 0
+    call: str = ""
+
+
+def judge(accuser: int, accusation: Waiting, states: Mapping[int, State], timeout: float) -> PeerFailure:
+    """The end of the chain of waits that begins at the accuser; or who makes another call than the others."""
+    calls = {rank: state.call for rank, state in states.items() if state.call and state.waiting is not None}
+    if len({states[rank].step for rank in calls}) == 1:
+        apart = different_calls(calls)
+        if apart is not None:
+            return apart
+    waits = {rank: state.waiting for rank, state in states.items()} | {accuser: accusation}
+    path = [accuser]
+    while (state := waits.get(path[-1])) is not None:
+        last = state
+        path.append(state.peer)
+        if state.peer in path[:-1]:
+            break
+    suffix = f" ({' waits for '.join(f'rank {rank}' for rank in path)})" if len(path) > 2 else ""
+    if len(set(path)) < len(path):
+        return last.blame(path[-2], f"deadlock for {timeout:g} s{suffix},")
+    how = "busy in its own code" if path[-1] in states else "stopped or dead"
+    found = last.blame(path[-2], f"silent for {timeout:g} s, {how}{suffix},")
+    return located(found, states[path[-1]].where if path[-1] in states else None)
+
+
+def different_calls(calls: Sequence[str] | Mapping[int, str]) -> PeerFailure | None:
+    """The rank that is in another call than most; where none is in the minority, the first that is not in rank 0's."""
+    by_rank = calls if isinstance(calls, Mapping) else dict(enumerate(calls))
+    if len(set(by_rank.values())) < 2:
+        return None
+    (most, count), (_, next_count) = Counter(by_rank[rank] for rank in sorted(by_rank)).most_common(2)
+    usual = most if count > next_count else by_rank[min(by_rank)]
+    odd = min(rank for rank, call in by_rank.items() if call != usual)
+    together: dict[str, list[int]] = {}
+    for rank in sorted(by_rank):
+        together.setdefault(by_rank[rank], []).append(rank)
+    listed = ", ".join(
+        f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} in {call or 'a call without a name'}"
+        for call, ranks in together.items()
+    )
+    return PeerFailure(odd, f"the ranks are in different calls ({listed}); make each call on every rank, in one order")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

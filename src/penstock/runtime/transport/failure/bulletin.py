@@ -1,0 +1,94 @@
+"""The part of the store in which the ranks of one transport leave notes for each other, by the names that these have.
+
+The first alarm and the first verdict stand, by the store's compare-and-set, so all ranks read the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from penstock.errors import PeerFailure
+from penstock.messages.notes import Alarm, read, write
+from penstock.runtime.transport.failure.blame import State
+
+__all__ = ["Bulletin"]
+
+
+class Bulletin:
+    """One rank's view. `ask` calls the store."""
+
+    def __init__(self, ask: Callable[..., Any], prefix: str, rank: int, ranks: int) -> None:
+        self._ask = ask
+        self._prefix = prefix
+        self._rank, self._ranks = rank, ranks
+        self._said = ""  # about this rank's call
+
+    def key(self, name: str) -> str:
+        """Where a note is in the store."""
+        return f"{self._prefix}/{name}"
+
+    def _read(self, kind: str, number: int | None = None) -> tuple[Any, ...] | None:
+        key = self.key(kind if number is None else f"{kind}/{number}")
+        return read(kind, self._ask("get", key)) if self._ask("check", [key]) else None
+
+    def verdict(self) -> PeerFailure | None:
+        """The one that stands, if there is one."""
+        note = self._read("verdict")
+        return None if note is None else note[0]
+
+    def pronounce(self, failure: PeerFailure) -> PeerFailure:
+        """Make it the verdict, where there is none; returns the one that stands."""
+        self._ask("compare_set", self.key("verdict"), "", write(failure))
+        standing: PeerFailure = read("verdict", self._ask("get", self.key("verdict")))[0]
+        return standing
+
+    def alarm(self) -> Alarm | None:
+        """The one that stands, if there is one."""
+        note = self._read("alarm")
+        return None if note is None else Alarm(*note)
+
+    def raise_alarm(self, alarm: Alarm) -> None:
+        """Unless there is one."""
+        self._ask("compare_set", self.key("alarm"), "", write(*alarm))
+
+    def tell_news(self, step: int, failure: PeerFailure) -> None:
+        """The step has failed; the first who says so is heard."""
+        self._ask("compare_set", self.key(f"news/{step}"), "", write(failure))
+
+    def news(self, step: int) -> PeerFailure | None:
+        """Why the step has failed, if it has."""
+        note = self._read("news", step)
+        return None if note is None else note[0]
+
+    def tell_state(self, state: State) -> None:
+        """What this rank does."""
+        self._ask("set", self.key(f"state/{self._rank}"), write(*state))
+
+    def states(self, ranks: Iterable[int]) -> dict[int, State]:
+        """What these ranks do, of those that have said it."""
+        notes = {rank: self._read("state", rank) for rank in ranks}
+        return {rank: State(*note) for rank, note in notes.items() if note is not None}
+
+    def tell_call(self, step: int, call: str) -> None:
+        """In which call this rank is, after so many exchanges; said once."""
+        said = write(step, call)
+        if said != self._said:
+            self._ask("set", self.key(f"call/{self._rank}"), said)
+            self._said = said
+
+    def calls(self, step: int) -> list[str]:
+        """In which call each rank is, where all have said so after so many exchanges; else none."""
+        keys = [self.key(f"call/{rank}") for rank in range(self._ranks)]
+        if not self._ask("check", keys):
+            return []
+        told = [read("call", self._ask("get", key)) for key in keys]
+        return [call for _, call in told] if all(at == step for at, _ in told) else []
+
+    def tell_read(self) -> None:
+        """This rank has read the verdict."""
+        self._ask("set", self.key(f"seen/{self._rank}"), "1")
+
+    def have_read(self, ranks: Iterable[int]) -> bool:
+        """Whether all these ranks have."""
+        return bool(self._ask("check", [self.key(f"seen/{rank}") for rank in ranks]))

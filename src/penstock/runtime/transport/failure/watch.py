@@ -1,0 +1,362 @@
+"""Who is to blame, and telling everybody.
+
+Gloo alone cannot answer that. It reports a dead peer at once, but only to a rank that waits for
+that very peer. A stopped peer it reports by a timeout, which closes *all* connections of the
+rank that timed out (so waiting in slices is impossible, and the others would take that rank for
+dead), and by then every rank waits for a neighbour that is itself waiting.
+
+So each transport runs one thread that looks up, twice a second, a verdict that all ranks share
+in the store of the process group:
+
+- A rank whose peer's connection closed raises an alarm that names that peer. The first alarm
+  and the first verdict stand, by the store's compare-and-set, so all ranks name the same culprit.
+- A rank that has waited for longer than the timeout raises an alarm that names nobody. All ranks
+  then say what they do and for whom they wait, if for anybody. The chain from the alarmed rank
+  ends at the culprit: a rank that does not answer (stopped, or gone), or answers that it waits for
+  nobody (busy in its own code); a chain that closes is a deadlock.
+- A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait
+  and not all are in the same call, they wait in vain, and the odd one is named at once.
+- A rank that finds a verdict cuts its own connections, by a receive that times out on purpose.
+  That frees its main thread, wherever gloo holds it. It is done only after the verdict is in
+  the store, so whoever sees such a connection close will find the true reason there.
+
+The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
+
+Only this thread talks to the store, and through another one (`store`), because a call to a store
+whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
+where it has left, so does that. What is written there (`bulletin`) is plain (`notes`); who is to blame
+follows from what ranks say (`judging`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
+from penstock.errors import PeerFailure, RunError
+from penstock.messages.notes import Alarm, Tampered
+from penstock.messages.store import Asker, NoAnswer
+from penstock.runtime.transport.base import Where, after_loss, nowhere, placed, with_report
+from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
+from penstock.runtime.transport.failure.bulletin import Bulletin
+from penstock.runtime.transport.failure.compiling import is_compiling
+from penstock.runtime.transport.failure.silence import Marks
+from penstock.runtime.transport.shared_memory.bell import Bell
+
+__all__ = ["Watch"]
+
+BEAT = 0.5
+STORE_SECONDS = 3.0  # for the store to answer
+SETTLE_SECONDS = 6.0  # for the thread to settle a verdict: the store's and some beats
+OUTSIDE_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
+STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
+CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
+SLOW = 4  # a store is silent only where it is so many times slower than it was
+TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
+MOST_SECONDS = 10.0  # for what takes a busy machine longer
+
+
+class Watch:
+    """The thread of one transport. The transport writes `waiting` and `call`, and reads `verdict`."""
+
+    def __init__(
+        self,
+        store: Any,
+        store_host: int | None,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        timeout: float,
+        cut: Callable[[int], None],
+        bell: Bell | None = None,
+    ) -> None:
+        self.waiting: Waiting | None = None
+        self.call = ""  # what the user has called, where all ranks must have called the same
+        self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
+        self.elsewhere: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
+        self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
+        self.verdict: PeerFailure | None = None
+        self.doing: Callable[[], str] = lambda: "nothing known"
+        self.where: Where = nowhere
+        self.news: list[PeerFailure] = []
+        self.far_host: PeerFailure | None = None  # what to say where the store is gone that no rank here had
+        self.place: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
+        self._news_lock = threading.Lock()
+        self._announced: PeerFailure | None = None
+        self._step = 0
+        self._asker = Asker(store, f"penstock-store-{rank}") if ranks > 1 else None
+        self._slowest = 0.0  # seconds that the store took for an answer of late
+        self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
+        self._store_host = store_host
+        self._rank = rank
+        self._ranks = ranks
+        self._timeout = timeout
+        self._cut = cut
+        self._beat = min(BEAT, timeout / 10)
+        fresh = min(STATE_SECONDS, timeout / 2)
+        self._marks = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
+        self._compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
+        self._compiled = float("-inf")  # until when some rank was seen to
+        self._proposal: PeerFailure | None = None
+        self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
+        self._wake: threading.Event | Bell = bell or threading.Event()
+        self._settled = threading.Event()
+        self._stopping = ranks == 1  # nobody to watch
+        self._thread = threading.Thread(target=self._run, name=f"penstock-watch-{rank}", daemon=True)
+        if not self._stopping:
+            self._thread.start()
+
+    # -- from the main thread
+
+    def settle(self, failure: PeerFailure) -> PeerFailure:
+        """Propose a verdict and return the one that stands."""
+        if self.verdict is None and self._stopping:
+            self.verdict = failure
+        if self.verdict is None:
+            self._proposal = failure
+            self._wake.set()
+            begin = time.monotonic()
+            while not self._settled.wait(self._beat) and self._may_settle(begin):
+                pass
+            if self.verdict is None:
+                self.verdict = failure
+        assert self.verdict is not None
+        return self.verdict
+
+    def _may_settle(self, begin: float) -> bool:
+        """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
+        now = time.monotonic()
+        asked = None if self._asker is None else self._asker.asked_at
+        quick = now - max(begin, asked or begin) < SETTLE_SECONDS
+        return self._thread.is_alive() and (now - begin < SETTLE_SECONDS or (quick and now - begin < MOST_SECONDS))
+
+    def without_store(self, error: Exception) -> PeerFailure | RunError:
+        """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
+        if self.verdict is None:
+            lost = self._host_lost()
+            if lost is None:
+                return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
+            self.settle(lost)
+        assert self.verdict is not None
+        return after_loss(self.verdict)
+
+    def announce(self, failure: PeerFailure) -> None:
+        """Put this failure of the step on the news of all ranks, soon."""
+        self._announced = failure
+        self._wake.set()
+
+    def end_step(self) -> None:
+        """News of the last step are old."""
+        with self._news_lock:
+            self._step += 1
+            self._announced = None
+            self.news.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(SETTLE_SECONDS)
+        if self._asker is not None:
+            self._asker.close(SETTLE_SECONDS)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        gone: float | None = None  # since when there is no store
+        while self.verdict is None:
+            self._wake.wait(self._beat)
+            self._wake.clear()
+            if self._stopping:
+                return
+            verdict = None
+            if gone is None:
+                try:
+                    verdict = self._look()
+                except NoAnswer:
+                    verdict = self._without_store()
+                except Tampered as error:
+                    verdict = PeerFailure(
+                        self._rank,
+                        f"the store of the process group holds a {error} that no rank of this run has written: "
+                        f"somebody else writes to it; see docs/security.md for how to confine it",
+                    )
+                except Exception:
+                    gone = time.monotonic()
+            if gone is not None:
+                verdict = self._after_store(gone)
+            if verdict is not None:
+                if gone is None:
+                    with suppress(Exception):
+                        self._hand_on(verdict)
+                self._conclude(verdict)
+
+    def _hand_on(self, verdict: PeerFailure) -> None:
+        """Say that this rank has read the verdict; where its process hosts the store, wait until all others have.
+
+        It may leave as soon as it knows. The others would then find the store gone, and blame this rank.
+        """
+        self._bulletin.tell_read()
+        if self._store_host == self._rank:
+            others = [rank for rank in range(self._ranks) if rank != verdict.rank]
+            nap = self._beat / 10
+            for _ in range(int(STORE_SECONDS / nap)):
+                if self._bulletin.have_read(others):
+                    break
+                time.sleep(nap)
+
+    def _conclude(self, verdict: PeerFailure) -> None:
+        # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
+        # either sees the verdict or is seen waiting.
+        self.verdict = verdict = placed(verdict, self.place)
+        self._settled.set()
+        waiting, outside = self.waiting, self.outside
+        if waiting is not None:
+            self._cut(waiting.peer)
+        if outside is not None:
+            outside(verdict)
+        self.ended(verdict)
+        self._free()
+
+    def _free(self) -> None:
+        """A connection that is closed already closes no other: try each, as long as the main thread waits."""
+        for peer in [rank for rank in range(self._ranks) if rank != self._rank] * 2:
+            for _ in range(10):
+                if self.waiting is None or self._stopping:
+                    return
+                time.sleep(self._beat / 10)
+            self._cut(peer)
+
+    def _look(self) -> PeerFailure | None:
+        """One beat: take part in what the store says, and say what this rank has to."""
+        verdict = self._bulletin.verdict()
+        if verdict is not None:
+            return verdict
+        if not self.news:
+            self._read_news()
+        self._marks.tell(self.outside is not None or self.elsewhere())
+        self._compiling.tell(is_compiling())
+        waiting, proposal = self.waiting, self._proposal
+        if proposal is not None:
+            self._raise_alarm(Alarm(self._rank, waiting, proposal))
+        elif (apart := self._compare_calls(waiting)) is not None:
+            self._raise_alarm(Alarm(self._rank, waiting, apart, heard=True))
+        elif self._is_overdue(waiting):
+            self._raise_alarm(Alarm(self._rank, waiting, None))
+        alarm = self._bulletin.alarm()
+        return None if alarm is None else self._arbitrate(alarm)
+
+    def _raise_alarm(self, alarm: Alarm) -> None:
+        self._bulletin.raise_alarm(alarm)
+        self._call_others()
+
+    def _is_overdue(self, waiting: Waiting | None) -> bool:
+        now = time.monotonic()
+        if waiting is None or now - waiting.since < self._timeout / 2:
+            self._marks.forget()
+            self._compiling.forget()
+            return False
+        if self._compiling.anybody():
+            self._compiled = now
+        patience = OUTSIDE_SECONDS if self._marks.anybody() else 0.0
+        return now - max(waiting.since, self._compiled) > self._timeout + patience
+
+    def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
+        """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
+        patience = min(CALL_SECONDS, self._timeout / 4)
+        if waiting is None or not self.call or time.monotonic() - waiting.since < patience:
+            return None
+        step, call = self._step, self.call
+        self._bulletin.tell_call(step, call)
+        return different_calls(self._bulletin.calls(step))
+
+    def _read_news(self) -> None:
+        step, announced = self._step, self._announced
+        if announced is not None:
+            self._bulletin.tell_news(step, announced)
+            self._call_others()
+        failure = self._bulletin.news(step)
+        with self._news_lock:
+            if failure is not None and step == self._step:
+                self.news.append(failure)
+
+    def _call_others(self) -> None:
+        if self._bell is not None:
+            self._bell.call()
+
+    def _arbitrate(self, alarm: Alarm) -> PeerFailure:
+        """Say what this rank does and for whom it waits, hear the others, and judge."""
+        self._bulletin.tell_state(self._state())
+        states: dict[int, State] = {}
+        missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
+        begin, turns = time.monotonic(), 0
+        while len(states.keys() | missed) < self._ranks and self._is_patient(time.monotonic() - begin, turns):
+            turns += 1
+            verdict = self._bulletin.verdict()
+            if verdict is not None:
+                return verdict
+            states |= self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
+            time.sleep(self._beat / 50)
+        failure = alarm.failure
+        if failure is None:
+            assert alarm.waiting is not None
+            failure = judge(alarm.rank, alarm.waiting, states, self._timeout)
+        doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
+        return self._bulletin.pronounce(with_report(failure, doing))
+
+    def _is_patient(self, seconds: float, turns: int) -> bool:
+        """Whether to wait on for ranks to answer: on a busy machine, where turns take long, for longer."""
+        enough = min(STATE_SECONDS, self._timeout)
+        return seconds < enough or (turns < TURNS and seconds < MOST_SECONDS)
+
+    def _state(self) -> State:
+        waiting = self.waiting
+        doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
+        return State(waiting, doing, self.where(), self._step, self.call)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        assert self._asker is not None
+        begin = time.monotonic()
+        answer = self._asker.ask(method, *arguments, patience=self._beat, give_up=self._is_hopeless)
+        self._slowest = max(0.95 * self._slowest, time.monotonic() - begin)
+        return answer
+
+    # -- without the store
+
+    def _is_hopeless(self, seconds: float) -> bool:
+        """Go on without the store: to stop, or where an answer is needed and none has come for long."""
+        waiting = self.waiting
+        overdue = waiting is not None and time.monotonic() - max(waiting.since, self._compiled) > self._timeout
+        silent = seconds > max(STORE_SECONDS, SLOW * self._slowest)
+        return self._stopping or (silent and (overdue or self._proposal is not None))
+
+    def _host_lost(self) -> PeerFailure | None:
+        """What it means that the store has left, where a rank had it that is not this one."""
+        if self._store_host is None:
+            return None if self.far_host is None else copy(self.far_host)
+        if self._store_host == self._rank:
+            return None
+        return PeerFailure(self._store_host, "died or left (the store that it hosts is gone)")
+
+    def _after_store(self, gone: float) -> PeerFailure | None:
+        """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come."""
+        waiting, proposal, lost = self.waiting, self._proposal, self._host_lost()
+        if lost is None or (proposal is not None and proposal.rank == self._store_host):
+            return proposal
+        doomed = waiting is not None and time.monotonic() - max(gone, waiting.since) > STATE_SECONDS
+        return None if proposal is None and not doomed else lost
+
+    def _without_store(self) -> PeerFailure | None:
+        """What this rank makes of a store that does not answer."""
+        if self._store_host is not None and self._store_host != self._rank:
+            return PeerFailure(
+                self._store_host, f"silent: the store that it hosts has not answered for {STORE_SECONDS:g} s"
+            )
+        if self._proposal is not None or self.waiting is None:
+            return self._proposal
+        return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")

@@ -1,0 +1,1 @@
+"""Ranks are processes: messages travel through torch.distributed."""

@@ -1,0 +1,119 @@
+"""Single operations on the wire, with what must be true of each: bounded, watched, and a named loss.
+
+The backend is called below torch.distributed's functional layer (`ProcessGroup.send` and `recv`
+on the backend itself), which saves about 10 us of Python for each message and takes ranks of the
+group as they are.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from datetime import timedelta
+from time import monotonic
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.base import Channel, after_loss
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.compiling import LONGEST, may_compile
+from penstock.runtime.transport.failure.watch import Watch
+from penstock.runtime.transport.gloo.links import End, Part
+
+__all__ = ["Operations", "find_device_backend"]
+
+SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort
+
+
+class Operations:
+    """Starts transfers and waits for them. `step` is stamped on every message."""
+
+    def __init__(self, rank: int, backend: Any, device_backend: Any, watch: Watch, timeout: float) -> None:
+        self.rank = rank
+        self.step = 0
+        self.backend = backend
+        self.device_backend = device_backend
+        self._watch = watch
+        self._timeout = timeout
+        self._limits = [timedelta(seconds=timeout + SLACK), timedelta(seconds=timeout + SLACK + LONGEST)]
+
+    @property
+    def broken(self) -> PeerFailure | None:
+        return self._watch.verdict
+
+    def check_whole(self) -> None:
+        """A broken group must not train on."""
+        if self._watch.verdict is not None:
+            raise after_loss(self._watch.verdict)
+
+    def travels_by_device(self, device: str) -> bool:
+        """Whether tensors of this type of device have a link of their own."""
+        return device != "cpu" and self.device_backend is not None
+
+    def send(self, tensor: Tensor, peer: int, tag: int, edge: Channel | None = None, microbatch: int = -1) -> Any:
+        try:
+            return self.backend.send([tensor], peer, tag)
+        except RuntimeError as error:
+            self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, edge: Channel | None = None, microbatch: int = -1) -> Any:
+        try:
+            return self.backend.recv([tensor], peer, tag)
+        except RuntimeError as error:
+            self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
+
+    def send_part(self, tensor: Tensor, link: End, microbatch: int) -> Part:
+        """Bytes that travel by themselves."""
+        if self.travels_by_device(tensor.device.type):
+            return Part(tensor, self.device_backend.send([tensor], link.peer, 0), True)
+        tensor = tensor.cpu()
+        return Part(tensor, self.send(tensor, link.peer, link.tag, link.edge, microbatch), False)
+
+    def receive_part(self, tensor: Tensor, link: End, microbatch: int) -> Part:
+        """Into memory for bytes that travel by themselves."""
+        if self.travels_by_device(tensor.device.type):
+            return Part(tensor, self.device_backend.recv([tensor], link.peer, 0), True)
+        return Part(tensor, self.receive(tensor, link.peer, link.tag, link.edge, microbatch), False)
+
+    def wait(self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1) -> None:
+        """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless."""
+        watch = self._watch
+        watch.waiting = waiting = Waiting(peer, edge, microbatch, monotonic())
+        try:
+            if watch.verdict is not None:
+                raise after_loss(watch.verdict)
+            work.wait(self._limits[may_compile()])
+        except RuntimeError as error:
+            if isinstance(error, PeerFailure):
+                raise
+            self._lose(error, waiting)
+        finally:
+            watch.waiting = None
+
+    def wait_part(self, part: Part, peer: int, edge: Channel | None, microbatch: int) -> None:
+        if part.on_device:
+            part.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
+        else:
+            self.wait(part.work, peer, edge, microbatch)
+
+    def abort(self, failure: PeerFailure) -> None:
+        """Make this the group's verdict, if there is none yet."""
+        self._watch.settle(failure)
+
+    def _lose(self, error: RuntimeError, waiting: Waiting) -> NoReturn:
+        """The group's verdict on a failed operation."""
+        self._watch.waiting = None
+        timed_out = "Timed out waiting" in str(error)
+        cause = f"silent for {self._timeout:g} s" if timed_out else "died or left (its connection closed)"
+        raise copy(self._watch.settle(waiting.blame(self.rank, cause))) from error
+
+
+def find_device_backend(group: dist.ProcessGroup, device: torch.device | None) -> Any:
+    """The group's backend for this device, if it is not the one that serves the CPU."""
+    if device is None or device.type == "cpu":
+        return None
+    backend = group._get_backend(device)
+    return None if backend.name() == group._get_backend(torch.device("cpu")).name() else backend

@@ -1,0 +1,282 @@
+"""Ranks are processes: messages travel through torch.distributed.
+
+Gloo offers little: messages of a tag between two ranks arrive in order; a message may be
+shorter than its receive, but one that is longer aborts the *process* of the receiver; nothing
+can be polled; and a wait that times out closes all connections. So the receiver must know the
+size beforehand, and no guess may ever be too small. Yet shapes may change at will.
+
+The rule: the prediction for the k-th message of a channel in a step is the layout of the k-th
+message of that channel in the step before (none: a header only). Both ends know it without
+talking, however early or late receives are posted, because messages and posts of one channel
+pair up in order and the k-th message of the last step was taken before this step began. It also
+makes a ragged last microbatch, or shapes that differ from one microbatch to the next but repeat
+every step, perfectly predicted. A message that looks as predicted is one frame (and one message
+for each large tensor, into its final memory). Any other sends a header in the place of the
+frame, a byte in the place of each large tensor, and then the layout with all bytes as one more
+message whose size the header told. That both ends count alike is checked at the end of every step.
+
+CUDA tensors travel by the group's CUDA backend where it has one (`cpu:gloo,cuda:nccl`), frames and
+headers always by its CPU backend. NCCL has no tags and knows no shorter messages; its operations
+pair up in the order of the calls, which for posts and sends is the same on each link in every
+verified program. A changed layout therefore still sends what was predicted (of any content), and
+the new values go with the rest through the CPU, once. (There is no GPU where this was written:
+that path has not been run.)
+
+Losing a peer, and who is told what: see `watch`. A blocked wait is inside gloo, where Python does
+not see Ctrl-C before it ends: at the latest after the timeout, in practice once any rank that was
+not blocked has left.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.runtime.transport.base import Channel, Transport, Where, check_channels, nowhere
+from penstock.runtime.transport.failure.blame import different_calls
+from penstock.runtime.transport.failure.watch import Watch
+from penstock.runtime.transport.gloo.exchange import Star
+from penstock.runtime.transport.gloo.inbox import Inbox
+from penstock.runtime.transport.gloo.links import SUBTAGS, Incoming, Links, Outgoing
+from penstock.runtime.transport.gloo.operations import Operations, find_device_backend
+from penstock.runtime.transport.gloo.outbox import Outbox
+from penstock.runtime.transport.handover import rewritten
+from penstock.runtime.transport.layout.layout import Book
+from penstock.runtime.transport.shared_memory.bell import Bell
+
+__all__ = ["DistributedTransport"]
+
+CHANNELS = 0x1FFF  # at most, in one program
+FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
+CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
+
+_made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
+
+
+class DistributedTransport(Transport):
+    """One rank's end, on a process group (by default the whole world). Ranks are ranks of the group.
+
+    At most `max_sends` messages of a channel are under way; `device` is where values that were
+    sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
+    """
+
+    torn = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: float = 60.0,
+        *,
+        max_sends: int = 4,
+        coordinator: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise UsageError("torch.distributed is not initialised; call init_process_group() or use ThreadTransport")
+        if max_sends < 1:
+            raise UsageError(f"max_sends={max_sends}; at least 1 send must be allowed under way")
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
+        self._group = group
+        self.timeout = timeout
+        self.device = None if device is None else torch.device(device)
+        backend = group._get_backend(torch.device("cpu"))
+        self._backend_name = str(dist.get_backend(group))
+        number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
+        self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
+        self._prefix = f"penstock/{number}"
+        self._store = dist.distributed_c10d._get_process_group_store(group)
+        self._watch = _start_watch(
+            group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout, self._make_bell()
+        )
+        self.news = self._watch.news
+        weakref.finalize(self, self._watch.close)
+        self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
+        self._book = Book()
+        self._inbox = Inbox(self._operations, self._book, self.device)
+        self._outbox = Outbox(self._operations, self._book, self.device, max_sends)
+        self._star: Star = Star(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
+        self._links = Links((), self.rank, 0)
+        self._opened: dict[tuple[Channel, ...], Links] = {}
+        self._next_channel = 0
+
+    @property
+    def call(self) -> str:
+        return self._watch.call
+
+    @call.setter
+    def call(self, call: str) -> None:
+        self._watch.call = call
+
+    @property
+    def exchanges(self) -> int:
+        return self._operations.step
+
+    @property
+    def broken(self) -> PeerFailure | None:
+        return self._watch.verdict
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        self._check_whole()
+        if channels is self._links.channels or tuple(channels) == self._links.channels:
+            return
+        checked = check_channels(channels, self.ranks)
+        self._links.check_idle("open()")
+        if len(checked) > CHANNELS:
+            raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
+        if checked not in self._opened:
+            if self._next_channel + len(checked) > CHANNELS:
+                self._next_channel = 0  # of so many programs, the first are long past
+            self._opened[checked] = self._lay(checked, self._tag + self._next_channel * SUBTAGS)
+            self._next_channel += len(checked)
+        self._links = self._opened[checked]
+
+    def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
+        """The ends of these channels on this rank."""
+        return Links(channels, self.rank, tag)
+
+    def _make_bell(self) -> Bell | None:
+        """What wakes the watches of other ranks, where something can."""
+        return None
+
+    def wire(self, source: int, target: int) -> str:
+        """What carries values from one rank to another, in words."""
+        return f"torch.distributed ({self._backend_name})"
+
+    def _incoming(self, channel: int) -> Incoming:
+        link = self._links.ins.get(channel)
+        if link is None:
+            raise self._links.missing(channel, "receive")
+        return link
+
+    def _outgoing(self, channel: int) -> Outgoing:
+        link = self._links.outs.get(channel)
+        if link is None:
+            raise self._links.missing(channel, "send")
+        return link
+
+    def post(self, channel: int, microbatch: int) -> None:
+        self._inbox.post(self._links.ins.get(channel) or self._incoming(channel), microbatch)
+
+    def receive(self, channel: int, microbatch: int) -> Any:
+        return self._inbox.take(self._links.ins.get(channel) or self._incoming(channel), microbatch)
+
+    def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
+        if self.broken is not None:
+            return self.broken
+        return self._inbox.drop(self._incoming(channel), microbatch)
+
+    def send(self, channel: int, microbatch: int, value: Any) -> None:
+        if self._watch.verdict is not None:
+            self._check_whole()
+        self._outbox.send(self._links.outs.get(channel) or self._outgoing(channel), microbatch, value)
+
+    def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
+        if self.broken is None:
+            self._outbox.send_failure(self._outgoing(channel), microbatch, failure)
+
+    def flush(self) -> None:
+        found = [
+            (link.edge.source_stage, microbatch)
+            for links in self._opened.values()
+            for link in links.outs.values()
+            for microbatch in self._outbox.finish(link)
+        ]
+        if found:
+            raise rewritten(*found[0])
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._check_whole()
+        used = list(self._opened.values())
+        try:
+            told = self._star.exchange(self._operations.step, self._links, used, self.call, value)
+            apart = different_calls(told.calls)
+            if told.fault is not None and apart is None:
+                raise MessageError(told.fault)
+        except MessageError as error:
+            self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
+            raise
+        if told.fault is not None and apart is not None:
+            self.abort(apart)  # messages are left on the links
+            raise copy(apart)
+        for links in used:
+            links.end_step()
+        self._operations.step += 1
+        self._watch.end_step()
+        if apart is not None:
+            raise apart
+        return told.values
+
+    def name_place(self, **place: int) -> None:
+        """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
+        self._watch.place = place
+
+    def name_far_host(self, failure: PeerFailure) -> None:
+        """What to say where the store is gone, which another group's process had."""
+        if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():
+            self._watch.far_host = failure
+
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        self._watch.doing, self._watch.where = doing, where
+
+    def announce(self, failure: PeerFailure) -> None:
+        self._watch.announce(failure)
+
+    def abort(self, failure: PeerFailure) -> None:
+        self._watch.settle(failure)
+
+    @contextmanager
+    def outside(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
+        """Inside, this rank may wait for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
+        before, self._watch.outside = self._watch.outside, leave
+        try:
+            if self._watch.verdict is not None:
+                leave(self._watch.verdict)
+            yield
+        finally:
+            self._watch.outside = before
+
+    def reset(self) -> None:
+        """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
+
+        The predictions stay: they hold as long as both ends keep them.
+        """
+        self._check_whole()
+        self._links.check_idle("reset()")
+        self.flush()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._opened.clear()
+        self._book.clear()
+        self._links = Links((), self.rank, 0)
+
+
+def _start_watch(
+    group: dist.ProcessGroup, backend: Any, tag: int, store: Any, prefix: str, timeout: float, bell: Bell | None
+) -> Watch:
+    def cut(peer: int) -> None:
+        """A receive that times out closes all connections of this rank, and so frees its main thread."""
+        with suppress(RuntimeError):
+            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
+
+    members = dist.get_process_group_ranks(group)
+    host = None if _has_agent() or 0 not in members else members.index(0)
+    return Watch(store, host, prefix, dist.get_rank(group), len(members), timeout, cut, bell)
+
+
+def _has_agent() -> bool:
+    """Whether torchrun's agent has the store, and no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

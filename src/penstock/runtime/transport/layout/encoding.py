@@ -1,0 +1,151 @@
+"""A layout, and the plain values of a message, as bytes.
+
+Layouts travel as plain values (see `plain`), of which reading makes nothing but what is registered: containers that
+this process has registered with torch's pytree too, and named tuples that it knows. The values beside the tensors are
+whatever the user's stage passes. Those that are plain travel so; the others, such as an enum or an object, are pickled,
+as torch's own object collectives do, with the code of the run's secret where there is one.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import MessageError, UsageError
+from penstock.messages import plain
+from penstock.messages.secret import signed, unsigned
+from penstock.runtime.transport.layout.tensor_places import Slot
+
+__all__ = ["Content", "dump", "dump_plain", "load", "load_plain"]
+
+_PLAIN, _PICKLED = b"J", b"P"
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_CONTAINERS = (tuple, list, set, frozenset)
+_FORMS: dict[str, type | None] = {"": None, "tensor": Tensor, "tuple": tuple, "list": list}
+_NAMES = {form: name for name, form in _FORMS.items()}
+_KEY = b"a value of a stage"
+
+
+class Content(NamedTuple):
+    """All that both ends must know of a message."""
+
+    form: type | None
+    spec: Any
+    slots: tuple[Slot | None, ...]  # None: the leaf is a plain value
+    plain: bytes
+    device_link: bool  # tensors off the CPU have a link of their own
+
+
+def dump(content: Content) -> bytes:
+    """As text for the peer."""
+    slots = [None if slot is None else tuple(slot) for slot in content.slots]
+    return plain.dumps((_NAMES[content.form], _take_down(content.spec), slots, content.plain, content.device_link))
+
+
+def load(text: bytes) -> Content:
+    """From the text that a peer sent."""
+    try:
+        form, spec, slots, values, device_link = plain.loads(text)
+        made = tuple(None if slot is None else _slot(*slot) for slot in slots)
+        return Content(_FORMS[form], _put_up(spec), made, bytes(values), bool(device_link))
+    except (plain.NotPlainError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise MessageError(f"a layout came that cannot be read: {error}") from error
+
+
+def _slot(shape: Any, dtype: Any, requires_grad: Any, device: Any, stride: Any, *places: Any) -> Slot:
+    numbers = (*shape, *stride, *places)
+    if not isinstance(dtype, torch.dtype) or any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"a tensor of {dtype} with sizes and places {numbers}")
+    return Slot(torch.Size(shape), dtype, bool(requires_grad), str(device), tuple(stride), *places)
+
+
+# -- values
+
+
+def dump_plain(values: Sequence[Any]) -> bytes:
+    """The plain values as bytes, which compare as Python's `==` does not (1, 1.0 and True; nan)."""
+    if all(value is None for value in values):
+        return b""
+    return _dump_value(list(values))
+
+
+def load_plain(content: bytes) -> list[Any]:
+    """The plain values again."""
+    found: list[Any] = _load_value(content)
+    return found
+
+
+def _dump_value(value: Any) -> bytes:
+    if _is_plain(value):
+        return _PLAIN + plain.dumps(value)
+    try:
+        return _PICKLED + signed(pickle.dumps(value), _KEY)
+    except Exception as error:
+        kinds = ", ".join(sorted({type(each).__name__ for each in (value if isinstance(value, list) else [value])}))
+        raise UsageError(
+            f"a value cannot cross to another process: {error} (among values of type {kinds}); "
+            "send tensors, None and plain picklable values"
+        ) from error
+
+
+def _load_value(content: bytes) -> Any:
+    if content[:1] == _PLAIN:
+        return plain.loads(content[1:])
+    pickled = unsigned(content[1:], _KEY)
+    if pickled is None:
+        raise MessageError("a value came that no rank of this run has sent: its code is wrong")
+    return pickle.loads(pickled)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it comes back as it was: exactly of these types, and not of one that is derived from them."""
+    kind = type(value)
+    if kind in _SIMPLE:
+        return True
+    if kind is dict:
+        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
+    return kind in _CONTAINERS and all(map(_is_plain, value))
+
+
+# -- containers
+
+
+def _take_down(spec: Any) -> Any:
+    """A tree spec as plain values."""
+    if spec is None or spec.type is None:
+        return None
+    context = {"type": _name(spec.context)} if isinstance(spec.context, type) else {"value": _dump_value(spec.context)}
+    return _name(spec.type), context, [_take_down(child) for child in spec.children()]
+
+
+def _put_up(parts: Any) -> Any:
+    if parts is None:
+        return pytree.treespec_leaf()
+    name, context, children = parts
+    kind = next((known for known in pytree.SUPPORTED_NODES if _name(known) == name), None)
+    if kind is None:
+        raise ValueError(f"a container {name!r}, which is not registered with torch's pytree here")
+    found = _load_value(context["value"]) if "value" in context else _known_type(context["type"])
+    return pytree.TreeSpec(kind, found, [_put_up(child) for child in children])
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _known_type(name: str) -> type:
+    """A named tuple, or a registered container, that this process has loaded; nothing is imported for it."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_named_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+    if isinstance(found, type) and (is_named_tuple or found in pytree.SUPPORTED_NODES):
+        return found
+    raise ValueError(f"the type {name!r}, which is no named tuple and no container that is known here")

@@ -1,0 +1,292 @@
+"""What a message looks like, apart from its numbers.
+
+Both ends of a channel keep the layout of each message of a step: the containers, how every tensor lies in memory and
+whether it wants a gradient (`places`), and the plain values. While a message looks as it did in the step before, only
+its bytes travel, in one frame::
+
+    | header, 64 bytes | region | pad | region | ...        packed, each at its place in a cache line
+    then, in messages of their own, from and into their final memory:   direct regions
+
+Small regions are packed, because a message costs more than a copy of them; large ones are not, because their copy
+costs more (measured: penstock bench transport). The layout alone decides which, so that both ends agree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import _pytree as pytree
+
+from penstock.errors import UsageError
+from penstock.runtime.state.memory import LINE, more_than_numbers, once
+from penstock.runtime.transport.layout import encoding
+from penstock.runtime.transport.layout.encoding import Content
+from penstock.runtime.transport.layout.tensor_places import (
+    DIRECT_BYTES,
+    HEADER_BYTES,
+    Copy,
+    Slot,
+    arrange,
+    slots_of,
+    view,
+)
+
+__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Book", "Frame", "Layout", "Leaves", "flatten"]
+
+BOOK_LIMIT = 1024
+SPARE_FRAMES = 4  # kept for reuse, of each layout
+
+_FLAT = {Tensor, type(None)}
+
+
+class Leaves(NamedTuple):
+    """A value taken apart. `form` is `Tensor`, `tuple` or `list` for the quick ways; else `None`, with a spec."""
+
+    form: type | None
+    items: Sequence[Any]
+    spec: Any
+
+
+def flatten(value: Any) -> Leaves:
+    """Take a value apart; a tensor and a flat tuple or list of tensors and `None` skip the pytree machinery."""
+    form = type(value)
+    if form is Tensor:
+        return Leaves(Tensor, (value,), None)
+    if (form is tuple or form is list) and _FLAT.issuperset(map(type, value)):
+        return Leaves(form, value, None)
+    items, spec = pytree.tree_flatten(value)
+    return Leaves(None, items, spec)
+
+
+class Frame:
+    """A packing buffer with its views, made once and reused whenever its last send is done."""
+
+    __slots__ = ("header", "tensor", "views")
+
+    def __init__(self, nbytes: int, copies: Sequence[Copy], memory: Tensor | None = None) -> None:
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory
+        self.header = (ctypes.c_char * HEADER_BYTES).from_address(self.tensor.data_ptr())
+        self.views = [view(self.tensor, copy) for copy in copies]
+
+
+class Layout:
+    """All that both ends must know to move a value as bare bytes."""
+
+    def __init__(self, content: Content, text: bytes | None = None, *, all_packed: bool = False) -> None:
+        self.content = content
+        self.form, self.spec, self.slots, self.plain, _ = content
+        # the sender's text on both ends: equal values need not pickle to equal bytes
+        self.text = encoding.dump(content) if text is None else text
+        self.checksum = zlib.crc32(self.text)
+        self.homes, self.frame_bytes = arrange(self.slots, content.device_link, all_packed)
+        self.directs = [home for home in self.homes if home.direct]
+        self.copies = [copy for home in self.homes if not home.direct for copy in home.copies]
+        self.payload_bytes = sum(home.carried for home in self.homes)
+        self.on_cpu = all(slot is None or slot.device == "cpu" for slot in self.slots)
+        self.spread = any(home.spread for home in self.homes)
+        self.lone = self._lone()
+        self._sizes = [home.nbytes for home in self.homes]
+        self._tensors = [slot for slot in self.slots if slot is not None]
+        self._sharing = [leaf for home in self.homes if len(home.slots) > 1 for leaf in home.slots]
+        self._wanting = [leaf for leaf, slot in enumerate(self.slots) if slot is not None and slot.requires_grad]
+        self._unsettled = [home for home in self.homes if not home.settled]
+        self._settled = [
+            (leaf, slot, home.offset // slot.dtype.itemsize)
+            for home in self.homes
+            if home.settled
+            for leaf, slot in home.slots.items()
+        ]
+        self._spare: list[Frame] = []
+
+    def _lone(self) -> Slot | None:
+        """For the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)."""
+        slot = self.slots[0] if self.form is not None and len(self.slots) == 1 else None
+        if slot is None or not self.on_cpu or self.directs or self.spread or 0 in slot.stride or not self.payload_bytes:
+            return None
+        return slot
+
+    @classmethod
+    def of(cls, leaves: Leaves, device_link: bool) -> Layout:
+        """The layout of this value. With `device_link`, tensors off the CPU travel on a link of their own."""
+        tensors = [leaf for leaf in leaves.items if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            _check_sendable(tensor)
+        found = iter(slots_of(tensors))
+        slots = tuple(next(found) if isinstance(leaf, Tensor) else None for leaf in leaves.items)
+        return cls(Content(leaves.form, leaves.spec, slots, _dump_plain(leaves.items, slots), device_link))
+
+    @classmethod
+    def load(cls, text: bytes) -> Layout:
+        """From the text that a peer of this group sent."""
+        return cls(encoding.load(text), text)
+
+    def all_packed(self) -> Layout:
+        """The same value with nothing direct: how the first message of a new layout travels, in one piece."""
+        return Layout(self.content, self.text, all_packed=True) if self.directs else self
+
+    # -- with the sender
+
+    def fits(self, value: Any) -> Sequence[Any] | None:
+        """The leaves of the value if it looks like this, so that only its bytes need to travel; else None."""
+        form, kind, spec = self.form, type(value), None
+        if form is Tensor:
+            items: Sequence[Any] = (value,)
+        elif form is not None:
+            if kind is not form:
+                return None
+            items = value
+        else:
+            items, spec = pytree.tree_flatten(value)
+        if len(items) != len(self.slots):
+            return None
+        addresses = []
+        for leaf, slot in zip(items, self.slots, strict=True):
+            if slot is None:
+                if isinstance(leaf, Tensor) if form is None else leaf is not None:
+                    return None
+                continue
+            if not _fills(leaf, slot):
+                return None
+            address = leaf.data_ptr()
+            if address % LINE != slot.phase:
+                return None
+            addresses.append(address)
+        if len(addresses) > 1 and not self._overlap_alike(addresses, items):
+            return None
+        if form is not None:
+            return items  # its only plain values are None
+        return items if spec == self.spec and _dump_plain(items, self.slots) == self.plain else None
+
+    def _overlap_alike(self, addresses: Sequence[int], items: Sequence[Any]) -> bool:
+        """Whether those tensors overlap that do so here, in the same way, and no others."""
+        if len(self.homes) < len(addresses):
+            starts: dict[int, int] = {}
+            for address, slot in zip(addresses, self._tensors, strict=True):
+                if starts.setdefault(slot.region, address - slot.start) != address - slot.start:
+                    return False
+            if any(items[leaf].is_conj() or items[leaf].is_neg() for leaf in self._sharing):
+                return False
+            addresses = list(starts.values())
+        end = 0
+        for start, nbytes in sorted(zip(addresses, self._sizes, strict=True)):
+            if nbytes:
+                if start < end:
+                    return False
+                end = start + nbytes
+        return True
+
+    def take_frame(self) -> Frame:
+        """A packing buffer that no send is using."""
+        return self._spare.pop() if self._spare else Frame(self.frame_bytes, self.copies)
+
+    def give_back(self, frame: Frame) -> None:
+        """The send of this frame is done."""
+        if len(self._spare) < SPARE_FRAMES:
+            self._spare.append(frame)
+
+    def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
+        """Copy what is packed into the frame; returns the bytes that travel by themselves, see `Home.take`."""
+        if self.lone is not None:
+            leaf = leaves[0]
+            frame.views[0].copy_(leaf.detach() if leaf.requires_grad else leaf)
+            return []
+        for copy, place in zip(self.copies, frame.views, strict=True):
+            place.copy_(once(leaves[copy.leaf].detach()))
+        return [home.take(leaves) for home in self.directs]
+
+    # -- with the receiver
+
+    def comes_ready(self, by_device: bool) -> bool:
+        """Whether the value can be made before its bytes have come: not if they must then be copied elsewhere."""
+        if self.on_cpu or self.spread:
+            return not self.spread
+        return by_device and all(home.direct or home.device == "cpu" for home in self.homes)
+
+    def build(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> Any:
+        """The value whose bytes are, or will be, in the frame and in the messages of their own."""
+        lone = self.lone
+        if lone is not None:
+            blank = torch.empty(0, dtype=lone.dtype)
+            offset = self.homes[0].offset // lone.dtype.itemsize
+            return self.wrap(blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride))
+        items: list[Any] = [None] * len(self.slots)
+        for leaf, slot, offset in self._settled:
+            blank = torch.empty(0, dtype=slot.dtype)
+            items[leaf] = blank.set_(frame.untyped_storage(), offset, slot.shape, slot.stride)
+        arrived = iter(directs)
+        for home in self._unsettled:
+            for leaf, tensor in home.settle(next(arrived) if home.direct else frame, device).items():
+                items[leaf] = tensor
+        for leaf in self._wanting:
+            items[leaf].requires_grad_()
+        if self.plain:
+            plain = iter(encoding.load_plain(self.plain))
+            items = [next(plain) if slot is None else item for item, slot in zip(items, self.slots, strict=True)]
+        if self.form is Tensor:
+            return items[0]
+        if self.form is not None:
+            return tuple(items) if self.form is tuple else items
+        return pytree.tree_unflatten(items, self.spec)
+
+    def wrap(self, tensor: Tensor) -> Any:
+        """The value around its lone tensor."""
+        assert self.lone is not None
+        if self.lone.requires_grad:
+            tensor.requires_grad_()
+        return tensor if self.form is Tensor else [tensor] if self.form is list else (tensor,)
+
+
+def _fills(leaf: Any, slot: Slot) -> bool:
+    kind = type(leaf)
+    return (
+        (kind is Tensor or kind is Parameter)
+        and leaf.shape == slot.shape
+        and leaf.dtype is slot.dtype
+        and leaf.requires_grad is slot.requires_grad
+        and leaf.is_cpu is (slot.device == "cpu")
+        and leaf.layout is torch.strided
+        and leaf.stride() == slot.stride
+    )
+
+
+class Book:
+    """One object for equal layouts, so that they share their packing buffers."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[bytes, Layout] = {}
+
+    def intern(self, text: bytes, make: Callable[[], Layout]) -> Layout:
+        """The layout of this text; a book that has grown large (shapes never repeat) begins anew."""
+        if len(self._layouts) > BOOK_LIMIT:
+            self._layouts.clear()
+        layout = self._layouts.get(text)
+        if layout is None:
+            layout = self._layouts[text] = make()
+        return layout
+
+    def clear(self) -> None:
+        self._layouts.clear()
+
+
+def _dump_plain(items: Sequence[Any], slots: Sequence[Slot | None]) -> bytes:
+    return encoding.dump_plain([item for item, slot in zip(items, slots, strict=True) if slot is None])
+
+
+def _check_sendable(leaf: Tensor) -> None:
+    kind = more_than_numbers(leaf)
+    if kind is None:
+        if leaf.is_meta:
+            kind = "meta tensor"
+        elif leaf.is_quantized:
+            kind = "quantised tensor"
+        elif leaf.layout is not torch.strided:
+            kind = f"{leaf.layout} tensor"
+        else:
+            return
+    raise UsageError(f"a {kind} cannot cross to another process; send a dense one (a DTensor's .to_local())")

@@ -1,0 +1,203 @@
+"""Where the tensors of a message lie: with their sender, under way, and with whoever receives them.
+
+They arrive as they lay: same strides, same place in a cache line, and those that overlap overlap (see `memory`). A
+region, the memory of one tensor or of several that overlap, travels as it is where it has no gaps: in the frame, or,
+from `DIRECT_BYTES` on, as a message of its own from and into its final memory. Of a region with gaps (a column of a
+matrix) the elements travel close together and are spread when they have come. All of this follows from the slots, so
+that both ends agree without another word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.state.memory import LINE, blank, blank_like, elements_in, once, phase_of, regions
+
+__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Copy", "Home", "Slot", "arrange", "slots_of", "view"]
+
+HEADER_BYTES = 64
+DIRECT_BYTES = 1024 * 1024
+
+
+class Slot(NamedTuple):
+    """One tensor of a message."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    device: str  # the type: each end knows its own index
+    stride: tuple[int, ...]
+    phase: int  # where in a cache line it starts
+    region: int
+    start: int  # in bytes from the start of the region
+
+
+class Copy(NamedTuple):
+    """The elements of one tensor, as they lie under way; those of an expanded dimension once."""
+
+    leaf: int  # its place in the value
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in bytes from the start of what carries them: the frame, or a message of their own
+
+
+class Home(NamedTuple):
+    """One region: its memory with the receiver, and what carries its content there."""
+
+    slots: dict[int, Slot]  # by the tensor's place in the value
+    nbytes: int
+    phase: int
+    spread: bool  # its elements lie close together under way
+    direct: bool  # it has a message of its own
+    offset: int  # in bytes from the start of what carries it
+    carried: int  # bytes
+    copies: list[Copy]
+
+    @property
+    def device(self) -> str:
+        """Where its tensors are with the sender."""
+        return next(iter(self.slots.values())).device
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is one tensor whose final memory is in the frame, as most are."""
+        return len(self.slots) == 1 and not self.direct and not self.spread and self.device == "cpu"
+
+    def take(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """The bytes of its own message, and the tensor in whose memory they still are, if they are not copied."""
+        first = next(leaf for leaf, slot in self.slots.items() if not slot.start)
+        tensor = leaves[first].detach()
+        if not (self.spread or tensor.is_conj() or tensor.is_neg()):
+            return _octets(tensor, self.nbytes), tensor
+        if self.spread:
+            carrier = torch.empty(self.carried, dtype=torch.uint8, device=tensor.device)
+            for copy in self.copies:
+                view(carrier, copy).copy_(once(leaves[copy.leaf].detach()))
+            return carrier, None
+        resolved = blank_like(tensor)
+        once(resolved).copy_(once(tensor))
+        return _octets(resolved, self.nbytes), None
+
+    def make_carrier(self, device: torch.device | None) -> Tensor:
+        """The memory that its own message is received into: the final one, where it has not yet to be spread."""
+        return blank((self.carried,), (1,), torch.uint8, 0 if self.spread else self.phase, device)
+
+    def settle(self, carrier: Tensor, device: torch.device | None) -> dict[int, Tensor]:
+        """Its tensors, by their places in the value: in the memory that carries them, or in memory of their own."""
+        moves = device is not None and carrier.is_cpu and self.device != "cpu"
+        if not (self.spread or moves):
+            return self._members(carrier, self.offset)
+        memory = blank((self.nbytes,), (1,), torch.uint8, self.phase, device if moves else None)
+        made = self._members(memory, 0)
+        for copy in self.copies:
+            once(made[copy.leaf]).copy_(view(carrier, copy))
+        return made
+
+    def _members(self, memory: Tensor, offset: int) -> dict[int, Tensor]:
+        if len(self.slots) == 1:
+            ((leaf, slot),) = self.slots.items()
+            return {leaf: _at(memory, slot.dtype, slot.shape, slot.stride, offset)}
+        # Like views of one tensor that were detached, they count writes together.
+        base = _at(memory, torch.uint8, (self.nbytes,), (1,), offset)
+        made = {}
+        for leaf, slot in self.slots.items():
+            size = slot.dtype.itemsize
+            start = (base.storage_offset() + slot.start) // size
+            made[leaf] = base[:size].view(slot.dtype).as_strided(slot.shape, slot.stride, start).detach()
+        return made
+
+
+def view(carrier: Tensor, copy: Copy) -> Tensor:
+    """Where the elements lie under way."""
+    return _at(carrier, copy.dtype, copy.shape, copy.stride, copy.offset)
+
+
+def _at(memory: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A tensor at that byte of the memory. `set_` makes it no view in the eyes of autograd."""
+    start = (memory.storage_offset() + offset) // dtype.itemsize
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), start, shape, stride)
+
+
+def _octets(tensor: Tensor, nbytes: int) -> Tensor:
+    """The memory from where the tensor starts, whatever its dtype: gloo and NCCL do not know them all."""
+    blank_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.element_size()
+    return blank_.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def slots_of(leaves: Sequence[Tensor]) -> list[Slot]:
+    """How the tensors lie. One that stands for the conjugate or negative of its memory shares it with none."""
+    alone = {
+        place
+        for place, leaf in enumerate(leaves)
+        if leaf.is_conj() or leaf.is_neg() or leaf.data_ptr() % leaf.element_size()
+    }
+    shared = [place for place in range(len(leaves)) if place not in alone]
+    found = {place: (len(leaves) + place, 0) for place in alone}  # region and start
+    for number, region in enumerate(regions(leaves[place] for place in shared)):
+        for place in (shared[member] for member in region.members):
+            found[place] = number, leaves[place].data_ptr() - region.address
+    return [
+        Slot(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device.type, leaf.stride(), phase_of(leaf), *found[place])
+        for place, leaf in enumerate(leaves)
+    ]
+
+
+def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -> tuple[list[Home], int]:
+    """The regions of a message and the size of its frame.
+
+    With `device_link`, tensors off the CPU travel on a link of their own; `all_packed`: nothing is direct.
+    """
+    members: dict[int, dict[int, Slot]] = {}
+    for leaf, slot in enumerate(slots):
+        if slot is not None:
+            members.setdefault(slot.region, {})[leaf] = slot
+    homes, end = [], HEADER_BYTES
+    for region in members.values():
+        home = _arrange_region(region, _line(end), device_link, all_packed)
+        end = end if home.direct else home.offset + home.carried
+        homes.append(home)
+    return homes, end
+
+
+def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_packed: bool) -> Home:
+    nbytes = max(slot.start + elements_in(slot.shape, slot.stride) * slot.dtype.itemsize for slot in slots.values())
+    first = next(iter(slots.values()))
+    phase = (first.phase - first.start) % LINE
+    if len(slots) == 1:
+        phase -= phase % first.dtype.itemsize  # memory of other libraries need not be aligned to its elements
+    distinct = {slot[:2] + slot[4:]: leaf for leaf, slot in reversed(slots.items())}.values()
+    shapes = {leaf: _once(slots[leaf]) for leaf in distinct}
+    spread = nbytes > sum(math.prod(shape) * slots[leaf].dtype.itemsize for leaf, shape in shapes.items())
+    dense: list[Copy] = []
+    carried = 0 if spread else nbytes
+    for leaf, shape in shapes.items() if spread else ():
+        dense.append(Copy(leaf, slots[leaf].dtype, shape, torch.empty(shape, device="meta").stride(), _line(carried)))
+        carried = _line(carried) + math.prod(shape) * slots[leaf].dtype.itemsize
+    by_device = device_link and first.device != "cpu" and carried > 0
+    direct = not all_packed and (carried >= DIRECT_BYTES or by_device)
+    offset = 0 if direct else end if spread else end + phase
+    copies = (
+        [copy._replace(offset=offset + copy.offset) for copy in dense]
+        if spread
+        else [
+            Copy(leaf, slots[leaf].dtype, shape, slots[leaf].stride, offset + slots[leaf].start)
+            for leaf, shape in shapes.items()
+        ]
+    )
+    return Home(slots, nbytes, phase, spread, direct, offset, carried, copies)
+
+
+def _once(slot: Slot) -> tuple[int, ...]:
+    """The shape of what there is to copy, see `memory.once`."""
+    return tuple(size if step else min(size, 1) for size, step in zip(slot.shape, slot.stride, strict=True))
+
+
+def _line(size: int) -> int:
+    return -(-size // LINE) * LINE

@@ -1,0 +1,1 @@
+"""Ranks are processes of one host: messages travel through shared memory."""

@@ -1,0 +1,85 @@
+"""Waking the watches of other ranks on this host, so that bad news is read at once and not at the next beat.
+
+A datagram on an abstract Unix socket; it says nothing but "look", with the code of the run's secret. It takes the
+place of the event by which a watch is woken inside its own process. Whoever else rings is not heard: the kernel says
+whose process has sent a datagram, and the code whether it is of this run.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from time import monotonic
+
+from penstock.messages.secret import CODE_BYTES, code_of, is_ours
+from penstock.runtime.transport.failure.forks import close_in_forks
+
+__all__ = ["Bell"]
+
+MOST = 1000  # datagrams that are taken for old at once
+_KEY = b"the bell"
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+class Bell:
+    """As a `threading.Event` to the watch of this rank; `call` rings those of others."""
+
+    def __init__(self, address: str) -> None:
+        self.others: Callable[[], Iterable[str]] = tuple  # their addresses
+        self._address = _name(address)
+        self._user = os.getuid()
+        self._socket = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._socket.bind(self._address)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it rang in that time."""
+        deadline = monotonic() + seconds
+        try:
+            while select.select([self._socket], [], [], max(0.0, deadline - monotonic()))[0]:
+                if self._heard():
+                    return True
+        except (OSError, ValueError):  # closed: the watch is to end
+            return True
+        return False
+
+    def _heard(self) -> bool:
+        """Take one datagram; whether a rank of this run has sent it."""
+        code, attached, _, _ = self._socket.recvmsg(CODE_BYTES + 1, socket.CMSG_SPACE(_CREDENTIALS.size))
+        users = [
+            _CREDENTIALS.unpack(data)[1]
+            for level, kind, data in attached
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) == _CREDENTIALS.size
+        ]
+        return users == [self._user] and is_ours(self._address, code, _KEY)
+
+    def clear(self) -> None:
+        """What has rung so far is old."""
+        with suppress(OSError):
+            for _ in range(MOST):
+                self._socket.recv(CODE_BYTES + 1)
+
+    def set(self) -> None:
+        """Wake this rank's watch."""
+        self._ring(self._address)
+
+    def call(self) -> None:
+        """Wake the watches of the others."""
+        for address in self.others():
+            self._ring(_name(address))
+
+    def _ring(self, address: bytes) -> None:
+        with suppress(OSError):  # full: it rings already; closed: nobody listens any more
+            self._socket.sendto(code_of(address, _KEY), address)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _name(address: str) -> bytes:
+    return b"\0" + address.encode() + b"-bell"

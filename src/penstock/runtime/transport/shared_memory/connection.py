@@ -1,0 +1,236 @@
+"""The connection of two ranks on one host: a Unix socket for words, shared memory for numbers.
+
+Every packet stands by itself, so that an interrupt between two of them leaves nothing half said::
+
+    DATA     a message of a channel: which block it lies in and which layout it has
+    FAILURE  a message whose place a failure takes, in the text of that number
+    FAR      a message that comes through torch.distributed
+    BLOCK    a new block, its memory attached; RETIRED: one that will not be used again
+    LAYOUT   a part of a layout's text, FORGET: all layouts so far; FAILED: a part of a failure's text
+    POSTS    the words in which the receiver counts its posted receives, attached
+    LETTER   a part of what a rank has to say in the exchange that ends the step of that number
+    NUDGE    wakes a sender that waits for such a word
+    BYE      the last packet: what closes after it has not died
+
+Packets of all channels come in one order, and are filed by channel when they are read; whoever waits
+reads the packets of everybody, so that no sender is held up by a rank that waits for another.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import os
+import socket
+import struct
+from collections import defaultdict, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from penstock.errors import MessageError
+from penstock.runtime.transport.layout.layout import Layout
+from penstock.runtime.transport.shared_memory.blocks import InBlock, Ring, map_memory
+
+__all__ = ["DATA", "FAILURE", "FAR", "HEAD", "NO_BLOCK", "NUDGE", "SLICE_SECONDS", "Filed", "Gone", "Pair"]
+
+DATA, FAILURE, FAR, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, LETTER, NUDGE, BYE = range(1, 13)
+
+HEAD = struct.Struct("<IIQQIIII")  # as `Fields`
+TEXT_BYTES = 32 * 1024  # of a text in one packet
+LAYOUTS = 1024
+NO_BLOCK = 0xFFFF_FFFF
+SLICE_SECONDS = 0.02  # how long a read sleeps before whoever waits looks around
+_SLICE = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))
+_CLOEXEC = socket.MSG_CMSG_CLOEXEC  # what user code starts meanwhile gets no descriptor
+_CLOEXEC_AT_ONCE = _CLOEXEC | socket.MSG_DONTWAIT
+_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+
+
+class Gone(Exception):
+    """The other end of the socket is closed."""
+
+
+# kind, number (of the block, or of the text), key (the channel and its program; of other packets: a size or a
+# program), step, ordinal, microbatch, number of the layout, checksum of the layout
+Fields = tuple[int, ...]
+Filed = tuple[Fields, Layout | None]
+
+
+class Pair:
+    """One rank's end of the connection to `peer`. `wait_for_room` is called while the socket takes no more."""
+
+    def __init__(self, peer: int, connection: socket.socket, wait_for_room: Callable[[Pair], None]) -> None:
+        self.peer = peer
+        self.gone = False
+        self.left = False  # it said goodbye
+        self.ring = Ring(self._announce, lambda number: self.say(RETIRED, number))
+        self.queues: dict[int, deque[Filed]] = defaultdict(deque)  # by channel
+        self.posts: dict[int, memoryview] = {}  # by program: what the peer has posted
+        self.blocks: dict[int, InBlock] = {}
+        self.failures: dict[int, bytes] = {}
+        self.letters: deque[tuple[int, bytes]] = deque()  # of exchanges, with their steps
+        self._layouts: dict[int, Layout] = {}  # the peer's
+        self._parts: dict[int, list[bytes]] = {}  # texts of which more is to come
+        self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
+        self.kept: list[dict[int, tuple[int, Layout]] | deque[tuple[int, Layout]]] = []  # what ends of channels know
+        self._texts = 0
+        self._socket = connection
+        self._wait_for_room = wait_for_room
+        self._buffers = [bytearray(HEAD.size + TEXT_BYTES)]
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+
+    # -- out
+
+    def write(self, packet: bytes) -> None:
+        """One packet; waits where the socket is full."""
+        while True:
+            try:
+                self._socket.send(packet, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self._wait_for_room(self)
+            except OSError as error:
+                self.gone = True
+                raise Gone from error
+
+    def say(self, kind: int, number: int = 0, key: int = 0) -> None:
+        """A packet that is not a message of a channel."""
+        self.write(HEAD.pack(kind, number, key, 0, 0, 0, 0, 0))
+
+    def _attach(self, kind: int, number: int, key: int, descriptor: int) -> None:
+        packet = HEAD.pack(kind, number, key, 0, 0, 0, 0, 0)
+        while True:
+            try:
+                socket.send_fds(self._socket, [packet], [descriptor], socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                self._wait_for_room(self)
+            except (BrokenPipeError, ConnectionResetError) as error:
+                self.gone = True
+                raise Gone from error
+
+    def _announce(self, number: int, descriptor: int) -> None:
+        self._attach(BLOCK, number, 0, descriptor)
+
+    def share_posts(self, program: int, descriptor: int) -> None:
+        """Where this rank counts the receives that it posts on that program's channels from the peer."""
+        self._attach(POSTS, 0, program, descriptor)
+
+    def _write_text(self, kind: int, text: bytes, step: int = 0) -> int:
+        self._texts += 1
+        for start in range(0, max(1, len(text)), TEXT_BYTES):
+            head = HEAD.pack(kind, self._texts, len(text), step, 0, 0, 0, 0)
+            self.write(head + text[start : start + TEXT_BYTES])
+        return self._texts
+
+    def introduce(self, layout: Layout) -> tuple[int, Layout]:
+        """The number by which the peer knows this layout, and the object that stands for all equal ones."""
+        known = self._book.get(layout.text)
+        if known is None:
+            if len(self._book) >= LAYOUTS:  # shapes never repeat
+                self._book.clear()
+                for notes in self.kept:
+                    notes.clear()
+                self.say(FORGET)
+            known = self._book[layout.text] = (self._write_text(LAYOUT, layout.text), layout)
+        return known
+
+    def write_failure(self, text: bytes) -> int:
+        """The number by which the peer can look up this text."""
+        return self._write_text(FAILED, text)
+
+    def write_letter(self, step: int, text: bytes) -> None:
+        """What this rank has to say at the end of that step."""
+        self._write_text(LETTER, text, step)
+
+    # -- in
+
+    def read(self, wait: bool) -> bool:
+        """Read and file one packet; False if none has come, at once or after a short sleep."""
+        flags = _CLOEXEC if wait else _CLOEXEC_AT_ONCE
+        try:
+            count, attached, _, _ = self._socket.recvmsg_into(self._buffers, _FD_SPACE, flags)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:  # it left without reading everything; what it sent before is still to be read
+            return True
+        if count < HEAD.size:
+            self.gone = True
+            raise Gone
+        fields = HEAD.unpack_from(self._buffers[0])
+        kind = fields[0]
+        if kind == DATA:
+            self.queues[fields[2]].append((fields, self._layouts[fields[6]]))
+        elif kind in (FAILURE, FAR):
+            self.queues[fields[2]].append((fields, None))
+        else:
+            self._note(fields, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
+        return True
+
+    def _note(self, fields: Fields, tail: bytes, descriptors: list[int]) -> None:
+        kind, number, key = fields[:3]
+        try:
+            if kind == BLOCK:
+                self.blocks[number] = InBlock(self._map(descriptors))
+            elif kind == POSTS:
+                self.posts[key] = self._map(descriptors).cast("Q")
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if kind == RETIRED:
+            self.blocks.pop(number, None)
+        elif kind == FORGET:
+            self._layouts.clear()
+        elif kind in (LAYOUT, FAILED, LETTER):
+            self._add_text(fields, tail)
+        elif kind == BYE:
+            self.left = True
+
+    def _map(self, descriptors: list[int]) -> memoryview:
+        """The memory that came with a packet; the sender counts on it, so there is no way on without."""
+        try:
+            if not descriptors:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the kernel dropped it
+            return map_memory(descriptors[0])
+        except OSError as error:
+            raise MessageError(
+                f"shared memory that rank {self.peer} sent cannot be mapped: {error.strerror}; "
+                "raise this process's limits (ulimit -n, ulimit -v) or set PENSTOCK_TRANSPORT=distributed"
+            ) from error
+
+    def _add_text(self, fields: Fields, part: bytes) -> None:
+        kind, number, size, step = fields[:4]
+        parts = self._parts.setdefault(number, [])
+        parts.append(part)
+        if sum(map(len, parts)) < size:
+            return
+        text = b"".join(self._parts.pop(number))
+        if kind == LAYOUT:
+            self._layouts[number] = Layout.load(text).all_packed()
+        elif kind == LETTER:
+            self.letters.append((step, text))
+        else:
+            self.failures[number] = text
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Say goodbye and go."""
+        if self._socket.fileno() >= 0:
+            with suppress(OSError):
+                self._socket.send(HEAD.pack(BYE, 0, 0, 0, 0, 0, 0, 0), socket.MSG_DONTWAIT)
+            self._socket.close()
+        self.ring.clear()
+        self.blocks.clear()
+        self.queues.clear()
+        self.posts.clear()
+
+
+def _descriptors(attached: list[tuple[int, int, bytes]]) -> list[int]:
+    found = array.array("i")
+    for level, kind, data in attached:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return list(found)

@@ -1,0 +1,247 @@
+"""How ranks on one host find each other: over the process group's store, then by Unix sockets.
+
+Each rank listens under a name that it drew at random, in the abstract namespace (no file, gone with the
+process), and puts it into the store with a token and with where it is. Ranks are near if they run under
+the same kernel, network namespace and user, on CPU tensors. Of two near ranks the higher one connects,
+and says in the store where that did not work; so both ends of a link always take the same way. Each end draws a
+number, and the other shows by a code of both numbers that it has the token and the run's secret. Whoever else
+knocks is another user, or cannot make the code, and is turned away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import MessageError
+from penstock.messages.secret import CODE_BYTES, code_of, is_ours
+from penstock.messages.store import Asker
+from penstock.runtime.transport.failure.forks import close_in_forks
+from penstock.runtime.transport.shared_memory.blocks import allocate
+
+__all__ = ["Meeting", "Place", "missing_here"]
+
+NONCE_BYTES = 32
+HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
+PATIENCE = 0.02
+ANSWER_SECONDS = 20.0  # for a process of the same user that has connected to show its code
+LONGEST_PLACE = 4096
+
+
+class Place(NamedTuple):
+    """Where a rank is, and how to reach it."""
+
+    host: str
+    address: str
+    token: str
+    device: str
+
+    @classmethod
+    def read(cls, text: bytes, rank: int) -> Place:
+        """From the store, to which anybody who reaches it can write."""
+        try:
+            parts = json.loads(text) if len(text) <= LONGEST_PLACE else None
+        except (ValueError, RecursionError):
+            parts = None
+        if not isinstance(parts, list) or len(parts) != 4 or not all(type(part) is str for part in parts):
+            raise MessageError(
+                f"the store says no place of rank {rank} but something that no rank has written: somebody else writes "
+                f"to it; see docs/security.md for how to confine it"
+            )
+        return cls(*parts)
+
+    def apart(self, other: Place) -> str | None:
+        """Why two ranks cannot share memory, or None."""
+        if self.host != other.host or not self.host:
+            return "on different hosts"
+        if {self.device, other.device} != {"cpu"}:
+            return "not on the CPU"
+        return None
+
+
+def missing_here() -> str | None:
+    """What this machine lacks for shared memory between ranks, or None."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return f"it needs memfd_create, which {sys.platform} does not have"
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it relies on the memory order of x86-64, and this machine is {platform.machine()}"
+    return None
+
+
+def this_host() -> str:
+    """Equal for processes that can pass descriptors to each other: one kernel, network namespace and user.
+
+    Empty where there is no shared memory to be had at all.
+    """
+    if missing_here() is not None:
+        return ""
+    try:
+        os.close(allocate(1))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+    except OSError:
+        return ""
+
+
+class Meeting:
+    """One rank's part. `wait` is called while another rank is late, with its number; it raises to end that."""
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        address: str,
+        device: str,
+        wait: Callable[[int, float], None],
+    ) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._rank = rank
+        self._wait = wait
+        self._asker: Asker | None = None
+        self._places: dict[int, Place] = {}
+        self._accepted: dict[int, socket.socket] = {}
+        self._listener = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        self._listener.bind(b"\0" + address.encode())
+        self._listener.listen(max(ranks, 8))
+        self._listener.settimeout(PATIENCE)
+        self.mine = Place(this_host(), address, secrets.token_hex(16), device)
+        store.set(self._key(f"place/{rank}"), json.dumps(self.mine))
+
+    def place(self, rank: int) -> Place:
+        """Where a rank is; waits until it has said so."""
+        if rank == self._rank:
+            return self.mine
+        if rank not in self._places:
+            self._places[rank] = Place.read(self._read(f"place/{rank}", rank), rank)
+        return self._places[rank]
+
+    def neighbours(self) -> list[str]:
+        """The addresses of the other ranks on this host, as far as they are known."""
+        return [place.address for place in self._places.values() if place.host == self.mine.host]
+
+    def join(self, peer: int) -> socket.socket | str:
+        """A connection to a near rank, or why there is none. Both ranks call this, and get the same."""
+        return self._connect(peer) if self._rank > peer else self._accept(peer)
+
+    def _connect(self, peer: int) -> socket.socket | str:
+        place = self.place(peer)
+        connection = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        try:
+            connection.settimeout(PATIENCE)
+            connection.connect(b"\0" + place.address.encode())
+            if _user(connection) != os.getuid():
+                raise PermissionError("its process belongs to another user")
+            self._introduce(connection, peer, place.token)
+        except OSError as error:
+            connection.close()
+            reason = f"rank {self._rank} cannot connect to rank {peer}: {error}"
+            self._store.set(self._key(f"apart/{peer}/{self._rank}"), reason)
+            return reason
+        return connection
+
+    def _introduce(self, connection: socket.socket, peer: int, token: str) -> None:
+        """Show that this is a rank of the run, once the other end has; it answers when it comes to this."""
+        mine, start = HELLO.pack(self._rank, secrets.token_bytes(NONCE_BYTES)), time.monotonic()
+        connection.send(mine)
+        while True:
+            try:
+                answer = connection.recv(NONCE_BYTES + CODE_BYTES + 1)
+                break
+            except TimeoutError:
+                self._wait(peer, start)
+        theirs, code = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        if not is_ours(b"accepts" + mine + theirs, code, token.encode()):
+            raise PermissionError("it does not have the run's secret")
+        connection.send(code_of(b"connects" + mine + theirs, token.encode()))
+
+    def _is_introduced(self, connection: socket.socket) -> int | None:
+        """The rank at the other end, if it is one of the run."""
+        token, theirs = self.mine.token.encode(), connection.recv(HELLO.size + 1)
+        if len(theirs) != HELLO.size:
+            return None
+        mine = secrets.token_bytes(NONCE_BYTES)
+        connection.send(mine + code_of(b"accepts" + theirs + mine, token))
+        is_rank = is_ours(b"connects" + theirs + mine, connection.recv(CODE_BYTES + 1), token)
+        return int(HELLO.unpack(theirs)[0]) if is_rank else None
+
+    def _accept(self, peer: int) -> socket.socket | str:
+        start = time.monotonic()
+        while peer not in self._accepted:
+            if self._take_caller():
+                continue
+            reason = self._peek(f"apart/{self._rank}/{peer}")
+            if reason is not None:
+                return reason.decode(errors="replace")[:LONGEST_PLACE]
+            self._wait(peer, start)
+        return self._accepted.pop(peer)
+
+    def _take_caller(self) -> bool:
+        """Let in whoever is a rank of the run; False if nobody called."""
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return False
+        close_in_forks(connection).settimeout(ANSWER_SECONDS)
+        if _user(connection) == os.getuid():
+            with suppress(OSError):
+                caller = self._is_introduced(connection)
+                if caller is not None:
+                    self._accepted[caller] = connection
+                    return True
+        connection.close()
+        return True
+
+    def _read(self, name: str, rank: int) -> bytes:
+        start = time.monotonic()
+        while (found := self._peek(name)) is None:
+            self._wait(rank, start)
+            time.sleep(PATIENCE / 10)
+        return found
+
+    def _peek(self, name: str) -> bytes | None:
+        """What the store has under that name; a store that does not answer is somebody's silence, see `watch`."""
+        start = time.monotonic()
+
+        def hopeless(_: float) -> bool:
+            self._wait(self._rank, start)
+            return False
+
+        if self._asker is None:
+            self._asker = Asker(self._store, f"penstock-meeting-{self._rank}")
+        if not self._asker.ask("check", [self._key(name)], patience=PATIENCE, give_up=hopeless):
+            return None
+        found: bytes = self._asker.ask("get", self._key(name), patience=PATIENCE, give_up=hopeless)
+        return found
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def rest(self) -> None:
+        """All that was wanted has been found, for now: keep no thread."""
+        if self._asker is not None:
+            self._asker.close(1.0)
+            self._asker = None
+
+    def close(self) -> None:
+        self.rest()
+        for connection in (self._listener, *self._accepted.values()):
+            connection.close()
+
+
+def _user(connection: socket.socket) -> int:
+    """Whose process is at the other end: the kernel says."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[1])

@@ -1,0 +1,1 @@
+"""The configuration of a training run: read, checked, and the user's code that it names."""

@@ -1,0 +1,134 @@
+"""Whether the keys of a configuration go together: what no key's own type can say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.errors import PenstockError, UsageError
+from penstock.schedule import Schedule, family
+from penstock.train.config.read import checked
+from penstock.train.config.settings import GPTOptions, TrainConfig
+
+__all__ = ["check_consistent", "stages_of"]
+
+
+def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
+    """UsageError with everything that does not go together."""
+    cut = list(_cut(config))
+    faults = [*_rows(config), *cut, *_numbers(config), *_model(config, None if cut else stages_of(config))]
+    if faults:
+        raise UsageError("\n  ".join([f"{origin}:", *faults]) if len(faults) > 1 else f"{origin}: {faults[0]}")
+
+
+def stages_of(config: TrainConfig) -> int:
+    """How many stages there are to be: as asked for, or as many as the schedule's family has by itself."""
+    pipeline = config.pipeline
+    if pipeline.stages is not None:
+        return pipeline.stages
+    if isinstance(pipeline.balance, list):
+        return len(pipeline.balance)
+    if pipeline.split_at:
+        return len(pipeline.split_at) + 1
+    if _is_file(pipeline.schedule):
+        return Schedule.load(Path(pipeline.schedule)).stages
+    return pipeline.ranks * family(pipeline.schedule).stages_per_rank
+
+
+def _is_file(schedule: str) -> bool:
+    return schedule.lower().endswith((".csv", ".json"))
+
+
+def _rows(config: TrainConfig) -> Iterator[str]:
+    batch, passes, slices = config.data.batch, config.training.accumulate, config.pipeline.microbatches
+    shares = passes * config.mesh.replicas
+    by = "training.accumulate" + (" x mesh.replicas" if config.mesh.replicas > 1 else "")
+    if batch % shares:
+        yield (
+            f"data.batch is {batch}, which {shares} shares ({by}) cannot divide evenly; "
+            f"{batch // shares * shares or shares} or {(batch // shares + 1) * shares} would do"
+        )
+    elif batch // shares < slices:
+        yield (
+            f"data.batch / ({by}) = {batch // shares} rows cannot fill {slices} microbatches "
+            f"(pipeline.microbatches); {slices * shares} rows would, or at most {batch // shares} microbatches"
+        )
+    if config.mesh.replicas > 1 and config.pipeline.workers == "threads":
+        yield 'mesh.replicas are processes; set pipeline.workers to "processes", or mesh.replicas to 1'
+
+
+def _cut(config: TrainConfig) -> Iterator[str]:
+    pipeline = config.pipeline
+    try:
+        if _is_file(pipeline.schedule):
+            loaded = Schedule.load(Path(pipeline.schedule))
+            if (loaded.ranks, loaded.microbatches) != (pipeline.ranks, pipeline.microbatches):
+                yield (
+                    f"pipeline.schedule is for {loaded.ranks} ranks and {loaded.microbatches} microbatches; "
+                    f"pipeline.ranks is {pipeline.ranks}, pipeline.microbatches {pipeline.microbatches}"
+                )
+        elif family(pipeline.schedule).name == "forward-only":
+            yield "pipeline.schedule is forward-only, which has no backward and trains nothing"
+    except FileNotFoundError:
+        yield f"pipeline.schedule: there is no file {pipeline.schedule}"
+        return
+    except PenstockError as error:
+        yield f"pipeline.schedule: {error}"
+        return
+    stages = stages_of(config)
+    if isinstance(pipeline.balance, list) and len(pipeline.balance) != stages:
+        yield f"pipeline.balance has {len(pipeline.balance)} counts for {stages} stages (pipeline.stages)"
+    if stages % pipeline.ranks:
+        per_rank = max(1, -(-stages // pipeline.ranks))
+        yield (
+            f"{stages} stages (pipeline.stages) cannot fill {pipeline.ranks} ranks (pipeline.ranks) evenly; "
+            f"{per_rank * pipeline.ranks} stages would"
+        )
+
+
+def _numbers(config: TrainConfig) -> Iterator[str]:
+    betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield f"optimizer.betas is {betas}; it takes two numbers from 0 to below 1, such as [0.9, 0.95]"
+    if config.optimizer.momentum and config.optimizer.name != "sgd":
+        yield f"optimizer.momentum is for sgd; {config.optimizer.name} has optimizer.betas"
+    processes = config.pipeline.ranks * config.mesh.replicas
+    odd = [rank for rank in config.logging.ranks if not 0 <= rank < processes]
+    if odd:
+        yield f"logging.ranks has {odd[0]}; the ranks are 0 to {processes - 1}"
+    if not config.output.strip():
+        yield "output is empty; name a folder, such as runs/mine"
+    if not config.data.source:
+        yield 'data.source is empty; name files, or "stdlib"'
+
+
+def _model(config: TrainConfig, stages: int | None) -> Iterator[str]:
+    if config.model.source == "gpt":
+        try:
+            options = checked(GPTOptions, config.model.options, "model.options")
+        except UsageError as error:
+            yield str(error)
+            return
+        if options.width % options.heads:
+            yield f"model.options.width is {options.width}, which {options.heads} heads cannot share evenly"
+        layers = options.layers + 2
+        if stages is not None and stages > layers:
+            yield (
+                f"{stages} stages cannot be cut from {layers} pieces (embedding, {options.layers} layers, head); "
+                f"model.options.layers={stages - 2} would do, or fewer ranks or stages"
+            )
+        if config.data.tokens not in ("bytes", "uint8") and options.vocabulary <= 256:
+            yield (
+                f"data.tokens is {config.data.tokens}, but the model knows {options.vocabulary} tokens; "
+                f"set model.options.vocabulary"
+            )
+        if options.context is not None and options.context < config.data.sequence:
+            yield (
+                f"model.options.context is {options.context}, shorter than data.sequence, {config.data.sequence}; "
+                f"leave it out, or make it as long"
+            )
+    elif ":" not in config.model.source:
+        yield (
+            f'model.source is "{config.model.source}"; it takes "gpt", "module:function", or "huggingface:NAME" such '
+            f'as "huggingface:llama"'
+        )

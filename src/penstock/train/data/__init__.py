@@ -1,0 +1,1 @@
+"""The data of a training run: where tokens come from, and batches of them."""

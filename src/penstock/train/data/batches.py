@@ -1,0 +1,289 @@
+"""Batches: each a pure function of (seed, step) where the source allows it, and a position that is saved.
+
+`Batches` is what the loop asks: `at(step)`, validation batches, a `state_dict` that names the position. Of tokens,
+batch n is the same whoever asks and whenever, so going on after a stop needs nothing but n. Of a function of the
+user's, the same holds when it returns an object with `batch(number)`; a plain iterable is counted through to where it
+was, unless it has a `state_dict` of its own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.checkpoint.generators import restore_generators, states_of_generators
+from penstock.errors import ModelError, UsageError
+from penstock.runtime.state.randomness import seed_of
+from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import call_source, is_function
+from penstock.train.data.tokens import Tokens, read_tokens
+
+__all__ = ["Batch", "Batches", "FunctionBatches", "IterableBatches", "TokenBatches", "open_data"]
+
+TRAINING, VALIDATION = 0, 1  # streams of random places
+MARKED = 256  # numbers of a tensor that a batch's checksum reads
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one pass is given: positional or keyword inputs, and the target."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    tokens: int  # for the rate: of tokens where rows have them, else rows
+
+    def share(self, number: int, count: int) -> Batch:
+        """The rows of replica `number` of `count`; `tokens` stay those of all."""
+        if count == 1:
+            return self
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.dim():
+                return value
+            return value.tensor_split(count)[number]
+
+        args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
+        return Batch(args, kwargs, target, self.tokens)
+
+    def mark(self, before: int = 0) -> int:
+        """A checksum of some of its numbers, by which processes see whether they were given the same."""
+        for value in pytree.tree_leaves((self.args, self.kwargs, self.target)):
+            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+                some = value.detach().reshape(-1)[:: max(1, value.numel() // MARKED)].cpu().contiguous()
+                before = zlib.crc32(bytes(some.view(torch.uint8).tolist()), before)
+        return before
+
+
+class Batches(Protocol):
+    """What the loop trains on. `number` counts passes through the pipeline."""
+
+    words: str
+
+    def first(self) -> Batch:
+        """One to look at; nothing is taken by it."""
+
+    def at(self, number: int) -> Batch:
+        """The batch of pass `number`."""
+
+    def validation(self, number: int) -> Batch | None:
+        """A batch to evaluate with; None where there are no (more) such."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+
+
+class TokenBatches:
+    """Rows of tokens from random places, drawn from (seed, number); the target is the row one token further."""
+
+    def __init__(self, tokens: Tokens, rows: int, sequence: int, seed: int, held_back: float) -> None:
+        self.words = tokens.words
+        self.rows, self.sequence, self.seed = rows, sequence, seed
+        cut = len(tokens) - int(len(tokens) * held_back)
+        self._training, self._validation = tokens.part(0, cut), tokens.part(cut, len(tokens))
+        self._fingerprint = tokens.fingerprint
+        self._next = 0
+        self.changed = ""  # for the user: how the tokens differ from those of the checkpoint
+        if len(self._training) <= sequence:
+            raise UsageError(
+                f"{tokens.words}: {len(self._training)} of them to train on, and one row takes {sequence + 1} "
+                f"(data.sequence and one to predict); give more text, or a shorter data.sequence"
+            )
+
+    def first(self) -> Batch:
+        """One to look at."""
+        return self._rows(self._training, 0, TRAINING)
+
+    def at(self, number: int) -> Batch:
+        """The batch of pass `number`."""
+        self._next = number + 1
+        return self._rows(self._training, number, TRAINING)
+
+    def validation(self, number: int) -> Batch | None:
+        """The same ones at every evaluation."""
+        if len(self._validation) <= self.sequence:
+            return None
+        return self._rows(self._validation, number, VALIDATION)
+
+    def _rows(self, tokens: Tokens, number: int, stream: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed_of(self.seed, number, 0, stream))
+        places = torch.randint(len(tokens) - self.sequence, (self.rows,), generator=generator).tolist()
+        rows = torch.stack([tokens.values[place : place + self.sequence + 1] for place in places]).to(torch.int64)
+        return Batch((rows[:, :-1],), {}, rows[:, 1:], self.rows * self.sequence)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next pass, and which tokens it is of."""
+        return {"next": self._next, "seed": self.seed, "fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Batches do not depend on the past: only what they are drawn from has to be the same."""
+        self._next = int(state["next"])
+        if state["fingerprint"] != self._fingerprint:
+            self.changed = "the tokens are not those of the checkpoint (other files or another Python)"
+
+
+class FunctionBatches:
+    """An object of the user's with `batch(number)`, and `validation(number)` if it likes."""
+
+    def __init__(self, source: Any, words: str) -> None:
+        self._source = source
+        self.words = words
+        self._next = 0
+
+    def first(self) -> Batch:
+        """One to look at."""
+        return as_batch(self._source.batch(0), self.words)
+
+    def at(self, number: int) -> Batch:
+        """The batch of pass `number`."""
+        self._next = number + 1
+        return as_batch(self._source.batch(number), self.words)
+
+    def validation(self, number: int) -> Batch | None:
+        """Where the object has them."""
+        ask = getattr(self._source, "validation", None)
+        found = None if ask is None else ask(number)
+        return None if found is None else as_batch(found, self.words)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next pass, and the object's own state if it has one."""
+        own = getattr(self._source, "state_dict", None)
+        return {"next": self._next, "own": None if own is None else own()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._next = int(state["next"])
+        if state["own"] is not None:
+            self._source.load_state_dict(state["own"])
+
+
+class IterableBatches:
+    """An iterable of the user's, begun again at its end; what was taken is counted."""
+
+    def __init__(self, source: Any, words: str) -> None:
+        self._source = source
+        self.words = words
+        self._iterator: Iterator[Any] | None = None
+        self._taken = 0  # in all
+        self._inside = 0  # of this round
+        self._begun: dict[str, Any] | None = None  # the random generators, where this round began
+
+    def _begin(self) -> Iterator[Any]:
+        """A new round. What it shuffles by is noted, so that the round can be begun again in the same order."""
+        own = [generator.get_state() for generator in _generators_of(self._source)]
+        self._begun = {"all": states_of_generators(), "own": own}
+        return iter(self._source)
+
+    def first(self) -> Batch:
+        """One to look at; it is put back."""
+        if self._iterator is None:
+            self._iterator = self._begin()
+        found = next(self._iterator, None)
+        if found is None:
+            raise UsageError(f"{self.words} has no batches")
+        self._iterator = chain([found], self._iterator)
+        return as_batch(found, self.words)
+
+    def at(self, number: int) -> Batch:
+        """The next one: `number` must be the count of those before it."""
+        if number != self._taken:
+            raise ModelError(f"{self.words}: batch {number} was asked for, batch {self._taken} is next")
+        if self._iterator is None:
+            self._iterator = self._begin()
+        try:
+            found = next(self._iterator)
+        except StopIteration:
+            if not self._inside:
+                again = "; return one that can be iterated again" if number else ""
+                raise UsageError(f"{self.words} has no batches{' left' if number else ''}{again}") from None
+            self._iterator, self._inside = None, 0
+            return self.at(number)
+        self._taken += 1
+        self._inside += 1
+        return as_batch(found, self.words)
+
+    def validation(self, number: int) -> Batch | None:
+        """An iterable has none."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many were taken, and the iterable's own state if it has one."""
+        own = getattr(self._source, "state_dict", None)
+        position = {"taken": self._taken, "inside": self._inside}
+        return {**position, "own": None, "begun": self._begun} if own is None else {**position, "own": own()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """By the iterable's own state, or by counting through to where it was."""
+        self._taken, self._inside = int(state["taken"]), int(state["inside"])
+        if state["own"] is not None:
+            self._source.load_state_dict(state["own"])
+            self._iterator = None
+            return
+        if self._iterator is None or not hasattr(self._source, "__next__"):
+            if state["begun"] is not None:  # the order of this round; the checkpoint then puts the generators back
+                restore_generators(state["begun"]["all"])
+                for generator, value in zip(_generators_of(self._source), state["begun"]["own"], strict=True):
+                    generator.set_state(value)
+            self._iterator = self._begin()
+        passed = sum(1 for _ in islice(self._iterator, self._inside))
+        if passed < self._inside:
+            raise ModelError(f"{self.words}: {self._inside} batches had been taken, now it has only {passed}")
+
+
+def _generators_of(source: Any) -> list[torch.Generator]:
+    """Those that a DataLoader or its samplers were given to shuffle by."""
+    holders = (source, getattr(source, "sampler", None), getattr(source, "batch_sampler", None))
+    found = (getattr(holder, "generator", None) for holder in holders)
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def as_batch(found: Any, origin: str) -> Batch:
+    """What a function of the user's gives: (inputs, target); inputs a tensor, a tuple, or a dict of keywords."""
+    if isinstance(found, dict):  # a model that takes its labels itself
+        return Batch((), dict(found), None, _count(found.values()))
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise UsageError(
+            f"{origin} gave a {type(found).__name__} for a batch; give (inputs, target), where inputs are a tensor, a "
+            f"tuple or a dict of keyword arguments; or one dict with everything the model takes"
+        )
+    inputs, target = found
+    if isinstance(inputs, dict):
+        return Batch((), dict(inputs), target, _count(inputs.values()))
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    return Batch(args, {}, target, _count(args))
+
+
+def _count(values: Any) -> int:
+    first = next((value for value in values if isinstance(value, Tensor) and value.dim()), None)
+    if first is None:
+        return 1
+    return first.numel() if not first.is_floating_point() and first.dim() == 2 else first.shape[0]
+
+
+def open_data(config: TrainConfig) -> Batches:
+    """The data of a configuration."""
+    data = config.data
+    if isinstance(data.source, str) and is_function(data.source):
+        source = call_source("data.source", data.source, data.options)
+        if hasattr(source, "batch"):
+            return FunctionBatches(source, data.source)
+        if not hasattr(source, "__iter__"):
+            raise UsageError(
+                f"data.source: {data.source} returned a {type(source).__name__}; return an iterable of batches, or an "
+                f"object with batch(number)"
+            )
+        return IterableBatches(source, data.source)
+    if data.options:
+        raise UsageError("data.options are for a module:function; files and stdlib take none")
+    rows = data.batch // config.training.accumulate
+    return TokenBatches(read_tokens(data.source, data.tokens), rows, data.sequence, config.seed, data.validation)

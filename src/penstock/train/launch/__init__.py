@@ -1,0 +1,1 @@
+"""The processes of a training run: started, met, watched and stopped."""

@@ -1,0 +1,337 @@
+"""What one process of a run does, from its first line to its last.
+
+The same for a rank that `penstock train` launched, a rank of torchrun, and the one process whose ranks are threads:
+build, load the newest whole checkpoint, train, say where things are. A process that fails leaves a note about it
+before it goes, because the launcher sees only exit codes, and names the culprit from those notes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import re
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from multiprocessing import forkserver
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.generators import seed_generators
+from penstock.checkpoint.load.loading import Loaded
+from penstock.checkpoint.processes import Processes
+from penstock.errors import CheckpointError, ModelError, PeerFailure, PenstockError, UsageError
+from penstock.optim.scaler import GradScaler
+from penstock.parallel.mesh import mesh as make_mesh
+from penstock.pipeline import Pipeline
+from penstock.schedule import Costs, Timeline, simulate
+from penstock.train.build import (
+    build_model,
+    build_optimizer,
+    build_pipeline,
+    build_rate,
+    follow_config,
+    options_of,
+)
+from penstock.train.config.consistent import stages_of
+from penstock.train.config.read import changes, to_document
+from penstock.train.config.settings import TrainConfig
+from penstock.train.data.batches import Batches, open_data
+from penstock.train.launch.meeting import new_prefix
+from penstock.train.launch.stopping import INTERRUPTED, Stop
+from penstock.train.loop import Ending, Trainer
+from penstock.train.metrics import Metrics
+from penstock.train.nonfinite import NonFinite
+from penstock.train.progress import Progress, of_time
+from penstock.train.run_folder import RunFolder, write_json
+from penstock.view.page import save_page
+from penstock.view.run import Run
+
+__all__ = ["FINAL", "Job", "enter", "log_as", "note_path", "read_note", "ready_path", "train_here"]
+
+FINAL = 3  # exit code: starting again would end in the same way
+PR_SET_PDEATHSIG = 1
+log = logging.getLogger("penstock.train")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told; it travels to it pickled."""
+
+    config: TrainConfig
+    again: str  # the command that goes on with this run
+    resumed: bool = False  # there was such a run before
+    launcher: int = 0  # the process that all ranks end with
+
+
+def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:
+    """Where a rank that failed says why."""
+    return folder.logs / f"failed-{attempt}-{rank}.json"
+
+
+def ready_path(folder: RunFolder, attempt: int, rank: int) -> Path:
+    """There while a rank can be asked to stop."""
+    return folder.logs / f"ready-{attempt}-{rank}"
+
+
+def enter(job: Job) -> int:
+    """The entrance of a launched rank. Returns 0 or 130; anything else ends the process with its own exit code."""
+    with Stop() as stop:  # first of all: an interrupt from here on is a request
+        os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the launcher, which passes it on, once
+        _leave_fork_server()
+        die_with(job.launcher)
+        attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+        folder = RunFolder(Path(job.config.output))
+        ready_path(folder, attempt, rank).touch()
+        log_as(job.config, rank)
+        try:
+            return train_here(job, stop)
+        except BaseException as error:
+            final = isinstance(error, (UsageError, ModelError, NonFinite))
+            _leave_note(note_path(folder, attempt, rank), rank, error, final)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(FINAL if final else 1)  # not through interpreter exit, which may wait for a stuck thread
+
+
+def _leave_fork_server() -> None:
+    """The fork server ends when nobody holds the other end of its pipe; ranks are given that end too, to fork from it
+    themselves, so they put it away."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
+
+
+def die_with(launcher: int) -> None:
+    """No orphans: when the launcher is gone, by whatever means, so is this process.
+
+    The kernel ends it when its parent goes, stopped or stuck as it may be. But the parent may be a fork server, which
+    goes a while after the launcher; so a thread waits for the launcher itself as well.
+    """
+    parent = os.getppid()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        ended = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os._exit(1)
+    except (OSError, AttributeError):  # a kernel older than 5.3
+        return
+    if os.getppid() != parent:  # it went before it could be watched
+        os._exit(1)
+    threading.Thread(target=_wait_and_die, args=(ended,), name="penstock-launcher", daemon=True).start()
+
+
+def _wait_and_die(ended: int) -> None:
+    select.select([ended], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> None:
+    cause, culprit = f"{type(error).__name__}: {error}", rank
+    place: dict[str, Any] = {}
+    if isinstance(error, PeerFailure):
+        culprit, cause = error.rank, error.cause
+        place = {"stage": error.stage, "action": error.action, "microbatch": error.microbatch}
+    elif isinstance(error, PenstockError):
+        cause = str(error)
+        other = re.match(r"process (\d+): ", cause)  # of a save: what went wrong on another rank
+        if isinstance(error, CheckpointError) and other:
+            culprit, cause = int(other[1]), cause[other.end() :]
+    usage = isinstance(error, UsageError)
+    note = {"rank": rank, "culprit": culprit, "cause": cause, "final": final, "usage": usage, **place}
+    with suppress(OSError):  # on a full disk the exit code must do
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, note)
+        path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+
+
+# -- training
+
+
+def train_here(job: Job, stop: Stop) -> int:
+    """Train in this process, as one rank or as all of them; the exit code."""
+    began = monotonic()
+    config, folder = job.config, RunFolder(Path(job.config.output))
+    processes = config.pipeline.workers == "processes" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    rank = int(os.environ.get("RANK", "0")) if processes else 0
+    if processes and not job.launcher and "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun's agent
+    with _group(config, processes):
+        seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
+        data = open_data(config)
+        pipe = _pipeline(config, folder, data, processes)
+        optimizer = build_optimizer(config, pipe)
+        rate = build_rate(config, optimizer)
+        kept = config.checkpoint
+        checkpointer = Checkpointer(
+            folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, async_save=kept.async_save
+        )
+        scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
+        start, skips, notes = 0, 0, []
+        if checkpointer.latest() is not None:
+            options = options_of(optimizer)
+            loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
+            follow_config(config, optimizer, rate, options)
+            start, skips, notes = loaded.step, loaded.extra["skips"], _changed(loaded.config, config)
+        first = rank == 0
+        if first:  # a configuration that the checkpoint does not fit has been refused by now
+            folder.keep_config(config)
+        metrics = Metrics(folder.metrics, start, config.logging.tensorboard) if first else None
+        progress = Progress(sys.stdout if first else None, config.logging.every)
+        if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            progress.say(pipe.describe())
+            progress.say(f"data      {data.words}")
+        elif not start:
+            progress.say("from the beginning: there is no whole checkpoint")
+        if start:
+            progress.say(f"going on from step {start}: {checkpointer.latest()}")
+            if notes:
+                progress.say(f"note: changed since that checkpoint: {', '.join(notes)}")
+        if changed := getattr(data, "changed", ""):
+            progress.say(f"note: {changed}; losses will not be those of a run that was never stopped")
+        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
+        trainer.skips = skips
+        try:
+            ending = trainer.run(start, stop)
+        except Exception:
+            with suppress(PenstockError):  # a save that is under way is seen through, unless a peer is lost
+                checkpointer.close()
+            raise
+        finally:
+            progress.close()
+            if metrics is not None:
+                metrics.close()
+        checkpointer.close()
+        if first:
+            progress.say(_where(job, folder, ending, checkpointer.latest(), monotonic() - began))
+        pipe.close()
+    return INTERRUPTED if ending.stopped else 0
+
+
+def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:
+    try:
+        return checkpointer.load(pipe, optimizer, **parts)
+    except CheckpointError as error:  # of another model or optimizer; a damaged one would have been passed over
+        raise UsageError(
+            f"{error}\nto go on, the configuration must be of the same model, optimizer and precision; --fresh starts "
+            f"over"
+        ) from error
+
+
+def _changed(before: Any, config: TrainConfig) -> list[str]:
+    """What the numbers depend on, beside the layout, and is not as it was."""
+    after = to_document(config)
+    return [
+        words
+        for name in ("seed", "model", "data", "optimizer", "training")
+        for words in changes(before.get(name), after[name], name)
+    ]
+
+
+@contextmanager
+def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
+    if not processes or dist.is_initialized():
+        yield
+        return
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    limit = timedelta(seconds=max(120.0, 2 * config.pipeline.timeout))
+    store, rank, count = next(rendezvous("env://", timeout=limit))
+    attempt = PrefixStore(new_prefix(store, rank, count, limit), store)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=limit)
+    yield
+    dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
+
+
+def _pipeline(config: TrainConfig, folder: RunFolder, data: Batches, processes: bool) -> Pipeline:
+    """Cut as the run was when it began, where that was measured: other cuts sum in another order."""
+    model, loss = build_model(config)
+    stages, balance, replicas = stages_of(config), None, config.mesh.replicas
+    before = folder.cut()
+    if before is not None and before["stages"] == stages and config.pipeline.balance in ("time", "memory"):
+        balance = before["counts"]
+    pipe = build_pipeline(
+        config,
+        model,
+        loss,
+        data.first().share(0, replicas),
+        ranks=config.pipeline.ranks,
+        balance=balance,
+        transport=None if processes else "threads",
+        mesh=make_mesh(pp=config.pipeline.ranks, dp=replicas) if replicas > 1 else None,
+    )
+    if balance is None and pipe.split.cuts and Processes(pipe, "penstock train").first:
+        bounds = [0, *pipe.split.cuts, len(pipe.split.weights)]
+        folder.keep_cut(stages, [end - begin for begin, end in pairwise(bounds)])
+    return pipe
+
+
+def log_as(config: TrainConfig, rank: int) -> None:
+    """Lines of `logging` say their rank."""
+    logging.basicConfig(
+        level=config.logging.level.upper(),
+        format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+        force=True,
+    )
+
+
+# -- the end
+
+
+def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None, seconds: float) -> str:
+    """What to look at now."""
+    page = _save_page(folder)
+    numbers = f"loss {ending.loss:.4f}" if ending.loss is not None else "nothing left to do"
+    if ending.validation is not None:
+        numbers += f", validation {ending.validation:.4f}"
+    head = "stopped" if ending.stopped else "done"
+    lines = ["", f"{head}: step {ending.step}, {numbers}, {of_time(seconds)}", f"checkpoint  {checkpoint}"]
+    lines.append(f"metrics     {folder.metrics}")
+    if page is not None:
+        lines.append(f"timeline    {page}")
+    if ending.stopped:
+        lines.append(f"go on       {job.again}")
+    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes":
+        lines.append(f"try it      penstock generate {folder.root} --prompt 'def '")
+    return "\n".join(lines)
+
+
+def _save_page(folder: RunFolder) -> Path | None:
+    """The page of the last recorded step, beside what its own costs predict."""
+    if not folder.timeline.exists():
+        return None
+    timeline = Timeline.load(folder.timeline)
+    planned = replace(simulate(timeline.schedule, Costs.from_timeline(timeline)), unit="s")
+    runs = [Run("measured", timeline), Run("predicted", planned)]
+    save_page(runs, folder.page, title=f"{folder.root.name}: the last recorded step")
+    return folder.page
+
+
+def read_note(path: Path) -> dict[str, Any] | None:
+    """A rank's note, if it could leave one."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return found

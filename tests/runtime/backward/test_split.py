@@ -1,0 +1,770 @@
+"""The split backward against the plain one: the same bits, the same hooks, nothing done twice, nothing kept.
+
+Each model runs as plain autograd and as I + W, several microbatches without zeroing, so that gradients accumulate. The
+first microbatch of a stage only shows which parameters can wait; from the second on they do.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import ModelError, RunError
+from penstock.runtime.backward import split as backward_module
+from penstock.runtime.backward.split import DeferredWeights, StageParameters, backward_full, backward_input
+
+MICROBATCHES = 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def without_onednn() -> Any:
+    """oneDNN's kernels for 16-bit floats use AMX, which virtual machines announce and then refuse."""
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags also touches TF32, and warns of it
+    yield
+    torch._C._set_mkldnn_enabled(True)
+
+
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def bits(tensor: Tensor) -> list[Any]:
+    """Equal bits, not only equal numbers: -0.0 is not 0.0."""
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return [tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(width).tolist()]
+
+
+def assert_same(got: Tensor | None, wanted: Tensor | None, what: str, *, exact: bool = True) -> None:
+    if got is None or wanted is None:
+        assert got is wanted, f"{what}: {got} against {wanted}"
+    elif got.is_sparse or wanted.is_sparse:
+        assert torch.equal(got.to_dense(), wanted.to_dense()), what
+    elif exact:
+        assert bits(got) == bits(wanted), f"{what} differs by up to {(got - wanted).abs().max()}"
+    else:
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12, msg=what)
+
+
+def count_hooks(module: nn.Module) -> Counter[str]:
+    fired: Counter[str] = Counter()
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda _, name=name: fired.update([f"tensor {name}"]))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([f"post {name}"]))
+    return fired
+
+
+def check(
+    module: nn.Module,
+    inputs: Callable[[], Sequence[Tensor]],
+    *,
+    gradient: Callable[[Tensor], Tensor | None] = torch.randn_like,
+    context: Callable[[], Any] = nullcontext,
+    exact: bool = True,
+    microbatches: int = MICROBATCHES,
+    input_needs_gradient: bool = True,
+) -> int:
+    """Run `module` plain and split; everything must agree. Returns how many operations waited in the last one."""
+    plain, split = copy.deepcopy(module), copy.deepcopy(module)  # neither with gradients of an earlier check
+    plain_hooks, split_hooks = count_hooks(plain), count_hooks(split)
+    parameters = StageParameters()
+    pending = 0
+    for microbatch in range(microbatches):
+        given = list(inputs())
+        leaves = []
+        for _ in range(2):
+            own = [x.detach().clone(memory_format=torch.preserve_format) for x in given]
+            leaves.append([x.requires_grad_(input_needs_gradient and x.is_floating_point()) for x in own])
+        seed = int(torch.randint(2**31, ()))
+        torch.manual_seed(seed)
+        with context():
+            wanted = as_tuple(plain(*leaves[0]))
+        torch.manual_seed(seed)
+        deferred = DeferredWeights(parameters)
+        with deferred.recording(), context():
+            got = as_tuple(split(*leaves[1]))
+        gradients = [gradient(y) if y.is_floating_point() else None for y in wanted]
+        backward_full(wanted, gradients)
+        backward_input(got, gradients, deferred)
+        pending = deferred.pending
+        deferred.run()
+        assert deferred.pending == 0
+        for a, b in zip(got, wanted, strict=True):
+            assert_same(a.detach(), b.detach(), f"output of microbatch {microbatch}", exact=exact)
+        for a, b in zip(leaves[1], leaves[0], strict=True):
+            assert_same(a.grad, b.grad, f"input gradient of microbatch {microbatch}", exact=exact)
+        wanted_grads = dict(plain.named_parameters())
+        for name, parameter in split.named_parameters():
+            assert_same(parameter.grad, wanted_grads[name].grad, f"{name} of {microbatch}", exact=exact)
+        assert split_hooks == plain_hooks, f"hooks after microbatch {microbatch}"
+    return pending
+
+
+class Apply(nn.Module):
+    """A module from a function of the module and its inputs."""
+
+    def __init__(self, function: Callable[..., Any], **children: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.randn(*shape, dtype=dtype)]
+
+
+def mlp(width: int = 8, **options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width, **options), nn.GELU(), nn.Linear(width, width, **options))
+
+
+# --- the same bits ---
+
+SHAPES = [(5,), (1, 5), (7, 5), (3, 4, 5), (1, 1, 5), (2, 3, 4, 5), (0, 5), (2, 0, 5), (33, 17, 5)]
+
+
+def strided(shape: tuple[int, ...], layout: str) -> Tensor:
+    if layout == "contiguous":
+        return torch.randn(shape)
+    if layout == "every other":
+        return torch.randn(*shape[:-1], shape[-1] * 2)[..., ::2]
+    return torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "every other", "reversed"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_has_the_same_bits_for_every_shape_and_layout(dtype: torch.dtype, layout: str, bias: bool) -> None:
+    for shape in SHAPES:
+        # A product before and after, so that the layer's input has history and its output is not the stage's.
+        layer = Apply(lambda m, x: m.layer(x * 1.5) * 0.5, layer=nn.Linear(5, 6, bias=bias, dtype=dtype))
+        assert check(layer, lambda shape=shape: [strided(shape, layout).to(dtype)]) == 1, shape
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 5)])
+def test_gradients_that_are_expanded_or_transposed(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(5, 6)
+    assert check(layer, normal(*shape), gradient=lambda y: torch.ones(()).expand_as(y)) == 1
+    assert (
+        check(layer, normal(*shape), gradient=lambda y: torch.randn(y.shape[::-1]).permute(*range(y.dim())[::-1])) == 1
+    )
+    assert check(Apply(lambda m, x: m.layer(x).sum(), layer=layer), normal(*shape)) == 1
+
+
+def test_a_weight_that_is_laid_out_by_columns() -> None:
+    layer = nn.Linear(5, 6)
+    layer.weight = nn.Parameter(torch.randn(5, 6).t())
+    assert check(layer, normal(7, 5)) == 1
+    assert check(layer, normal(3, 7, 5)) == 1
+    product = Apply(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.randn(6, 5).t()))
+    assert check(product, normal(7, 5)) == 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "every other", "reversed"])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 5), (2, 3, 4, 5)])
+def test_matmul_on_a_parameter(shape: tuple[int, ...], layout: str) -> None:
+    for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+        module = Apply(lambda m, x, f=function: f(x * 2, m.weight), weight=nn.Parameter(torch.randn(5, 6)))
+        assert check(module, lambda: [strided(shape, layout)]) == 1
+
+
+def test_addmm_mm_and_bmm_on_a_parameter() -> None:
+    bias, weight = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(5, 6))
+    assert check(Apply(lambda m, x: torch.addmm(m.bias, x, m.weight), bias=bias, weight=weight), normal(7, 5)) == 1
+    assert check(Apply(lambda m, x: torch.mm(x, m.weight), weight=weight), normal(7, 5)) == 1
+    experts = nn.Parameter(torch.randn(3, 5, 6))
+    assert check(Apply(lambda m, x: torch.bmm(x, m.experts), experts=experts), normal(3, 7, 5)) == 1
+    # Not the plain case: left to I.
+    scaled = Apply(lambda m, x: torch.addmm(m.bias, x, m.weight, beta=0.5), bias=bias, weight=weight)
+    assert check(scaled, normal(7, 5)) == 0
+    assert check(Apply(lambda m, x: m.weight @ x, weight=weight), normal(6, 3)) == 0
+    assert check(Apply(lambda m, x: x @ m.weight, weight=weight), normal(5)) == 0
+
+
+CONVOLUTIONS = [
+    (nn.Conv1d(4, 6, 3), (2, 4, 9), 1),
+    (nn.Conv1d(4, 6, 3, padding=2, dilation=2, bias=False), (2, 4, 9), 1),
+    (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 8), 1),
+    (nn.Conv2d(4, 6, (3, 1), groups=2, dilation=(2, 1)), (2, 4, 9, 8), 1),
+    (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (2, 4, 9, 8), 1),
+    (nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 9, 8), 1),
+    (nn.Conv2d(4, 6, 3), (4, 9, 8), 1),
+    (nn.Conv2d(4, 4, 3, groups=4), (1, 4, 9, 8), 1),
+    (nn.Conv3d(2, 4, 2), (2, 2, 5, 5, 5), 1),
+    (nn.Conv2d(4, 6, 3, padding="same"), (2, 4, 9, 8), 0),
+    (nn.ConvTranspose2d(4, 6, 3), (2, 4, 9, 8), 0),
+]
+
+
+@pytest.mark.parametrize(("layer", "shape", "waiting"), CONVOLUTIONS, ids=str)
+def test_convolutions(layer: nn.Module, shape: tuple[int, ...], waiting: int) -> None:
+    assert check(layer, normal(*shape)) == waiting
+    assert check(copy.deepcopy(layer).double(), normal(*shape, dtype=torch.float64)) == waiting
+
+
+def test_a_convolution_in_channels_last() -> None:
+    layer = nn.Conv2d(4, 6, 3, padding=1).to(memory_format=torch.channels_last)
+    assert check(layer, lambda: [torch.randn(2, 4, 9, 8).to(memory_format=torch.channels_last)]) == 1
+
+
+# --- models ---
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(mixed)
+        return x + self.mlp(self.second(x))
+
+
+def test_a_transformer_block_defers_its_four_products() -> None:
+    assert check(Block(), normal(2, 16, 32)) == 4
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_multihead_attention_and_torchs_encoder_layer(batch_first: bool) -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=batch_first)
+    assert check(Apply(lambda m, x: m.attention(x, x, x)[0], attention=attention), normal(3, 5, 16)) == 2
+    # Keys of another source: the packed weight is used through views of it.
+    crossed = Apply(lambda m, x, y: m.attention(x, y, y), attention=copy.deepcopy(attention))
+    assert check(crossed, lambda: [torch.randn(3, 5, 16), torch.randn(3, 5, 16)]) == 1
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=batch_first)
+    assert check(layer, normal(3, 5, 16)) == 4
+
+
+def test_outputs_that_are_views() -> None:
+    """torch's split detaches its outputs in place, which a view refuses (CT-7)."""
+    for view in (
+        lambda y: y.view(2, -1), lambda y: y.transpose(0, 1), lambda y: y.unsqueeze(0), lambda y: y[1:],
+        lambda y: y.chunk(2),
+    ):  # fmt: skip
+        assert check(Apply(lambda m, x, view=view: view(m.layer(x)), layer=nn.Linear(6, 6)), normal(4, 6)) == 1
+
+
+def test_a_parameter_that_the_input_does_not_reach() -> None:
+    """torch's split loses its gradient (CT-6)."""
+    module = Apply(lambda m, x: (m.layer(x), m.query * 2), layer=nn.Linear(6, 6), query=nn.Parameter(torch.ones(3)))
+    assert check(module, normal(4, 6)) == 1
+    through = Apply(
+        lambda m, x: (m.layer(x), m.layer(m.query)), layer=nn.Linear(6, 6), query=nn.Parameter(torch.ones(3, 6))
+    )
+    assert check(through, normal(4, 6)) == 2
+
+
+def test_outputs_without_gradient_without_need_of_one_and_twice_the_same() -> None:
+    def both(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+        y = m.layer(x)
+        return y, y, y.detach(), (y > 0), m.other(x)
+
+    module = Apply(both, layer=nn.Linear(6, 6), other=nn.Linear(6, 5))
+    assert check(module, normal(4, 6), gradient=lambda y: torch.randn_like(y) if y.shape[-1] == 6 else None) == 1
+
+
+def test_no_gradient_at_all_leaves_the_parameters_alone() -> None:
+    layer, deferred = nn.Linear(6, 6), DeferredWeights(StageParameters())
+    with deferred.recording():
+        y = layer(torch.randn(4, 6))
+    backward_input([y], [None], deferred)
+    deferred.run()
+    assert layer.weight.grad is None
+
+
+def test_an_input_handed_through() -> None:
+    assert check(Apply(lambda m, x: (m.layer(x), x), layer=nn.Linear(6, 6)), normal(4, 6)) == 1
+
+
+def test_a_first_stage_whose_input_needs_no_gradient() -> None:
+    assert check(mlp(), normal(4, 8), input_needs_gradient=False) == 2
+    assert check(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)), normal(4, 8), input_needs_gradient=False) == 1
+    assert check(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), normal(2, 3, 8, 8), input_needs_gradient=False) == 1
+
+
+def test_frozen_parameters() -> None:
+    frozen = mlp()
+    frozen[0].requires_grad_(False)
+    assert check(frozen, normal(4, 8)) == 1
+    assert check(copy.deepcopy(frozen), normal(4, 8), input_needs_gradient=False) == 1
+    frozen[2].requires_grad_(False)
+    assert check(copy.deepcopy(frozen), normal(4, 8)) == 0
+    for name, waiting in (("weight", 0), ("bias", 1)):
+        layer = nn.Linear(8, 8)
+        getattr(layer, name).requires_grad_(False)
+        assert check(layer, normal(4, 8)) == waiting
+        assert check(copy.deepcopy(layer), normal(4, 8), input_needs_gradient=False) == waiting
+
+
+def test_freezing_between_microbatches_is_followed() -> None:
+    layer, parameters = nn.Linear(6, 6), StageParameters()
+    for microbatch in range(3):
+        deferred = DeferredWeights(parameters)
+        x = torch.randn(4, 6, requires_grad=True)
+        layer.weight.grad = None
+        layer.weight.requires_grad_(microbatch < 2)
+        with deferred.recording():
+            y = layer(x)
+        backward_input([y], [torch.ones_like(y)], deferred)
+        deferred.run()
+        assert (layer.weight.grad is not None) == (microbatch < 2)
+
+
+# --- tied parameters: hooks once ---
+
+
+def test_a_layer_called_twice() -> None:
+    assert check(Apply(lambda m, x: m.layer(m.layer(x).relu()), layer=nn.Linear(6, 6)), normal(4, 6)) == 2
+    thrice = Apply(lambda m, x: m.layer(m.layer(m.layer(x))), layer=nn.Linear(6, 6))
+    assert check(thrice, normal(2, 4, 6)) == 3
+
+
+def tokens() -> list[Tensor]:
+    return [torch.randint(0, 11, (2, 5))]
+
+
+def test_an_embedding_waits_too_so_a_tied_head_fires_hooks_once() -> None:
+    table = nn.Embedding(11, 6)
+    assert check(table, tokens) == 1
+    tied = Apply(lambda m, ids: F.linear(m.layer(m.table(ids)), m.table.weight), table=table, layer=nn.Linear(6, 6))
+    assert check(tied, tokens) == 3
+    assert check(nn.Embedding(11, 6, padding_idx=0, scale_grad_by_freq=True), tokens) == 1
+    assert check(nn.Embedding(11, 6, sparse=True), tokens) == 1
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_parameter_with_a_use_that_cannot_wait_does_not_wait_at_all(order: str) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        if order == "before":
+            x = x * m.layer.weight.sum()
+        x = m.other(m.layer(x))
+        return x if order == "before" else x * m.layer.weight.sum()
+
+    assert check(Apply(forward, layer=nn.Linear(6, 6), other=nn.Linear(6, 6)), normal(4, 6)) == 1  # other
+
+
+def test_a_parameter_that_is_also_an_output() -> None:
+    module = Apply(lambda m, x: (m.other(m.layer(x)), m.layer.weight), layer=nn.Linear(6, 6), other=nn.Linear(6, 6))
+    assert check(module, normal(4, 6)) == 1
+
+
+class Scale(torch.autograd.Function):
+    """A user's own operation, which no mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        ctx.variable = None  # a name that autograd's own leaves have
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradients[0] * scale, (gradients[0] * x).sum(0)
+
+
+def test_a_users_own_function() -> None:
+    module = Apply(
+        lambda m, x: m.layer(Scale.apply(x, m.scale)), layer=nn.Linear(6, 6), scale=nn.Parameter(torch.randn(6))
+    )
+    assert check(module, normal(4, 6)) == 1
+    tied = Apply(lambda m, x: Scale.apply(m.layer(x), m.layer.bias), layer=nn.Linear(6, 6))
+    assert check(tied, normal(4, 6)) == 1  # the weight; the bias has a use that cannot wait
+    behind = Apply(
+        lambda m, x: Scale.apply(m.layer(x * m.layer.weight.sum()), m.scale),
+        layer=nn.Linear(6, 6),
+        scale=nn.Parameter(torch.randn(6)),
+    )
+    assert check(behind, normal(4, 6)) == 0
+
+
+def test_microbatches_that_take_different_paths_before_the_first_backward() -> None:
+    layer, parameters = nn.Linear(6, 6), StageParameters()
+    flight = []
+    for regularized in (True, False):
+        deferred = DeferredWeights(parameters)
+        with deferred.recording():
+            y = layer(torch.randn(4, 6, requires_grad=True))
+            y = y + layer.weight.sum() if regularized else y
+        flight.append((y, deferred))
+    for y, deferred in flight:
+        deferred.learn([y])
+    assert parameters.status(layer.weight) is False
+    assert parameters.status(layer.bias) is True
+
+
+def test_parametrized_and_functionally_called_modules() -> None:
+    assert check(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), normal(4, 6)) == 0
+
+    def swapped(m: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(m.layer, {"weight": m.other}, (x,))
+
+    module = Apply(swapped, layer=nn.Linear(6, 6), other=nn.Parameter(torch.randn(6, 6)))
+    assert check(module, normal(4, 6)) == 1
+    scaled = Apply(lambda m, x: F.linear(x, m.layer.weight * 2, m.layer.bias), layer=nn.Linear(6, 6))
+    assert check(scaled, normal(4, 6)) == 0
+
+
+# --- what a forward may do ---
+
+
+def test_tensors_used_twice_and_in_place_operations() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        z = y * 2 + m.other(y) + m.other(x)
+        w = m.layer(z)
+        w += x
+        return F.relu_(w)
+
+    assert check(Apply(forward, layer=nn.Linear(6, 6), other=nn.Linear(6, 6)), normal(4, 6)) == 4
+
+
+def test_changing_an_input_in_place_is_an_error_as_ever() -> None:
+    layer, parameters = nn.Linear(6, 6), StageParameters()
+    for attempt in range(2):
+        deferred = DeferredWeights(parameters)
+        with deferred.recording():
+            x = torch.randn(4, 6, requires_grad=True) * 2
+            y = layer(x)
+            if attempt:
+                x.add_(1)
+        backward_input([y], [torch.ones_like(y)], deferred)
+        if attempt:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                deferred.run()
+        else:
+            deferred.run()
+
+
+def test_dropout_and_regions_without_gradient() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = m.layer(x)
+        return m.layer(F.dropout(x)) - target
+
+    assert check(Apply(forward, layer=nn.Linear(6, 6)), normal(4, 6)) == 1
+
+
+def test_hooks_of_modules_and_of_tensors() -> None:
+    def hooked() -> nn.Module:
+        model = mlp(6)
+        model[0].register_forward_hook(lambda _m, _i, output: output * 2)
+        model[2].register_forward_pre_hook(lambda _m, inputs: (inputs[0] + 1,))
+        model[2].register_full_backward_hook(lambda _m, gradients, _o: (gradients[0] * 3,))
+        model[0].register_full_backward_pre_hook(lambda _m, gradients: (gradients[0] * 0.5,))
+        return model
+
+    assert check(hooked(), normal(4, 6)) == 2
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        y.register_hook(lambda gradient: gradient * 2)  # the weight's gradient must see it too
+        return y.relu()
+
+    assert check(Apply(forward, layer=nn.Linear(6, 6)), normal(4, 6)) == 1
+
+
+def test_a_hook_that_changes_a_parameters_gradient() -> None:
+    plain, parameters = nn.Linear(6, 6), StageParameters()
+    split = copy.deepcopy(plain)
+    for layer in (plain, split):
+        layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    for _ in range(MICROBATCHES):
+        x, deferred = torch.randn(4, 6), DeferredWeights(parameters)
+        with deferred.recording():
+            y = split(x.requires_grad_())
+        backward_input([y], [torch.ones_like(y)], deferred)
+        deferred.run()
+        plain(x).sum().backward()
+    assert_same(split.weight.grad, plain.weight.grad, "weight")
+
+
+def reduce_by_ddp() -> None:
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)))
+    reduced: list[int] = []
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and not those of strings
+        reduced.append(bucket.buffer().numel())
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() / 2)
+        return future
+
+    wrapped.register_comm_hook(None, reduce)
+    parameters = StageParameters()
+    for microbatch in range(4):
+        deferred = DeferredWeights(parameters)
+        with nullcontext() if microbatch % 2 else wrapped.no_sync(), deferred.recording():
+            y = wrapped(torch.randn(4, 6, requires_grad=True))
+        backward_input([y], [torch.ones_like(y)], deferred)
+        deferred.run()
+        assert sum(reduced) == (microbatch + 1) // 2 * sum(p.numel() for p in wrapped.parameters())
+
+
+def test_ddp_reduces_every_gradient_once_a_synchronised_microbatch() -> None:
+    """torch's split writes `.grad` past DDP's hooks, so replicas drift apart in silence (CT-2)."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        reduce_by_ddp()
+    finally:
+        gc.collect()  # a group that DDP outlives ends with it, and may then wait for its own threads for ever
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_are_recomputed_once(reentrant: bool) -> None:
+    """torch's split recomputes once a parameter group: 18 runs of a layer instead of 2 (CT-8)."""
+    runs: Counter[int] = Counter()
+
+    class Counted(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index, self.layer = index, nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            runs[self.index] += 1
+            return self.layer(x).relu()
+
+    layers = nn.Sequential(*[Counted(i) for i in range(4)])
+    module = Apply(
+        lambda m, x: m.last(checkpoint(m.layers, x, use_reentrant=reentrant)), layers=layers, last=nn.Linear(6, 6)
+    )
+    assert check(module, normal(4, 6)) == 1
+    assert set(runs.values()) == {2 * 2 * MICROBATCHES}  # forward and recomputation, plain and split
+
+
+def test_saved_tensors_hooks_still_get_what_is_saved() -> None:
+    packed: list[int] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x.numel())
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    assert check(nn.Linear(6, 6), normal(4, 6), context=lambda: hooks(pack, lambda x: x)) == 0
+    assert len(packed) == 2 * 2 * MICROBATCHES  # input and weight
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    def cast() -> Any:
+        return torch.autocast("cpu", dtype)
+
+    assert check(mlp(16), normal(8, 16), context=cast) == 2
+    assert check(mlp(16, bias=False), normal(2, 8, 16), context=cast) == 2
+    assert check(mlp(16), normal(8, 16), context=cast, input_needs_gradient=False) == 2
+    assert check(Block(), normal(2, 16, 32), context=cast) == 4
+    assert check(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), normal(2, 3, 9, 9), context=cast) == 2
+    assert check(Apply(lambda m, x: m.layer(m.layer(x)), layer=nn.Linear(16, 16)), normal(8, 16), context=cast) == 2
+
+    def mixed(m: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = m.layer(x)
+        return m.other(y)
+
+    assert check(Apply(mixed, layer=nn.Linear(16, 16), other=nn.Linear(16, 16)), normal(8, 16), context=cast) == 2
+
+
+def test_a_forward_that_differentiates_is_left_whole() -> None:
+    def force(m: Any, x: Tensor) -> Tensor:
+        energy = m.model(x).sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return gradient
+
+    assert check(Apply(force, model=mlp(6)), normal(4, 6)) == 0
+
+
+def test_a_forward_that_starts_to_differentiate_later_is_refused() -> None:
+    layer, parameters = nn.Linear(6, 6), StageParameters()
+    deferred = DeferredWeights(parameters)
+    x = torch.randn(4, 6, requires_grad=True)
+    with deferred.recording():
+        y = layer(x)
+    deferred.learn([y])
+    with DeferredWeights(parameters).recording():
+        y = layer(x)
+        with pytest.raises(ModelError, match="choose a schedule without W"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_functorch_inside_a_forward() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return torch.vmap(m.layer)(x) + m.other(x)
+
+    assert check(Apply(forward, layer=nn.Linear(6, 6), other=nn.Linear(6, 6)), normal(4, 6)) == 1
+
+
+# --- the life of a microbatch ---
+
+
+def test_order_is_enforced() -> None:
+    deferred = DeferredWeights(StageParameters())
+    with pytest.raises(RunError, match="after I"):
+        deferred.run()
+    with deferred.recording():
+        y = nn.Linear(6, 6)(torch.randn(4, 6))
+    with pytest.raises(RunError, match="recorded once"), deferred.recording():
+        pass
+    with pytest.raises(RunError, match="after I"):
+        deferred.run()
+    backward_input([y], [torch.ones_like(y)], deferred)
+    with pytest.raises(RunError, match="runs once"):
+        backward_input([y], [torch.ones_like(y)], deferred)
+    deferred.run()
+    with pytest.raises(RunError, match="done"):
+        deferred.run()
+
+
+def test_several_microbatches_in_flight_and_out_of_order() -> None:
+    plain, parameters = mlp(), StageParameters()
+    split = copy.deepcopy(plain)
+    inputs = [torch.randn(4, 8) for _ in range(5)]
+    flight = []
+    for x in inputs:
+        deferred = DeferredWeights(parameters)
+        with deferred.recording():
+            y = split(x.clone().requires_grad_())
+        deferred.learn([y])
+        flight.append((y, deferred))
+    for y, deferred in reversed(flight):
+        backward_input([y], [torch.ones_like(y)], deferred)
+    assert [deferred.pending for _, deferred in flight] == [0, 2, 2, 2, 2]
+    for _, deferred in flight:
+        deferred.run()
+    for x in inputs:
+        plain(x).sum().backward()
+    for got, wanted in zip(split.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_only_what_w_needs_lives_after_i_and_nothing_after_w() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sigmoid(), nn.Tanh(), nn.Linear(6, 6))
+    values: dict[int, StorageWeakRef] = {}
+    gradients: dict[int, StorageWeakRef] = {}
+
+    def watch(index: int, output: Tensor) -> None:
+        values[index] = StorageWeakRef(output.untyped_storage())
+        output.register_hook(lambda g: gradients.update({index: StorageWeakRef(g.untyped_storage())}))
+
+    for index, layer in enumerate(model):
+        layer.register_forward_hook(lambda _m, _i, output, index=index: watch(index, output))
+
+    def alive(table: dict[int, StorageWeakRef]) -> list[int]:
+        return sorted(index for index, storage in table.items() if not storage.expired())
+
+    parameters = StageParameters()
+    gc.disable()  # what is freed must not have waited for the collector
+    try:
+        for microbatch in range(3):
+            deferred = DeferredWeights(parameters)
+            with deferred.recording():
+                y = model(torch.randn(4, 6, requires_grad=True))
+            backward_input([y], [torch.ones_like(y)], deferred)
+            if microbatch:
+                assert alive(values) == [3, 4]  # the second product's input, and y, which we hold
+                assert alive(gradients) == [0, 4]  # what arrived at the two products
+            deferred.run()
+            assert alive(values) == [4]
+            assert alive(gradients) == []
+            probe = weakref.ref(deferred)
+            del y, deferred
+            assert alive(values) == []
+            assert probe() is None
+    finally:
+        gc.enable()
+
+
+def test_large_weights_are_accumulated_one_by_one_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_module, "BYTES_PER_PASS", 0)
+    assert check(Block(), normal(2, 16, 32)) == 4
+    assert (
+        check(
+            Apply(lambda m, x: m.layer(m.other(m.layer(x))), layer=nn.Linear(6, 6), other=nn.Linear(6, 6)), normal(4, 6)
+        )
+        == 3
+    )
+    tied = Apply(
+        lambda m, ids: F.linear(m.layer(m.table(ids)), m.table.weight), table=nn.Embedding(11, 6), layer=nn.Linear(6, 6)
+    )
+    assert check(tied, tokens) == 3
+
+
+def test_two_ranks_as_threads_at_once() -> None:
+    failures: list[BaseException] = []
+    barrier = threading.Barrier(2)
+
+    def rank(width: int) -> None:
+        try:
+            module = mlp(width)
+            barrier.wait()
+            for _ in range(5):
+                assert check(copy.deepcopy(module), normal(4, width), microbatches=4) == 2
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=rank, args=(width,)) for width in (8, 12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_submodules_run_as_they_are() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    plain, outer, parameters = mlp(6), nn.Linear(6, 6), StageParameters()
+    split, twin = copy.deepcopy(plain), copy.deepcopy(outer)
+    compiled = torch.compile(split, backend=compiler)
+    for microbatch in range(MICROBATCHES):
+        x, deferred = torch.randn(4, 6), DeferredWeights(parameters)
+        with deferred.recording():
+            y = compiled(outer(x.clone().requires_grad_()))
+        backward_input([y], [torch.ones_like(y)], deferred)
+        assert deferred.pending == min(microbatch, 1)  # the layer outside
+        deferred.run()
+        plain(twin(x)).sum().backward()
+    assert len(graphs) == 1, "the mode must not break what is compiled into pieces"
+    got, wanted = nn.Sequential(split, outer), nn.Sequential(plain, twin)
+    for a, b in zip(got.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)

@@ -1,0 +1,267 @@
+"""A loss is asked whether its microbatches make the batch: one that does not is refused, with numbers and remedies."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import ModelError, PeerFailure
+from penstock.runtime.loss import check as loss_check
+
+WIDTH, LENGTH, M = 6, 4, 3
+Loss = Callable[..., Tensor]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def pipeline(loss: Loss | None, **options: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(model(), **{"stages": 2, "microbatches": M, "loss_fn": loss, **options})
+
+
+def batch(rows: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, targets, and a mask that is uneven."""
+    torch.manual_seed(seed)
+    mask = torch.rand(rows, LENGTH) < 0.7
+    mask[0] = True
+    mask[1:3, 1:] = False
+    return torch.randn(rows, LENGTH, WIDTH).double(), torch.randn(rows, LENGTH, WIDTH).double(), mask
+
+
+def masked(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    terms = (output - target).square().mean(-1) * mask
+    return terms.sum() / mask.sum()
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    one, two = F.normalize(output.flatten(1), dim=-1), F.normalize(target.flatten(1), dim=-1)
+    return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(one)))
+
+
+def whole(loss: Loss, x: Tensor, y: Tensor, **extra: Any) -> tuple[Tensor, list[Tensor]]:
+    net = model()
+    value = loss(net(x), y, **extra)
+    value.backward()
+    return value.detach(), [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+def stepped(pipe: penstock.Pipeline, *args: Any, **given: Any) -> tuple[Tensor | None, list[Tensor]]:
+    pipe.zero_grad()
+    result = pipe.step(*args, **given)
+    return result.loss, [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def refused(pipe: penstock.Pipeline, *args: Any, **given: Any) -> str:
+    with pytest.raises(PeerFailure) as caught:
+        pipe.step(*args, **given)
+    assert isinstance(caught.value.__cause__, ModelError)
+    return str(caught.value.__cause__)
+
+
+# -- what is refused, and the remedies
+
+
+def test_a_mean_over_something_else_is_refused_and_right_with_its_weight() -> None:
+    x, y, mask = batch()
+    said = refused(pipeline(masked), x, target=y, loss_kwargs={"mask": mask})
+    numbers = [masked(model()(x[rows]), y[rows], mask[rows]).item() for rows in (slice(3), slice(3, 6), slice(6))]
+    assert f"their own, {numbers[0]:.7g} (weighing 3) and {numbers[1]:.7g} (weighing 3), make" in said
+    assert f"taken together is {numbers[2]:.7g}" in said
+    assert "loss_weight=" in said
+    pipe = pipeline(masked, loss_weight=lambda mask: mask.sum())
+    for seed in range(2):
+        x, y, mask = batch(seed=seed)
+        close(stepped(pipe, x, target=y, loss_kwargs={"mask": mask}), whole(masked, x, y, mask=mask))
+        close(pipe.evaluate(x, target=y, loss_kwargs={"mask": mask}).loss, whole(masked, x, y, mask=mask)[0])
+
+
+def test_a_sum_is_refused_and_right_as_one() -> None:
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum()
+
+    x, y, _ = batch()
+    assert "they add up, so pass loss_reduction='sum'" in refused(pipeline(total), x, target=y)
+    pipe = pipeline(total, loss_reduction="sum")
+    for _ in range(2):
+        close(stepped(pipe, x, target=y), whole(total, x, y))
+
+
+def test_rows_that_are_compared_are_refused_unless_that_is_meant() -> None:
+    """Each microbatch then compares its own rows, and counts by their number."""
+    x, y, _ = batch()
+    assert "loss_per_microbatch=True if that is what you mean" in refused(pipeline(contrastive), x, target=y)
+    pipe = pipeline(contrastive, loss_per_microbatch=True)
+    net = model()
+    shares = [
+        (contrastive(net(a), b), len(a) / len(x)) for a, b in zip(x.tensor_split(M), y.tensor_split(M), strict=True)
+    ]
+    value = sum((loss * share for loss, share in shares), torch.zeros(()))
+    value.backward()
+    for _ in range(2):
+        close(stepped(pipe, x, target=y), (value.detach(), [p.grad for p in net.parameters()]))
+
+
+def test_a_wrong_weight_is_refused() -> None:
+    x, y, mask = batch()
+    pipe = pipeline(masked, loss_weight=lambda target, mask: (~mask).sum())
+    assert "taken together" in refused(pipe, x, target=y, loss_kwargs={"mask": mask})
+
+
+def test_a_sum_of_means_is_refused() -> None:
+    x, y, _ = batch()
+    assert "make" in refused(pipeline(lambda o, t: (o - t).square().mean(), loss_reduction="sum"), x, target=y)
+
+
+def test_an_evaluation_asks_too() -> None:
+    x, y, mask = batch()
+    with pytest.raises(PeerFailure, match="taken together"):
+        pipeline(masked).evaluate(x, target=y, loss_kwargs={"mask": mask})
+
+
+def test_a_loss_that_was_a_mean_over_rows_until_masks_became_uneven_is_refused_then() -> None:
+    pipe = pipeline(masked)
+    x, y, mask = batch()
+    pipe.step(x, target=y, loss_kwargs={"mask": torch.ones_like(mask)})
+    pipe.step(x, target=y, loss_kwargs={"mask": torch.ones_like(mask)})
+    assert "taken together" in refused(pipe, x, target=y, loss_kwargs={"mask": mask})
+
+
+def test_a_target_that_the_loss_computes_must_be_weighed_by_the_user() -> None:
+    """A cross-entropy of targets that are in no argument shows what it is a mean over, but not in advance."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        labels = target.sum(-1).gt(0).long() + target.sum(-1).gt(3).long()
+        return F.cross_entropy(output.flatten(0, 1), labels.masked_fill(target[..., 0] > 0.5, -100).flatten())
+
+    x, y, _ = batch()
+    y[:3, :, 0] = 1.0
+    y[3:, :, 0] = 0.0
+    y[2, 0, 0] = 0.0
+    said = refused(pipeline(loss), x, target=y)
+    assert "loss_weight=" in said
+    pipe = pipeline(loss, loss_weight=lambda target: (target[..., 0] <= 0.5).sum())
+    close(stepped(pipe, x, target=y), whole(loss, x, y))
+
+
+# -- what must not be disturbed
+
+
+def test_it_is_asked_once_for_each_kind_of_batch() -> None:
+    calls: list[int] = []
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return (output - target).square().mean()
+
+    pipe = pipeline(counted)
+    x, y, _ = batch()
+    for rows, wanted in ((8, 2 * M - 1), (8, M), (7, M), (6, 2 * M - 1), (8, M)):  # microbatch 0 has 3, 3, 3, 2, 3 rows
+        calls.clear()
+        pipe.step(x[:rows], target=y[:rows])
+        assert len(calls) == wanted
+    calls.clear()
+    pipe.evaluate(x, target=y)
+    assert len(calls) == M
+
+
+class Stateful(nn.Module):
+    """A loss that counts, and remembers what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, []
+        self.register_buffer("total", torch.zeros(()).double())
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.total += output.detach().sum()
+        self.seen.append(len(output))
+        return (output - target).square().mean()
+
+
+def test_the_state_of_a_loss_is_that_of_its_own_calls() -> None:
+    x, y, _ = batch()
+    found = []
+    for asked in (False, True):
+        loss = Stateful()
+        pipe = pipeline(loss, loss_per_microbatch=not asked)
+        result = stepped(pipe, x, target=y)
+        found.append((result, loss.calls, loss.seen, loss.total))
+    assert found[0][1:3] == found[1][1:3] == (M, [3, 3, 2])
+    assert torch.equal(found[0][3], found[1][3])
+    close(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("source", ["torch", "python"])
+def test_a_loss_that_draws_cannot_be_asked_and_draws_the_same_numbers(source: str) -> None:
+    def noisy(output: Tensor, target: Tensor) -> Tensor:
+        noise = torch.rand(()).item() if source == "torch" else random.random()
+        return (output - target).square().mean() * noise
+
+    x, y, _ = batch()
+    found = []
+    for asked in (False, True):
+        random.seed(5)
+        pipe = pipeline(noisy, loss_per_microbatch=not asked, seed=4, ranks=2)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found.append((stepped(pipe, x, target=y), stepped(pipe, x, target=y), random.random()))
+        assert ["could not be checked: it draws random numbers" in str(each.message) for each in said] == [True] * asked
+    close(found[0], found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    """Signed terms that nearly cancel: their mean is far below them, and rounding large beside it."""
+
+    def signed(output: Tensor, target: Tensor) -> Tensor:
+        return ((output - output.detach() + 1) * target).mean()
+
+    torch.manual_seed(0)
+    for _ in range(10):
+        y = torch.randn(8, 50, WIDTH)
+        y = (y - y.mean((1, 2), keepdim=True)).to(dtype)
+        pipe = penstock.Pipeline(model().to(dtype), stages=2, microbatches=M, loss_fn=signed)
+        pipe.step(torch.randn(8, 50, WIDTH).to(dtype), target=y)
+
+
+def test_of_large_outputs_a_few_rows_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_check, "BYTES", 2 * LENGTH * WIDTH * 8)  # two rows
+    sizes: list[int] = []
+
+    def mean(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+        sizes.append(len(output))
+        return ((output - target) * scale).square().mean()
+
+    x, y, mask = batch()
+    scale = penstock.Shared(torch.rand(WIDTH).double())
+    pipeline(mean).step(x, target=y, loss_kwargs={"scale": scale})
+    assert sizes == [3, 2, 3, 2, 4, 2, 4]
+    said = refused(pipeline(masked), x, target=y, loss_kwargs={"mask": mask})
+    assert "(weighing 2) and" in said
+    pipe = pipeline(masked, loss_weight=lambda mask: mask.sum())
+    close(stepped(pipe, x, target=y, loss_kwargs={"mask": mask}), whole(masked, x, y, mask=mask))
+
+
+def test_rows_may_be_in_another_dimension() -> None:
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum((0, 2)).mean()
+
+    x, y, _ = batch()
+    x, y = x.transpose(0, 1), y.transpose(0, 1)
+    pipe = pipeline(total, batch_dims={0: 1, "target": 1, "output": 1})
+    close(stepped(pipe, x, target=y), whole(total, x, y))

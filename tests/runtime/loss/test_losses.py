@@ -1,0 +1,283 @@
+"""The loss of a batch is the loss of the whole batch, and `.grad` is its gradient, however the batch was cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import ModelError, PeerFailure, UsageError
+from penstock.runtime.loss.losses import ExtraLosses
+from penstock.schedule import Schedule
+
+IGNORED = -100
+
+
+def stages(count: int = 2, last: int = 6) -> list[nn.Module]:
+    torch.manual_seed(3)
+    hidden = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(count - 1)]
+    return [module.double() for module in [*hidden, nn.Linear(6, last)]]
+
+
+def gradients(pipe: penstock.Pipeline) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+
+
+def whole(pipe: penstock.Pipeline, loss: Any) -> tuple[Tensor, list[Tensor]]:
+    """The loss and the gradients that the model gives without a pipeline."""
+    model = nn.Sequential(*pipe.crew.modules().values())
+    pipe.zero_grad()
+    value = loss(model)
+    value.backward()
+    found = gradients(pipe)
+    pipe.zero_grad()
+    return value.detach(), found
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [9, 7, 3])
+def test_a_mean_over_ragged_microbatches_is_the_mean_over_the_batch(rows: int) -> None:
+    pipe = penstock.Pipeline(stages(), microbatches=3, loss_fn=F.mse_loss)
+    x, y = torch.randn(rows, 6).double(), torch.randn(rows, 6).double()
+    result = pipe.step(x, target=y)
+    found = gradients(pipe)
+    close((result.loss, found), whole(pipe, lambda model: F.mse_loss(model(x), y)))
+
+
+def test_a_sum_is_the_sum_of_the_batch() -> None:
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target, reduction="sum")
+
+    pipe = penstock.Pipeline(stages(), microbatches=3, loss_fn=total, loss_reduction="sum")
+    x, y = torch.randn(7, 6).double(), torch.randn(7, 6).double()
+    result = pipe.step(x, target=y)
+    found = gradients(pipe)
+    close((result.loss, found), whole(pipe, lambda model: total(model(x), y)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_loss_with_ignored_tokens_is_that_of_the_batch_if_the_weight_is_given(schedule: str) -> None:
+    pipe = penstock.Pipeline(
+        stages(last=5),
+        microbatches=3,
+        schedule=schedule,
+        loss_fn=F.cross_entropy,
+        loss_weight=lambda target: (target != IGNORED).sum(),
+    )
+    x, y = torch.randn(9, 6).double(), torch.randint(5, (9,))
+    y[:2] = IGNORED
+    y[3] = IGNORED
+    y[6:8] = IGNORED
+    result = pipe.step(x, target=y)
+    found = gradients(pipe)
+    close((result.loss, found), whole(pipe, lambda model: F.cross_entropy(model(x), y)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_microbatch_that_weighs_nothing_adds_nothing_although_its_own_mean_is_nan(schedule: str) -> None:
+    def mean_of_valid(output: Tensor, y: Tensor) -> Tensor:
+        valid = (y != IGNORED).to(output.dtype)
+        return (F.cross_entropy(output, y, reduction="none") * valid).sum() / valid.sum()
+
+    pipe = penstock.Pipeline(
+        stages(last=5),
+        microbatches=3,
+        schedule=schedule,
+        loss_fn=mean_of_valid,
+        loss_weight=lambda y: (y != IGNORED).sum(),
+    )
+    x, y = torch.randn(6, 6).double(), torch.tensor([1, 2, IGNORED, IGNORED, 0, IGNORED])
+    result = pipe.step(x, target=y)
+    found = gradients(pipe)
+    assert result.losses[1].isnan()
+    close((result.loss, found), whole(pipe, lambda model: mean_of_valid(model(x), y)))
+
+
+def test_a_batch_without_weight_has_no_mean() -> None:
+    pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=F.mse_loss, loss_weight=lambda target: 0)
+    with pytest.raises(ModelError, match=r"the microbatches weigh 0\.0 in all"):
+        pipe.step(torch.randn(4, 6).double(), target=torch.randn(4, 6).double())
+    with pytest.raises(UsageError, match=r"loss_weight reads .target., but step\(\) got neither that nor a target"):
+        pipe.step(torch.randn(4, 6).double())
+
+
+def test_loss_kwargs_are_split_like_the_batch() -> None:
+    def weighted(output: Tensor, target: Tensor, weight: Tensor, power: float) -> Tensor:
+        return ((output - target).abs().pow(power) * weight.unsqueeze(-1)).mean()
+
+    pipe = penstock.Pipeline(stages(), microbatches=3, loss_fn=weighted)
+    x, y, weight = torch.randn(7, 6).double(), torch.randn(7, 6).double(), torch.rand(7).double()
+    result = pipe.step(x, target=y, loss_kwargs={"weight": weight, "power": 2.0})
+    found = gradients(pipe)
+    close((result.loss, found), whole(pipe, lambda model: weighted(model(x), y, weight, 2.0)))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_several_steps_just_add_and_no_gradient_is_ever_scaled(schedule: str) -> None:
+    """The gradient that was there before a step is still there, to the bit, beside what the step adds."""
+    pipe = penstock.Pipeline(stages(), microbatches=4, schedule=schedule, loss_fn=F.mse_loss)
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    big = 2.0**60  # what a step adds is lost against it, so it stays as it is, unless something scales it
+    for parameter in pipe.parameters():
+        parameter.grad = torch.full_like(parameter, big)
+    pipe.step(x, target=y)
+    assert all(bool((gradient == big).all()) for gradient in gradients(pipe))
+    pipe.zero_grad()
+    pipe.step(x, target=y)
+    once = gradients(pipe)
+    pipe.step(x, target=y)
+    close(gradients(pipe), [gradient * 2 for gradient in once])
+
+
+def test_losses_are_by_number_whatever_the_order_of_the_schedule() -> None:
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    order = Schedule.from_text("0F2 0F0 0F3 0F1 0B2 0B0 0B3 0B1")
+    pipe = penstock.Pipeline(stages(1), schedule=order, loss_fn=F.mse_loss)
+    result = pipe.step(x, target=y)
+    model = next(iter(pipe.crew.modules().values()))
+    wanted = [F.mse_loss(model(a), b).detach() for a, b in zip(x.split(2), y.split(2), strict=True)]
+    close(list(result.losses), wanted)
+
+
+def test_without_loss_fn_the_last_stage_gives_the_loss_in_training_and_in_evaluation() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.mse_loss(x, labels)
+
+    pipe = penstock.Pipeline([*stages(), Loss()], microbatches=3)
+    x, y = torch.randn(7, 6).double(), torch.randn(7, 6).double()
+    result = pipe.step(x, labels=y)
+    body = nn.Sequential(*list(pipe.crew.modules().values())[:-1])
+    close(result.loss, F.mse_loss(body(x), y).detach())
+    close(pipe.evaluate(x, labels=y).loss, F.mse_loss(body(x), y).detach())
+
+
+@pytest.mark.parametrize("wrong", [lambda out, y: (out - y).pow(2), lambda out, y: 3.0])
+def test_a_loss_that_is_no_scalar_is_an_error_that_says_what_it_is(wrong: Any) -> None:
+    pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=wrong)
+    x = torch.randn(4, 6).double()
+    with pytest.raises(PeerFailure, match=r"must return a scalar tensor"):
+        pipe.step(x, target=x)
+    with pytest.raises(PeerFailure, match=r"must return a scalar tensor"):
+        pipe.evaluate(x, target=x)
+
+
+# --- losses from inside stages
+
+
+class Balanced(nn.Module):
+    def __init__(self, name: str = "balance") -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(6, 6).double(), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        penstock.add_loss(self.name, x.pow(2).mean() * 0.1)
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
+def test_losses_from_inside_any_stage_are_reported_and_their_gradient_flows(schedule: str, recompute: str) -> None:
+    torch.manual_seed(1)
+    modules = [Balanced("first"), Balanced(), Balanced(), Balanced("last")]
+    pipe = penstock.Pipeline(modules, microbatches=3, schedule=schedule, loss_fn=F.mse_loss, recompute=recompute)
+    x, y = torch.randn(6, 6).double(), torch.randn(6, 6).double()
+    result = pipe.step(x, target=y)
+    found = gradients(pipe)
+    pipe.zero_grad()
+    sums = dict.fromkeys(("first", "balance", "last"), 0.0)
+    for a, b in zip(x.split(2), y.split(2), strict=True):
+        total = torch.zeros((), dtype=torch.float64)
+        for module in modules:
+            a = module.linear(a)
+            extra = a.pow(2).mean() * 0.1
+            a, total = torch.tanh(a), total + extra
+            sums[module.name] += extra.item() / 3
+        ((total + F.mse_loss(a, b)) / 3).backward()
+    close(found, gradients(pipe))
+    assert dict(result.extra_losses) == pytest.approx(sums, rel=1e-12)
+    close(dict(pipe.evaluate(x, target=y).extra_losses), sums)
+
+
+class ByForward(nn.Module):
+    """No Sequential, so it is cut by its forward."""
+
+    def __init__(self, between: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.between = nn.ModuleList(Balanced() for _ in range(3)), between
+        self.blocks.append(nn.Linear(6, 6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.between and number == 1 and penstock.current_microbatch() is not None:
+                penstock.add_loss("between", x.pow(2).mean())
+        return x
+
+
+class Reads(Balanced):
+    """What it does, meta tensors cannot."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.detach().sum().isfinite().item()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("balance", ["parameters", "time"])
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("rows", [2, 5])
+def test_losses_inside_a_model_that_is_cut_by_its_forward_count_once(rows: int, reads: bool, balance: str) -> None:
+    """Not in the look at the example, and not where a stage asks only for the shape of what another one returns."""
+    torch.manual_seed(1)
+    model = ByForward()
+    if reads:
+        for number in range(3):
+            model.blocks[number] = Reads()
+    x, y = torch.randn(6, 6).double(), torch.randn(6, 6).double()
+    example = (torch.randn(rows, 6).double(),)
+    with penstock.Pipeline(
+        model, stages=4, microbatches=3, loss_fn=F.mse_loss, example=example, balance=balance
+    ) as pipe:
+        result = pipe.step(x, target=y)
+        found = gradients(pipe)
+        pipe.zero_grad()
+        expected = 0.0
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            with ExtraLosses() as extra:
+                loss = F.mse_loss(model(a), b)
+            assert len(extra.found) == 3
+            total = sum((value for _, value in extra.found), torch.zeros((), dtype=torch.float64))
+            ((loss + total) / 3).backward()
+            expected += total.item() / 3
+        close(found, gradients(pipe))
+    assert result.extra_losses["balance"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_loss_between_the_units_of_a_model_is_refused_since_every_stage_would_add_it() -> None:
+    x = torch.randn(6, 6).double()
+    with (
+        penstock.Pipeline(ByForward(True), stages=4, microbatches=3, loss_fn=F.mse_loss, example=(x,)) as pipe,
+        pytest.raises(penstock.errors.PeerFailure, match=r"add_loss\('between'\) was called between the units"),
+    ):
+        pipe.step(x, target=x)
+
+
+def test_extra_losses_of_an_evaluation_are_the_mean_over_its_own_microbatches() -> None:
+    pipe = penstock.Pipeline([Balanced(), Balanced()], microbatches=4, loss_fn=F.mse_loss)
+    x = torch.randn(1, 6).double()
+    few = pipe.evaluate(x, target=x).extra_losses["balance"]
+    many = pipe.evaluate(x.expand(8, -1), target=x.expand(8, -1)).extra_losses["balance"]
+    assert few == pytest.approx(many, rel=1e-12)
+
+
+def test_add_loss_outside_of_a_pipeline_is_an_error() -> None:
+    with pytest.raises(penstock.errors.RunError, match=r"add_loss\('a'\) was called outside of a pipeline's forward"):
+        penstock.add_loss("a", torch.tensor(1.0))

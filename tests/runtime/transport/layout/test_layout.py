@@ -1,0 +1,98 @@
+"""Layouts: a value fits one only if it lies in memory as the first did, and arrives as it lay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.runtime.state.memory import phase_of
+from penstock.runtime.transport.layout.layout import DIRECT_BYTES, Frame, Layout, flatten
+
+X = torch.arange(60.0).view(5, 12)
+
+
+def of(value: Any) -> Layout:
+    return Layout.of(flatten(value), False)
+
+
+def sent(value: Any) -> Any:
+    """The value as it arrives from another process."""
+    layout = of(value)
+    frame = Frame(layout.frame_bytes, layout.copies)
+    directs = [octets for octets, _ in layout.pack(flatten(value).items, frame)]
+    carriers = [home.make_carrier(None).copy_(octets) for home, octets in zip(layout.directs, directs, strict=True)]
+    return Layout.load(layout.text).build(frame.tensor, carriers, None)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (X[1:3], X[2:4]),  # at another place in a cache line
+        (X[:4, :4], X[:4, :4].contiguous()),
+        (X[:4, :4], X[:4, :4].contiguous().t()),
+        (X[:1].expand(5, 12), X),
+        ((X, X), (X, X.clone())),
+        ((X, X.clone()), (X, X)),
+        ((X, X[0]), (X, X[4])),
+        ((X[0], X[2]), (X.flatten()[:12], X.flatten()[8:20])),
+        ({"a": X, "b": X[:0]}, {"a": X[:0], "b": X}),
+    ],
+)
+def test_a_value_that_lies_in_another_way_does_not_fit(one: Any, other: Any) -> None:
+    for layout, fitting, strange in ((of(one), one, other), (of(other), other, one)):
+        assert layout.fits(fitting) is not None
+        assert Layout.load(layout.text).fits(fitting) is not None
+        assert layout.fits(strange) is None
+
+
+def test_the_same_lie_in_other_memory_fits() -> None:
+    other = torch.zeros(64)[:60].view(5, 12)
+    assert of((X, X[1:, 3])).fits((other, other[1:, 3])) is not None
+    assert of((X[0], X[2])).fits((other[0], X[2])) is not None
+
+
+def test_an_empty_tensor_is_in_nobodys_way() -> None:
+    value = (X, X[2:2], torch.empty(0))
+    assert of(value).fits(value) is not None
+    assert [tensor.shape for tensor in sent(value)] == [tensor.shape for tensor in value]
+
+
+@pytest.mark.parametrize("size", [3, DIRECT_BYTES])
+def test_tensors_that_share_memory_count_writes_together(size: int) -> None:
+    """Else autograd would not see that one which a graph has saved was changed through the other."""
+    x = torch.ones(2, size)
+    for value in ((x, x), (x, x[1:]), (x[:, 1:], x[:, :-1])):
+        one, other = sent(value)
+        assert torch.equal(one, value[0])
+        assert torch.equal(other, value[1])
+        version = other._version
+        one[-1].mul_(3)
+        assert other._version == version + 1
+        assert other[-1, 1 - other.shape[1]].item() == 3
+        assert one.is_leaf
+        assert not one._is_view()
+
+
+def test_tensors_side_by_side_count_writes_apart() -> None:
+    one, other = sent((X[:2], X[2:]))
+    version = other._version
+    one.mul_(2)
+    assert other._version == version
+
+
+@pytest.mark.parametrize(("tensor", "carried"), [(X[:, 0], 5), (X[:, ::2], 30), (X[:1].expand(9, 12), 12), (X.t(), 60)])
+def test_only_elements_travel_and_each_once(tensor: Tensor, carried: int) -> None:
+    assert of(tensor).payload_bytes == carried * 4
+    assert of((tensor, tensor)).payload_bytes == carried * 4
+    assert torch.equal(sent(tensor), tensor)
+
+
+def test_memory_that_is_not_aligned_to_its_elements_arrives_as_near_as_may_be() -> None:
+    odd = torch.frombuffer(bytearray(64), dtype=torch.uint8)[1:41].numpy().view("float32")
+    tensor = torch.frombuffer(memoryview(odd), dtype=torch.float32)
+    for arrived in (sent(tensor), *sent((tensor, tensor))):
+        assert torch.equal(arrived, tensor)
+        assert phase_of(arrived) == phase_of(tensor) // 4 * 4

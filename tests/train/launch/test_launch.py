@@ -1,0 +1,126 @@
+"""What a run shows: one redrawn line on a terminal, ranks' own output by filter, TensorBoard where it is there."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_jobs import job
+
+from penstock.errors import UsageError
+from penstock.train.config.read import load_config
+from penstock.train.launch.launch import torchrun_command
+from penstock.train.metrics import Metrics
+from penstock.train.progress import Progress, Reading
+
+
+def test_on_a_terminal_there_is_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        progress = Progress(terminal, 100)
+        for step in range(1, 4):
+            progress.show(Reading(step, 9, 1.0 / step, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
+        progress.say("something else")
+        progress.close()
+        told = b""
+        while b"something else" not in told:  # a terminal hands over what it has so far
+            told += os.read(ours, 100_000)
+    os.close(ours)
+    written = told.decode()
+    for step in range(1, 4):
+        assert f"step {step}/9" in written  # every step, though every 100th only is a line of its own in a file
+    assert "\x1b[" in written  # back to the start of the line
+    assert "something else" in written
+
+
+def test_a_reader_that_leaves_ends_the_lines_and_not_the_training() -> None:
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w", buffering=1) as stream:
+        progress = Progress(stream, 1)
+        progress.say("heard")
+        os.close(ours)
+        for step in range(1, 4):
+            progress.show(Reading(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
+        progress.say("not heard")
+        progress.close()
+
+
+class Board:
+    """As TensorBoard's writer."""
+
+    def __init__(self, folder: str, purge_step: int) -> None:
+        self.folder, self.purge_step = folder, purge_step
+        self.told: list[Any] = []
+        boards.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.told.append((name, value, step))
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+boards: list[Board] = []
+
+
+def test_tensorboard_is_told_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Board  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    metrics = Metrics(tmp_path / "m.jsonl", 4, "auto")
+    metrics.write(5, loss=1.5, memory=[1, 2], norm=float("nan"))
+    metrics.close()
+    (board,) = boards
+    assert (board.folder, board.purge_step) == (str(tmp_path / "tensorboard"), 5)
+    assert board.told == [("loss", 1.5, 5), "closed"]
+
+
+def test_tensorboard_is_left_out_or_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    Metrics(tmp_path / "m.jsonl", 0, "auto").close()
+    with pytest.raises(UsageError, match="pip install tensorboard"):
+        Metrics(tmp_path / "m.jsonl", 0, "on")
+
+
+def test_the_command_for_several_hosts_has_all_ranks() -> None:
+    config = load_config(None, ["pipeline.ranks=3", "launch.max_restarts=2"])
+    command = torchrun_command(config, ["my run.toml", "seed=2"])
+    assert "--nnodes=3 --nproc-per-node=1 --max-restarts=2" in command
+    assert command.endswith("-m penstock train 'my run.toml' seed=2")
+    replicas = load_config(None, ["pipeline.ranks=3", "mesh.replicas=2"])
+    assert "--nnodes=2 --nproc-per-node=3" in torchrun_command(replicas, [])
+
+
+@pytest.mark.exhaustive
+def test_replicas_train_as_one_and_ranks_are_heard_by_filter(tmp_path: Path) -> None:
+    """Two replicas of two ranks: the losses of one pipeline on the whole batch, saved and gone on with."""
+    chatty = tmp_path / "chatty.py"
+    chatty.write_text(
+        "import logging, os\nfrom traps import Rows\n\n\ndef rows():\n"
+        "    print('hello from', os.environ['RANK'], flush=True)\n    logging.info('told')\n    return Rows()\n"
+    )
+    common = ["data.source=chatty:rows", "data.batch=8", "pipeline.microbatches=2", "model.options.dropout=0"]
+    losses = {}
+    for name, settings in {
+        "one": ["pipeline.microbatches=4"],
+        "ddp": ["mesh.replicas=2", "logging.ranks=[2]"],
+        "fsdp": ["mesh.replicas=2", "mesh.replicate=fsdp"],
+    }.items():
+        with job(tmp_path, *common, "training.steps=6", *settings, f"output={name}") as run:
+            run.output = tmp_path / name
+            assert run.wait() == 0, run.log
+            losses[name] = run.losses
+            if name == "ddp":
+                assert "[rank 2] hello from 2" in run.log
+                assert "[rank 2] INFO root: told" in run.log
+                assert "hello from 1" not in run.log
+                assert any("hello from 1" in path.read_text() for path in (run.output / "logs").rglob("stdout.log"))
+    assert losses["ddp"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["fsdp"] == pytest.approx(losses["one"], rel=1e-5)

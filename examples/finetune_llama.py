@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import penstock
 
-steps, folder = int(sys.argv[1]) if len(sys.argv) > 1 else 40, "checkpoints-llama"
+steps, folder = int(sys.argv[1]) if len(sys.argv) > 1 else 40, "runs/llama"
 torch.manual_seed(0)
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4)
 model = LlamaForCausalLM(config)
@@ -43,7 +43,7 @@ with penstock.Checkpointer(folder, keep_last=2) as checkpointer:
         optimizer.step(), optimizer.zero_grad(), schedule.step()
         if step % 10 == 0 or step == steps:
             checkpointer.save(step, pipe, optimizer, scheduler=schedule)  # training goes on meanwhile
-            if 0 in pipe.crew.executors:
+            if 0 in pipe.deployment.ranks.executors:
                 print(f"step {step}  loss {loss:.4f}  norm {norm:.2f}", flush=True)
 pipe.close()
-# `penstock checkpoint export checkpoints-llama llama` writes what LlamaForCausalLM.from_pretrained("llama") takes.
+# `penstock checkpoint export runs/llama llama` writes what LlamaForCausalLM.from_pretrained("llama") takes.

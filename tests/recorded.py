@@ -52,7 +52,7 @@ def record(pipe: penstock.Pipeline, steps: int = 2) -> Timeline:
 
 def delay_link(pipe: penstock.Pipeline, source: int, target: int, seconds: float) -> None:
     """Messages from rank to rank arrive so much later, in order; the sender does not wait."""
-    executor = pipe.crew.executors[source]
+    executor = pipe.deployment.ranks.executors[source]
     transport, channels = executor.transport, executor.mailbox.channels
     send, due = transport.send, SimpleQueue[tuple[float, tuple[Any, ...]]]()
 

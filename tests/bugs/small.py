@@ -40,7 +40,7 @@ def gradients(pipe: penstock.Pipeline) -> list[Tensor | None]:
 
 def of_the_whole_batch(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> list[Tensor | None]:
     """What autograd gives for the model and the batch in one piece."""
-    F.mse_loss(nn.Sequential(*pipe.crew.modules().values())(x), y).backward()
+    F.mse_loss(nn.Sequential(*pipe.deployment.ranks.modules().values())(x), y).backward()
     return gradients(pipe)
 
 

@@ -42,7 +42,7 @@ def test_evaluation_runs_on_a_v_without_a_target_and_with_other_shapes() -> None
     """CT-33, CT-35, C0-25: a crash on the V schedules, a TypeError without a target, wrong rows for shorter inputs."""
     pipe, (x, y) = pipeline(schedule="zb-v"), batch()
     pipe.step(x, target=y)
-    model = nn.Sequential(*pipe.crew.modules().values())
+    model = nn.Sequential(*pipe.deployment.ranks.modules().values())
     for rows in (1, 3, 8, 21):
         wider = torch.randn(rows, 3, WIDTH).double()
         torch.testing.assert_close(pipe.predict(wider), model(wider).detach())
@@ -104,7 +104,7 @@ def test_integers_cross_a_boundary_and_one_rank_needs_no_wire() -> None:
         ids, (_, y) = torch.arange(8) % 3, batch()
         assert pipe.step(ids, target=y).loss.dtype is torch.float64
         found = gradients(pipe)
-        F.mse_loss(nn.Sequential(*pipe.crew.modules().values())(ids), y).backward()
+        F.mse_loss(nn.Sequential(*pipe.deployment.ranks.modules().values())(ids), y).backward()
         torch.testing.assert_close(found, gradients(pipe), rtol=1e-12, atol=1e-12)
 
 

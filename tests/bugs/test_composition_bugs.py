@@ -115,7 +115,7 @@ def run(mesh: Any, modules: list[Any], steps: int = 1, evaluate: bool = False, *
         return {
             "gradients": gradients(pipe),
             "reductions": [
-                a.stage for a in pipe.program.rank(pipe.world.transport.rank) if a and a.op is Op.REDUCE_GRAD
+                a.stage for a in pipe.program.rank(pipe.deployment.world.transport.rank) if a and a.op is Op.REDUCE_GRAD
             ],
         }
 

@@ -64,7 +64,7 @@ def test_a_microbatch_of_nothing_but_ignored_tokens_does_not_make_the_loss_nan()
     pipe = pipeline(loss_fn=F.cross_entropy, loss_weight=lambda y: (y != -100).sum(), microbatches=2)
     x, y = batch(4)[0], torch.tensor([-100, -100, 1, 2])
     result = pipe.step(x, target=y)
-    model = nn.Sequential(*pipe.crew.modules().values())
+    model = nn.Sequential(*pipe.deployment.ranks.modules().values())
     found = gradients(pipe)
     loss = F.cross_entropy(model(x), y)
     loss.backward()
@@ -122,7 +122,7 @@ def test_losses_and_outputs_belong_to_their_microbatch_in_any_order() -> None:
     x, y = batch(7)  # microbatches of 3, 2 and 2 rows: a seed of another microbatch would not even fit
     result = pipe.step(x, target=y, outputs=True)
     found = gradients(pipe)
-    model = nn.Sequential(*pipe.crew.modules().values())
+    model = nn.Sequential(*pipe.deployment.ranks.modules().values())
     torch.testing.assert_close(result.output, model(x).detach())
     wanted = [F.mse_loss(model(a), b).detach() for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True)]
     torch.testing.assert_close(list(result.losses), wanted)
@@ -162,7 +162,7 @@ def test_the_losses_of_a_step_are_small() -> None:
     """Ours: mse_loss returns a scalar in a storage as large as its input, so keeping M losses kept M outputs."""
     pipe, (x, y) = pipeline(linears(2)), batch()
     sizes: list[int] = []
-    last = pipe.crew.last()
+    last = pipe.deployment.ranks.last()
     assert last is not None
 
     def look(action: Any, context: Any) -> None:
@@ -179,8 +179,8 @@ def test_an_inference_keeps_no_output_that_was_not_asked_for() -> None:
     pipe, (x, _) = pipeline(), batch()
     for _ in range(3):
         pipe.evaluate(x)
-        for executor in pipe.crew.executors.values():
-            assert executor.outputs() == []
+        for executor in pipe.deployment.ranks.executors.values():
+            assert executor.computations.outputs() == []
             assert all(not stage.records for stage in executor.stages.values())
 
 

@@ -35,7 +35,8 @@ def test_a_parameter_that_the_input_does_not_reach_gets_its_gradient(schedule: s
     )
     pipe.step(batch()[0], target=batch()[1])
     assert all(
-        stage.query.grad is not None and stage.query.grad.abs().sum() > 0 for stage in pipe.crew.modules().values()
+        stage.query.grad is not None and stage.query.grad.abs().sum() > 0
+        for stage in pipe.deployment.ranks.modules().values()
     )
 
 

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_listed_at_once(run: Run, saved: Path) -> None:
     ):
         penstock.load(saved, other)
     half = Run(**ONE)
-    for module in half.pipe.crew.modules().values():
+    for module in half.pipe.deployment.ranks.modules().values():
         module.double()
     with pytest.raises(CheckpointError, match=r"embed.weight is float32 in it and float64 in the model"):
         penstock.load(saved, half.pipe)

@@ -69,18 +69,18 @@ class Live:
     ledgers: dict[int, Ledger] = field(default_factory=dict)
 
     def watch(self) -> Live:
-        self.ledgers = {rank: Ledger() for rank in self.pipe.crew.executors}
+        self.ledgers = {rank: Ledger() for rank in self.pipe.deployment.ranks.executors}
         for op in Op:
             self.pipe.register(op, self._handle)
         return self
 
     def _handle(self, action: Action, context: Context) -> None:
-        ledger, executor = self.ledgers[context.rank], self.pipe.crew.executors[context.rank]
+        ledger, executor = self.ledgers[context.rank], self.pipe.deployment.ranks.executors[context.rank]
         if action.op.is_transfer:
             context.run(action)
             return
         context.fetch(action)
-        arrived = list(executor._fetched.values())
+        arrived = list(executor.computations.fetched.values())
         ledger.add(arrived)
         del arrived
         with _Watch(ledger):

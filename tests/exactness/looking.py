@@ -129,7 +129,7 @@ def seen_pipelined(case: Case, inputs: str = "every", **options: Any) -> Counter
         **options,
     ) as pipe:
         for _ in range(2):
-            if inputs == "every" or 0 in pipe.crew.executors:
+            if inputs == "every" or 0 in pipe.deployment.ranks.executors:
                 pipe.step(*made.args, target=made.target)
             else:
                 pipe.step()

@@ -42,7 +42,7 @@ Case = tuple[str, ...]  # the call of each rank
 
 
 def enter(pipe: penstock.Pipeline) -> None:
-    pipe.world._one_host = False  # so that clocks must be compared
+    pipe.deployment.world._one_host = False  # so that clocks must be compared
     with pipe.record():
         pass
 
@@ -54,7 +54,7 @@ def make(pipe: penstock.Pipeline, folder: Path) -> dict[str, Callable[[], Any]]:
 
     def apply() -> None:
         pipe.zero_grad()
-        before = tuple(pipe.split.cuts)
+        before = tuple(pipe.deployment.split.cuts)
         pipe.apply(Proposal(before, (before[0] + 1, *before[1:]), (1.0,) * 7, (2.0,), (1.0,)), optimizer)
 
     def unscale() -> None:

@@ -39,12 +39,12 @@ def pipeline(family: str = "1f1b", stages: int = RANKS, **options: Any) -> penst
 
 def exact(pipe: penstock.Pipeline) -> str:
     """The next step, against the plain loop; "exact", or what is not."""
-    for stage in pipe.crew.modules():
+    for stage in pipe.deployment.ranks.modules():
         trap_of(pipe, stage).reset()
     left = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
     x, y = batch()
     pipe.step(x, target=y)
-    wrong = differing(pipe, plain_gradients(pipe.split.stages, M))
+    wrong = differing(pipe, plain_gradients(pipe.deployment.split.stages, M))
     pipe.zero_grad()
     return f"left {left}, wrong {wrong}" if left or wrong else "exact"
 
@@ -82,7 +82,7 @@ def raise_here_and_there(
         say(exact(pipe))
         for stage, where, microbatch in places:
             faults: list[float] = []
-            here = stage in pipe.crew.modules()
+            here = stage in pipe.deployment.ranks.modules()
             if here and where == "loss":
                 calls.clear()
                 wanted[:] = [microbatch + 1]
@@ -140,9 +140,9 @@ def compute_on(say: Say) -> None:
     with pipeline("gpipe", microbatches=40) as pipe:
         assert fail(pipe, 40)[1] is None
         pipe.zero_grad()
-        if 0 in pipe.crew.modules():
-            pipe.crew.modules()[0].register_forward_hook(lambda *_: time.sleep(0.25))
-        if 3 in pipe.crew.modules():
+        if 0 in pipe.deployment.ranks.modules():
+            pipe.deployment.ranks.modules()[0].register_forward_hook(lambda *_: time.sleep(0.25))
+        if 3 in pipe.deployment.ranks.modules():
             trap_of(pipe, 3).set("forward", 0, lambda: (say(("fault", time.monotonic())), boom()))
         told, error = fail(pipe, 40)
         assert isinstance(error, PeerFailure)

@@ -51,11 +51,11 @@ def assert_clean(pipe: penstock.Pipeline, **expected: Any) -> None:
     """No half gradient is there, and the next step is that of the plain loop, bit for bit."""
     assert [name for name, parameter in pipe.named_parameters() if parameter.grad is not None] == []
     x, y = batch()
-    for part in pipe.split.parts:
+    for part in pipe.deployment.split.parts:
         if isinstance(trap := part.module[3], Trap):  # type: ignore[index]
             trap.reset()
     result = pipe.step(x, target=y)
-    assert differing(pipe, plain_gradients(pipe.split.stages, M)) == []
+    assert differing(pipe, plain_gradients(pipe.deployment.split.stages, M)) == []
     assert len(result.losses) == M
     pipe.zero_grad()
 
@@ -123,7 +123,7 @@ def test_an_error_while_weight_gradients_are_added_names_that_action(family: str
                     if fired[-1] == wanted:
                         boom()
 
-                handle = pipe.split.parts[stage].module[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
+                handle = pipe.deployment.split.parts[stage].module[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
                 try:
                     splits = any(part.op is Op.W and part.stage == stage for _, _, part in pipe.schedule.parts())
                     assert_told(fail(pipe), pipe, stage, "BW" if splits else "B", microbatch)
@@ -172,7 +172,7 @@ def test_an_error_after_the_last_action_is_told_too(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
 def test_an_error_in_a_module_hook_is_told(kind: str) -> None:
     with pipeline() as pipe:
-        register = getattr(pipe.split.parts[1].module[0], f"register_{kind}")  # type: ignore[index]
+        register = getattr(pipe.deployment.split.parts[1].module[0], f"register_{kind}")  # type: ignore[index]
         handle = register(lambda *_: boom())
         assert_told(fail(pipe), pipe, 1, "F" if "forward" in kind else "B", 0)
         handle.remove()
@@ -252,7 +252,7 @@ def test_a_rank_that_computes_on_and_on_hears_of_the_failure_before_it_needs_a_m
         pipe.step(x, target=y)
         pipe.zero_grad()
         trap_of(pipe, 2).set("forward", 0)
-        handle = pipe.split.parts[0].module.register_forward_hook(slow)
+        handle = pipe.deployment.split.parts[0].module.register_forward_hook(slow)
         with pytest.raises(PeerFailure, match="rank 2 failed"):
             pipe.step(x, target=y)
         assert len(ran) < 60
@@ -288,7 +288,7 @@ def test_evaluate_fails_the_same_way_and_training_goes_on_exactly() -> None:
         with pytest.raises(PeerFailure) as caught:
             pipe.evaluate(x, target=y)
         assert_told(caught.value, pipe, 1, "F", 1)
-        assert all(module.training for module in pipe.crew.modules().values())
+        assert all(module.training for module in pipe.deployment.ranks.modules().values())
         assert_clean(pipe)
 
 

@@ -87,14 +87,16 @@ def notes_on_processes() -> list[str]:
         x, y = batch(0)
         pipe.step(x, target=y)
         (note,) = fail(pipe, Fault(pipe, 0, "0B1"), 1).__notes__
-    wanted = "added a part of its own" if 0 in pipe.crew.modules() or "has added" in note else "on every rank"
+    wanted = (
+        "added a part of its own" if 0 in pipe.deployment.ranks.modules() or "has added" in note else "on every rank"
+    )
     return [] if wanted in note else [note]
 
 
 def ranks_apart() -> list[str]:
     """One rank has completed a step that another has not, as after a second Ctrl-C that came too late."""
     with pipeline(**TWO_RANKS) as pipe:
-        pipe.clock.step += 1 in pipe.crew.modules()
+        pipe.deployment.clock.step += 1 in pipe.deployment.ranks.modules()
         x, y = batch(0)
         try:
             pipe.step(x, target=y)
@@ -160,7 +162,7 @@ def check_undone(
     with pytest.raises(error) as caught:
         act()
     then()
-    pipe.crew.settle()
+    pipe.deployment.ranks.settle()
     moved = differences(state(pipe), before)
     assert [name for name in moved if name not in drawn] == []
     found, _ = trained(pipe, steps=2)
@@ -279,7 +281,7 @@ def late(pipe: penstock.Pipeline) -> tuple[Stuck, Callable[[], None]]:
         context.run(action)
 
     def limit(seconds: float) -> None:
-        for transport in pipe.crew.transports:
+        for transport in pipe.deployment.ranks.transports:
             transport.timeout = seconds  # type: ignore[attr-defined]
 
     def act() -> None:

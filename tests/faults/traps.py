@@ -83,7 +83,7 @@ def trapped(stages: int, dropout: float = 0.0) -> list[nn.Module]:
 
 
 def trap_of(pipe: Any, stage: int) -> Trap:
-    trap = pipe.split.parts[stage].module[3]
+    trap = pipe.deployment.split.parts[stage].module[3]
     assert isinstance(trap, Trap)
     return trap
 

@@ -157,7 +157,7 @@ def state(pipe: penstock.Pipeline) -> dict[str, Any]:
     found["torch"] = torch.get_rng_state()
     found["python"] = repr(random.getstate())
     found["numpy"] = repr(numpy.random.get_state())
-    found["clock"] = (pipe.clock.step, pipe.clock.evaluations)
+    found["clock"] = (pipe.deployment.clock.step, pipe.deployment.clock.evaluations)
     return found
 
 
@@ -191,7 +191,10 @@ class Fault:
         parts = [part for row in self.pipe.program.rows for action in row if action for part in action.parts()]
         self.place = str(self.random.choice([part for part in parts if part.op in OPS]))
         self.after = self.random.random() < 0.7
-        self.here = self.random.choice([None, *range(self.pipe.replicas.replicas)]) in (None, self.pipe.replicas.index)
+        self.here = self.random.choice([None, *range(self.pipe.deployment.replicas.replicas)]) in (
+            None,
+            self.pipe.deployment.replicas.index,
+        )
 
     def __call__(self, action: Action, context: Context) -> None:
         hit = str(action) == self.place and self.here

@@ -16,7 +16,7 @@ def facts(change: Any = None, **options: Any) -> dict[str, tuple[str, str]]:
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     if change is not None:
         change(stages[1])
-    return facts_of(penstock.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss, **options))
+    return penstock.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss, **options).facts()
 
 
 @pytest.mark.parametrize(

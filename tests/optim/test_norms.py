@@ -117,8 +117,8 @@ def by_value() -> dict[str, Tensor]:
 def poor() -> dict[str, Any]:
     """Optimizers, groups and schedulers where a rank owns nothing; the norm has the others' dtype there too."""
     with penstock.Pipeline(sparse_stages(), microbatches=2, loss_fn=F.mse_loss, timeout=20) as pipe:
-        pipe.split.parts[0].module.double()
-        pipe.split.parts[2].module.double()
+        pipe.deployment.split.parts[0].module.double()
+        pipe.deployment.split.parts[2].module.double()
         x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         plain = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         grouped = torch.optim.AdamW(pipe.parameter_groups({"*.bias": {"weight_decay": 0.0, "lr": 0.5}}), lr=0.1)
@@ -166,7 +166,7 @@ def trained(stages: int) -> dict[str, Any]:
 def at_odds() -> tuple[type, str]:
     """Rank 0 clips while the others evaluate."""
     with piped() as pipe:
-        if pipe.crew.executors.keys() == {0}:
+        if pipe.deployment.ranks.executors.keys() == {0}:
             return attempt(lambda: pipe.clip_grad_norm_(1.0))
         return attempt(lambda: pipe.evaluate(batch()[0]))
 

@@ -134,7 +134,7 @@ def trained(around: bool, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
             "seen": seen,
             "evaluated": evaluated,
             "output": None if output is None else output.dtype,
-            "came": {dtype for module in pipe.crew.modules().values() for dtype in module.came},
+            "came": {dtype for module in pipe.deployment.ranks.modules().values() for dtype in module.came},
             "still": still,
         }
 
@@ -337,7 +337,7 @@ def test_casts_of_weights_live_for_a_step_or_for_one_use(keeps: bool) -> None:
             return super().forward(input)
 
     with piped([Looks(WIDTH, WIDTH), Looks(WIDTH, WIDTH)]) as pipe:
-        pipe.crew.keeps_casts = keeps  # not where weights are gathered for a part of the step
+        pipe.deployment.ranks.keeps_casts = keeps  # not where weights are gathered for a part of the step
         pipe.step(batch()[0], target=batch()[1])
     assert set(seen) == {keeps}
     assert torch.is_autocast_cache_enabled()

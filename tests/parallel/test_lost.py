@@ -58,14 +58,14 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
         if how == "stick":
             time.sleep(16)
         elif how in ("stick elsewhere", "stop elsewhere"):  # in a wait for other groups, as its pipeline sees it
-            with pipe.world.transport.outside(lambda failure: None):
+            with pipe.deployment.world.transport.outside(lambda failure: None):
                 time.sleep(16 if how == "stick elsewhere" else 1)
                 os.kill(os.getpid(), STOP)
         else:
             os.kill(os.getpid(), int(how))
 
     if (mesh.get_local_rank("pp"), mesh.get_local_rank("dp")) == (rank, replica):
-        next(iter(pipe.crew.modules().values())).spring = spring  # type: ignore[assignment]
+        next(iter(pipe.deployment.ranks.modules().values())).spring = spring  # type: ignore[assignment]
     x = torch.randn(8, WIDTH)
     pipe.step(x, target=x)
     pipe.zero_grad()
@@ -102,7 +102,7 @@ def lose_a_shard(say: Say, how: int | str, rank: int, shard: int) -> None:
         os.kill(os.getpid(), int(how))
 
     if (mesh.get_local_rank("pp"), mesh.get_local_rank("tp")) == (rank, shard):
-        next(iter(pipe.crew.modules().values()))[0].spring = spring
+        next(iter(pipe.deployment.ranks.modules().values()))[0].spring = spring
     x = torch.randn(8, WIDTH)
     pipe.step(x, target=x)
     try:

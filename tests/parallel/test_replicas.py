@@ -211,8 +211,8 @@ def failures(mesh: Any) -> Any:
             wanted = gradients(pipe)
             pipe.zero_grad()
             for stage, replica in ((0, 0), (2, 1), (3, 1)):
-                if stage in pipe.crew.modules() and mesh.get_local_rank("dp") == replica:
-                    pipe.crew.modules()[stage].traps = iter([boom])
+                if stage in pipe.deployment.ranks.modules() and mesh.get_local_rank("dp") == replica:
+                    pipe.deployment.ranks.modules()[stage].traps = iter([boom])
                 said = attempt(pipe.step, x, target=y)
                 clean = all(parameter.grad is None for parameter in pipe.parameters())
                 pipe.step(x, target=y)
@@ -240,12 +240,12 @@ def a_failed_step_keeps_what_was_added_before(mesh: Any) -> Any:
         with pipeline(mesh, replicate=kind) as pipe:
             pipe.step(x, target=y)
             before = gradients(pipe)
-            if 3 in pipe.crew.modules() and mesh.get_local_rank("dp") == 1:
-                pipe.crew.modules()[3].traps = iter([boom])
+            if 3 in pipe.deployment.ranks.modules() and mesh.get_local_rank("dp") == 1:
+                pipe.deployment.ranks.modules()[3].traps = iter([boom])
             said = attempt(pipe.step, x, target=y)
             found.append((said[0], all(torch.equal(before[name], value) for name, value in gradients(pipe).items())))
-            if 3 in pipe.crew.modules() and mesh.get_local_rank("dp") == 0:
-                pipe.crew.modules()[3].traps = iter([boom])
+            if 3 in pipe.deployment.ranks.modules() and mesh.get_local_rank("dp") == 0:
+                pipe.deployment.ranks.modules()[3].traps = iter([boom])
             said = attempt(pipe.evaluate, x, target=y)
             found.append((said[0], all(torch.equal(before[name], value) for name, value in gradients(pipe).items())))
     return found
@@ -346,8 +346,10 @@ def windows(mesh: Any) -> Any:
             replicate="fsdp",
             window=window,
         ) as pipe:
-            (executor,) = pipe.crew.executors.values()
-            groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in pipe.crew.modules().values()]
+            (executor,) = pipe.deployment.ranks.executors.values()
+            groups = [
+                module._get_fsdp_state()._fsdp_param_groups[0] for module in pipe.deployment.ranks.modules().values()
+            ]
             most, between = 0, 0
 
             def count(action: Any, context: Any, groups: Any = groups) -> None:
@@ -447,7 +449,7 @@ def set_apart(mesh: Any) -> Any:
                 parameter.requires_grad_(True)
             found[f"scales {kind}"] = attempt(unscale, pipe, x, y, 8.0 if second else 4.0)
         with pipeline(mesh, replicate=kind) as pipe:
-            for module in pipe.crew.modules().values():
+            for module in pipe.deployment.ranks.modules().values():
                 module.linear = nn.Linear(WIDTH, WIDTH)
             found[f"exchanged {kind}"] = attempt(pipe.step, x, target=y)
         modules = stages()
@@ -490,7 +492,7 @@ def one_replica_in_low_precision(mesh: Any) -> Any:
     x, y = batch()
     computed = []
     with pipeline(alone, schedule="1f1b", replicate="fsdp", shard_precision=policy) as pipe:
-        for module in pipe.crew.modules().values():
+        for module in pipe.deployment.ranks.modules().values():
             module.linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         losses = []
@@ -541,7 +543,7 @@ def measured(mesh: Any) -> list[int]:
         timeout=TIMEOUT,
     ) as pipe:
         pipe.step(x, target=y)
-        return [len(part.units) for part in pipe.split.parts]
+        return [len(part.units) for part in pipe.deployment.split.parts]
 
 
 SCENARIOS = [

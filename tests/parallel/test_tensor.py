@@ -344,7 +344,7 @@ def crossing(mesh: Any) -> list[Any]:
         tensor_plan=sequence_plan(True),
         timeout=20,
     ) as pipe:
-        (executor,) = pipe.crew.executors.values()
+        (executor,) = pipe.deployment.ranks.executors.values()
         put_outputs, put_gradients = executor.mailbox.put_outputs, executor.mailbox.put_gradients
 
         def outputs(stage: int, microbatch: int, emitted: Any) -> None:

@@ -239,7 +239,7 @@ def test_a_buffer_that_a_backward_changes_is_found_after_the_step(monkeypatch: p
 
 
 def test_a_wrong_share_of_the_loss_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    import penstock.runtime.batch.feed as module
+    import penstock.pipeline.batches as module
 
     class Alike(BatchShares):
         """Ragged microbatches, counted alike."""

@@ -37,7 +37,7 @@ def pipeline(schedule: str = "1f1b", **options: Any) -> penstock.Pipeline:
 
 def plain(pipe: penstock.Pipeline, x: Tensor) -> Tensor:
     """What the model says in eval mode, without the pipeline."""
-    model = nn.Sequential(*pipe.crew.modules().values())
+    model = nn.Sequential(*pipe.deployment.ranks.modules().values())
     modes = [module.training for module in model.modules()]
     with torch.no_grad():
         output: Tensor = model.eval()(x)
@@ -49,7 +49,7 @@ def plain(pipe: penstock.Pipeline, x: Tensor) -> Tensor:
 def state(pipe: penstock.Pipeline) -> list[Any]:
     gradients = [None if p.grad is None else p.grad.clone() for p in pipe.parameters()]
     kept = [*(p.detach().clone() for p in pipe.parameters()), *(b.clone() for _, b in pipe.named_buffers())]
-    modes = [module.training for part in pipe.crew.modules().values() for module in part.modules()]
+    modes = [module.training for part in pipe.deployment.ranks.modules().values() for module in part.modules()]
     return [gradients, kept, torch.get_rng_state(), modes]
 
 
@@ -75,20 +75,23 @@ def test_before_between_and_after_training_at_any_batch_size(schedule: str) -> N
 def test_modules_that_the_user_put_into_eval_mode_are_still_in_it() -> None:
     pipe = pipeline()
     norms = [
-        module for part in pipe.crew.modules().values() for module in part.modules() if "Norm" in str(type(module))
+        module
+        for part in pipe.deployment.ranks.modules().values()
+        for module in part.modules()
+        if "Norm" in str(type(module))
     ]
     for norm in norms:
         norm.eval()
     pipe.predict(torch.randn(4, 4))
     assert [norm.training for norm in norms] == [False] * len(norms)
-    assert all(part.training for part in pipe.crew.modules().values())
+    assert all(part.training for part in pipe.deployment.ranks.modules().values())
 
 
 def test_modes_come_back_even_if_the_evaluation_fails() -> None:
     pipe = pipeline()
     with pytest.raises(penstock.errors.PeerFailure, match="mat1 and mat2"):
         pipe.predict(torch.randn(4, 5))
-    assert all(module.training for part in pipe.crew.modules().values() for module in part.modules())
+    assert all(module.training for part in pipe.deployment.ranks.modules().values() for module in part.modules())
     x = torch.randn(6, 4)
     assert torch.equal(pipe.step(x, target=x).loss, pipeline().step(x, target=x).loss)
 

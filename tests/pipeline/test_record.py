@@ -86,10 +86,10 @@ def on_a_process() -> tuple[list[Timeline], bool, str]:
     """All that is asked of a process: two records, whether its labels are right, and a record on one rank only."""
     timelines = [recorded(family, 2) for family in ("1f1b", "dualpipe-v")]
     with pipeline() as pipe:
-        right = labels(pipe) == wanted(pipe, list(pipe.crew.executors))
+        right = labels(pipe) == wanted(pipe, list(pipe.deployment.ranks.executors))
         x, y = batch()
         said = ""
-        if 0 not in pipe.crew.executors:
+        if 0 not in pipe.deployment.ranks.executors:
             pipe.step(x, target=y)
         else:
             try:
@@ -141,7 +141,7 @@ def test_what_a_rank_waits_is_its_wait_and_not_its_work() -> None:
     x, y = batch()
     with pipeline("gpipe", transport="threads") as pipe:
         pipe.step(x, target=y)
-        pipe.split.parts[0].module.register_forward_hook(lambda *_: time.sleep(0.2))
+        pipe.deployment.split.parts[0].module.register_forward_hook(lambda *_: time.sleep(0.2))
         with pipe.record() as timeline:
             pipe.step(x, target=y)
     slow, quick = ([span for span in row if span.action.op.name == "F"] for row in timeline.by_rank)
@@ -171,7 +171,7 @@ def test_a_failed_step_leaves_the_record_of_the_one_before() -> None:
     with pipeline(transport="threads") as pipe, pipe.record() as timeline:
         pipe.step(x, target=y)
         kept = timeline.spans
-        hook = pipe.split.parts[1].module.register_forward_hook(lambda *_: 1 / 0)
+        hook = pipe.deployment.split.parts[1].module.register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(PeerFailure):
             pipe.step(x, target=y)
         hook.remove()
@@ -192,7 +192,7 @@ def test_not_recording_reads_no_clock_and_keeps_no_span(monkeypatch: pytest.Monk
         monkeypatch.setattr(executor, "Span", never)
         monkeypatch.setattr(executor.Executor, "_watched", never)
         pipe.step(x, target=y)
-        assert all(each.report.spans is None for each in pipe.crew.executors.values())
+        assert all(each.report.spans is None for each in pipe.deployment.ranks.executors.values())
 
 
 def test_recording_changes_no_number() -> None:

@@ -61,7 +61,7 @@ class Saved:
 
         Replicas have the same parameters, but buffers of their own: the model's are those of the first.
         """
-        replica = pipe.replicas.index
+        replica = pipe.deployment.replicas.index
         for name, value in model_entries(pipe):
             if isinstance(value, Tensor):
                 own = replica and not isinstance(value, (nn.Parameter, DTensor))
@@ -80,7 +80,7 @@ class Saved:
         for optimizer in optimizers:
             _check_state(optimizer)
             for number, group in enumerate(optimizer.param_groups):
-                owned = [parameter for parameter in group["params"] if parameter is not pipe._nothing]
+                owned = [parameter for parameter in group["params"] if parameter is not pipe.state.nothing]
                 members = [name_of(parameter, names, number) for parameter in owned]
                 options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
                 section = f"optimizer-options.{members[0] if members else len(groups)}"
@@ -136,14 +136,14 @@ def class_of(optimizers: Optimizers) -> str:
 
 def section_of(pipe: Pipeline, name: str) -> str:
     """Of which part of a checkpoint a name is: the model, which other programs may want, or the loss function."""
-    loss = pipe.split.loss
+    loss = pipe.deployment.split.loss
     return "loss" if loss is not None and name in loss.names.values() else "model"
 
 
 def model_entries(pipe: Pipeline) -> Iterator[tuple[str, Any]]:
     """(name, value) of all that the stages of this process have in their state, each name once."""
-    others, seen = pipe.first_names(), set()
-    for holding in pipe.holdings():
+    others, seen = pipe.state.first_names(), set()
+    for holding in pipe.deployment.holdings():
         for name, value in holding.module.state_dict(keep_vars=True).items():
             full = holding.names.get(name, name)
             if isinstance(value, nn.Parameter):

@@ -26,19 +26,20 @@ class Processes:
     """`number` of `count`; `call` is what the user called, which must be the same on all."""
 
     def __init__(self, pipe: Pipeline, call: str) -> None:
-        world = getattr(pipe, "world", None)
-        if world is None:
+        deployment = getattr(pipe, "deployment", None)
+        if deployment is None:
             raise UsageError(
                 f"a {type(pipe).__name__} is not a penstock.Pipeline; make one of the model, or use `penstock "
                 f"checkpoint export` for plain weights"
             )
+        world = deployment.world
         if pipe._closed and world.transport is not None:
             raise UsageError(f"this pipeline is closed, and {call} needs its other processes: call it before close()")
         self._world = world
         self._call = call
         self._transport = world.transport
         self._group = _whole_mesh(pipe)
-        self._link = getattr(pipe.replicas, "_link", None)
+        self._link = getattr(pipe.deployment.replicas, "_link", None)
         if self._group is not None:
             self.count, self.number = dist.get_world_size(self._group), dist.get_rank(self._group)
         elif self._transport is not None:
@@ -95,7 +96,7 @@ def _said(error: Exception) -> str:
 def _whole_mesh(pipe: Pipeline) -> Any:
     """The group of all processes of a mesh that is more than the pipeline's axis; else None."""
     mesh = pipe.composition.axes.mesh
-    if mesh is None or mesh.size() == dist.get_world_size(pipe.world.group):
+    if mesh is None or mesh.size() == dist.get_world_size(pipe.deployment.world.group):
         return None
     if mesh.size() != dist.get_world_size():
         raise UsageError(

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.options.arguments import RULES
+from penstock.pipeline.arguments import RULES
 from penstock.runtime.state.batch_norm import BATCH_NORMS
 
 __all__ = ["check_gpipe", "check_tangents"]

@@ -22,7 +22,7 @@ from penstock.gpipe.graph_nodes import Outputs, Stages
 from penstock.model.split import Split
 from penstock.runtime.backward.record import Record
 from penstock.runtime.batch.microbatch import Batch, count_for, merge, split_batch
-from penstock.runtime.engine.ranks import Clock, Crew
+from penstock.runtime.engine.ranks import Clock, LocalRanks
 from penstock.runtime.engine.report import StepInput
 from penstock.runtime.loss.shares import Shares
 from penstock.runtime.transport import ThreadTransport
@@ -55,8 +55,8 @@ class Calls:
         self._programs: dict[tuple[int, frozenset[int]], tuple[Schedule, Schedule]] = {}
         self.stages: list[AttachedStage] = []
         placement = self.programs(chunks)[0].placement
-        self.crew = Crew(split, placement, transports, self._clock, self._devices, AttachedStage)
-        for executor in self.crew.executors.values():
+        self.ranks = LocalRanks(split, placement, transports, self._clock, self._devices, AttachedStage)
+        for executor in self.ranks.executors.values():
             for stage in executor.stages.values():
                 assert isinstance(stage, AttachedStage)
                 self.stages.append(stage)
@@ -116,18 +116,18 @@ class Call:
         """The outputs of all microbatches, apart from any graph."""
         calls = self.calls
         inputs = self._inputs(attached)
-        calls.crew.settle()
+        calls.ranks.settle()
         calls._clock.seed = self._seed
         for rank, stage in enumerate(calls.stages):
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
             stage.begin(self._parameters[rank], self._pieces[rank])
         self._run(0, inputs)
-        last = calls.crew.last()
+        last = calls.ranks.last()
         assert last is not None
-        outputs = last.outputs()
-        if calls.crew.turns.draw:
+        outputs = last.computations.outputs()
+        if calls.ranks.turns.draw:
             torch.rand(())  # the next call shall have other random numbers
-        calls.crew.commit()
+        calls.ranks.commit()
         if attached:
             self._keep()
         for stage in calls.stages:
@@ -168,7 +168,7 @@ class Call:
         """Take what the stages hold off them."""
         stages = self.calls.stages
         self._records = [stage.records for stage in stages]
-        self._alone = frozenset(self.calls.crew.turns.alone)
+        self._alone = frozenset(self.calls.ranks.turns.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
             parameters += stage.foreign.values()
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -210,7 +210,7 @@ class Call:
         waiting, self.arrived = iter(self.arrived), ()
         by_microbatch = [[next(waiting) for _ in range(size)] for size in self._sizes]
         inputs = {rank: self._input(self._batch, True, by_microbatch) for rank in range(len(stages))}
-        calls.crew.settle()
+        calls.ranks.settle()
         calls._clock.seed = self._seed
         for rank, stage in enumerate(stages):
             stage.begin([p for p in self._parameters[rank] if p.requires_grad], self._pieces[rank], keep_graph)
@@ -250,7 +250,8 @@ class Call:
         """One half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:
-            self.calls.crew.run(program, lambda: inputs, alone=alone, context=self._context)
+            with self.calls.ranks.step(alone):
+                self.calls.ranks.run(program, inputs, context=self._context)
             return
         except PeerFailure as failure:
             cause = failure.__cause__

@@ -114,8 +114,8 @@ class GPipe(nn.Module):
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._calls is not None:
-            self._calls.crew.follow()
-        if self._calls is None or self._cut_from != self._what_is_cut() or self._calls.crew.changes.fault():
+            self._calls.ranks.follow()
+        if self._calls is None or self._cut_from != self._what_is_cut() or self._calls.ranks.changes.fault():
             self._build((args, kwargs))
         assert self._calls is not None
         check_tangents((args, kwargs), self.parameters())
@@ -154,7 +154,7 @@ class GPipe(nn.Module):
     def close(self) -> None:
         """End the threads of the ranks now; the next call starts others."""
         if self._calls is not None:
-            self._calls.crew.close()
+            self._calls.ranks.close()
 
     # -- the cut
 
@@ -165,7 +165,7 @@ class GPipe(nn.Module):
 
     def _build(self, first: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
         if self._calls is not None and self._cut_from[:1] == self._what_is_cut()[:1]:
-            self._calls.crew.close()
+            self._calls.ranks.close()
         self.__dict__["_calls"] = None
         split = self._split(first)
         split.warn()
@@ -175,7 +175,7 @@ class GPipe(nn.Module):
         calls = Calls(split, self.chunks, self.checkpoint, devices, self.batch_dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
             part.module.to(device)
-        calls.crew.watch()
+        calls.ranks.watch()
         self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
 
     def _what_is_cut(self) -> tuple[Any, ...]:

@@ -5,40 +5,28 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from penstock.runtime.batch.feed import Feed
+from penstock.model.split import Split
+from penstock.schedule import Schedule
 
 __all__ = ["compared", "facts_of"]
 
 
-def facts_of(pipe: Feed) -> dict[str, tuple[str, str]]:
+def facts_of(schedule: Schedule, split: Split, settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """What must be the same on every rank: each in words, and a digest of all of it."""
-    schedule = pipe.schedule
     facts: dict[str, tuple[str, Any]] = {
         "microbatches": (str(schedule.microbatches), None),
         "schedule": (
             f"{schedule.name or 'its own'} for {schedule.stages} stages",
             (schedule.rows, sorted(schedule.recompute)),
         ),
-        "recompute": (pipe.recompute, None),
-        "precision": (str(pipe.crew.precision or "the caller's"), None),
-        "batch_norm": (pipe.batch_norm, None),
-        "inputs": (pipe.inputs, None),
-        "atomic": (str(pipe.atomic), None),
-        "split of batches": (str(pipe.batching or "by rows"), None),
-        "transport": (pipe.world.way or "no choice", None),
-        "timeout": (str(pipe.world.timeout), None),
-        "loss_reduction": (str(pipe.loss_reduction), None),
-        "loss_per_microbatch": (str(pipe.loss_per_microbatch), None),
-        "loss_weight": ("none" if pipe.loss_weight is None else "one", None),
-        "batch_dims": (str(pipe.batch_dims), None),
+        **{name: (words, None) for name, words in settings.items()},
     }
-    for number, holding in enumerate(pipe.split.holdings()):
-        place = f"stage {number}" if number < pipe.split.stages else "loss_fn"
+    for number, holding in enumerate(split.holdings()):
+        place = f"stage {number}" if number < split.stages else "loss_fn"
         shapes = [
             (holding.names.get(name, name), tuple(value.shape))
             for name, value in holding.module.state_dict(keep_vars=True).items()

@@ -12,24 +12,21 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
-from penstock.group.facts import compared, facts_of
+from penstock.group.facts import compared
 from penstock.messages.collective import all_gather
-from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.engine.ranks import Clock
 from penstock.runtime.engine.recorder import host_name, offsets
-from penstock.runtime.transport import Channel, ThreadTransport, Transport
+from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.base import calling
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
-
-if TYPE_CHECKING:
-    from penstock.runtime.batch.feed import Feed
 
 __all__ = ["World", "collective"]
 
@@ -46,7 +43,7 @@ def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, 
         @wraps(method)
         def named(*args: Given.args, **kwargs: Given.kwargs) -> Found:
             pipe: Any = args[0]
-            with pipe.world.calling(call):
+            with pipe.deployment.world.calling(call):
                 return method(*args, **kwargs)
 
         return named
@@ -160,13 +157,12 @@ class World:
         """Around a step: where ranks are processes, Ctrl-C waits until a message, or the step's end, is whole."""
         return nullcontext() if self._transport is None else CTRL_C.around_step()
 
-    def agree(self, pipe: Feed) -> None:
+    def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""
         if self._transport is None:
             return
-        mine = facts_of(pipe)
         self._told = True
-        told = self._transport.exchange((mine, pipe.clock.seed, host_name()))
+        told = self._transport.exchange((dict(facts), clock.seed, host_name()))
         refused = [(rank, theirs) for rank, theirs in enumerate(told) if isinstance(theirs, str)]
         if refused:
             raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
@@ -174,7 +170,7 @@ class World:
         if faults:
             raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
         self._told = False
-        pipe.clock.seed = told[0][1]
+        clock.seed = told[0][1]
         self._one_host = len({host for _, _, host in told}) == 1
 
     def built(self) -> None:
@@ -193,11 +189,6 @@ class World:
             return [0.0] * ranks, 0.0
         with self.calling("record()"):
             return offsets(self._transport)
-
-    def same_count(self, pipe: Feed, count: Callable[[], int | None]) -> int:
-        """How many microbatches an evaluation has: what the ranks that see the batch say."""
-        counts = self.agreed("evaluate()", count, "(rank, microbatches)")
-        return pipe.microbatches if counts is None else counts
 
     def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
         """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
@@ -230,52 +221,6 @@ class World:
         """Inside, this process is in that call, which all must make."""
         return calling(self._transport, call)
 
-    def carry(
-        self,
-        pipe: Feed,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        loss_kwargs: Mapping[str, Any],
-        cut: Callable[..., Batch],
-    ) -> Batch:
-        """inputs='first': what later ranks need goes to them straight from the first stage's rank."""
-        transport = self._transport
-        placement = pipe.schedule.placement
-        home = placement.rank_of(0)
-        if transport is None or placement.ranks == 1:
-            return cut(args, kwargs, target, loss_kwargs)
-        channels = [
-            Channel(-1, placement.stages_of(rank)[0], "F", home, rank)
-            for rank in range(placement.ranks)
-            if rank != home
-        ]
-        transport.open(channels)
-        if transport.rank == home:
-            try:
-                batch = cut(args, kwargs, target, loss_kwargs)
-                for number, channel in enumerate(channels):
-                    needed = _needed(pipe, channel.target_rank, args, kwargs, target, loss_kwargs)
-                    transport.send(number, 0, (needed, batch.rows))
-            except PenstockError as error:
-                for number in range(len(channels)):
-                    transport.send_failure(number, 0, PeerFailure(home, f"{type(error).__name__}: {error}"))
-                raise
-            finally:
-                transport.flush()
-            return batch
-        number = next(number for number, channel in enumerate(channels) if channel.target_rank == transport.rank)
-        (given, named, goal, extra), rows = transport.receive(number, 0)
-        is_last = placement.rank_of(placement.stages - 1) == transport.rank
-        if args or kwargs or (target is not None and (goal is not None or not is_last)):
-            raise UsageError(
-                f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too (the target "
-                f"alone may come from the last stage's rank)"
-            )
-        batch = cut(given, named, target if goal is None else goal, {**extra, **loss_kwargs}, whole=False)
-        batch.rows = rows
-        return batch
-
 
 def _choice(asked: str | None) -> tuple[str | None, str]:
     """The transport that was asked for, by argument or else by the environment, and how that was said."""
@@ -286,23 +231,3 @@ def _choice(asked: str | None) -> tuple[str | None, str]:
     if asked not in (None, *TRANSPORTS):
         raise UsageError(f"{said}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
     return asked, said
-
-
-def _needed(
-    pipe: Feed,
-    rank: int,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    target: Any,
-    loss_kwargs: Mapping[str, Any],
-) -> Any:
-    parts = [pipe.split.parts[stage] for stage in pipe.schedule.placement.stages_of(rank)]
-    is_last = parts[-1].index == pipe.split.stages - 1
-    weighed = is_last and any(map(pipe.weighing.looks_at, range(len(args))))
-    given = args if weighed or any(part.whole_batch for part in parts) else ()
-    named = {
-        name: value
-        for name, value in kwargs.items()
-        if (is_last and pipe.weighing.looks_at(name)) or any(part.takes is None or name in part.takes for part in parts)
-    }
-    return (given, named, target, dict(loss_kwargs)) if is_last else (given, named, None, {})

@@ -21,7 +21,7 @@ from penstock.errors import UsageError
 from penstock.optim.norms import here
 
 if TYPE_CHECKING:
-    from penstock.runtime.batch.feed import Feed
+    from penstock.pipeline import Pipeline
 
 __all__ = ["GradScaler"]
 
@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        pipe: Feed,
+        pipe: Pipeline,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -50,7 +50,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self.is_enabled():
             self._lazy_init_scale_growth_tracker(device)
-        pipe.scaler = self
+        pipe.state.scaler = self
 
     def loss_scale(self) -> float:
         """What the next step's loss is multiplied by; an error where its gradients would meet unscaled ones."""
@@ -81,7 +81,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if self._pipe.scaler is not self:
+        if self._pipe.state.scaler is not self:
             raise UsageError("the pipeline has got another GradScaler since; use that one")
         held: Any = [here(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         local: Any = SimpleNamespace(param_groups=[{"params": held}])
@@ -89,7 +89,7 @@ class GradScaler(torch.amp.GradScaler):
         some = bool(found)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
         mine = (any(bool(each.item()) for each in found.values()), some, self.get_scale())
-        ranks = self._pipe.world.told(CALL, self._pipe.replicas.told(CALL, mine))
+        ranks = self._pipe.deployment.world.told(CALL, self._pipe.deployment.replicas.told(CALL, mine))
         told = [each for copies in ranks for each in copies]
         if not any(some for _, some, _ in told):
             raise UsageError(

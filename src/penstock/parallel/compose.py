@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.group.facts import compared, facts_of
+from penstock.group.facts import compared
 from penstock.model.replaced import mark_replaced
 from penstock.model.replay.part import ReplayPart
 from penstock.parallel.axis_link import Link
@@ -23,6 +23,7 @@ from penstock.parallel.reduce import Reducer, make_equal
 from penstock.parallel.replicas import Replicas
 from penstock.parallel.sharded import Sharder, check_shardable
 from penstock.parallel.spread_norms import Norms
+from penstock.parallel.stage_hooks import ParallelHooks
 from penstock.parallel.tensor import SpreadValues, spread
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 
@@ -35,13 +36,13 @@ __all__ = ["compose"]
 def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple[int, str]]]) -> Replicas:
     """Spread, hand out and shard this rank's stages; what then runs beside its steps."""
     axes = wanted.axes
-    (executor,) = pipe.crew.executors.values()
-    transport = pipe.world.transport
+    (executor,) = pipe.deployment.ranks.executors.values()
+    transport = pipe.deployment.world.transport
     assert isinstance(transport, DistributedTransport)
     modules = {index: stage.module for index, stage in executor.stages.items()}
     with_loss = {index: stage.holds for index, stage in executor.stages.items()}
     links = {
-        axis: Link(axes.group(axis), pipe.world.timeout, transport, word, unseen=axis == "tp")
+        axis: Link(axes.group(axis), pipe.deployment.world.timeout, transport, word, unseen=axis == "tp")
         for axis, word in (("dp", "replica"), ("tp", "shard"))
         if axes.size(axis) > 1
     }
@@ -68,10 +69,11 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         for index, stage in executor.stages.items()
         for name, parameter in stage.module.named_parameters()
     ]
+    values = None
     if wanted.plan is not None and "tp" in links:
         local = {index: stage.part for index, stage in executor.stages.items()}
-        spread(pipe.split.parts, local, wanted.plan, axes.along("tp"))
-        executor.crossing = SpreadValues(axes.along("tp"))
+        spread(pipe.deployment.split.parts, local, wanted.plan, axes.along("tp"))
+        values = SpreadValues(axes.along("tp"))
         for stage in executor.stages.values():
             stage.carries(DTensor)
     sharder = None
@@ -88,22 +90,24 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     now = {id(parameter) for module in with_loss.values() for parameter in module.parameters()}
     replaced = [(name, index, parameter) for name, index, parameter in before if id(parameter) not in now]
     mark_replaced(parameter for _, _, parameter in replaced)
-    pipe.clock.first = axes.index("dp") * pipe.microbatches
+    pipe.deployment.clock.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     reducer = Reducer(with_loss, names, link, () if sharder is None else sharder.managed)
-    last = pipe.crew.last() is not None
+    last = pipe.deployment.ranks.last() is not None
     replicas = Replicas(
         executor,
         link,
         reducer,
         sharder,
         Norms(links),
-        weighing=lambda: pipe.weighing.when if last else "never",
+        weighing=lambda: pipe.batches.weighing.when if last else "never",
         shards=links.get("tp"),
         loss_parallel=last and wanted.plan is not None and wanted.plan.loss_parallel,
     )
     replicas.replaced = replaced
     executor.replication = replicas
+    if sharder is not None or values is not None:
+        executor.computations.hooks = ParallelHooks(sharder, values)
     return replicas
 
 
@@ -132,13 +136,13 @@ def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int
 
 def _agree(pipe: Pipeline, link: Link, wanted: Composition) -> None:
     """The copies of a stage must have been given the same pipeline, and get the same random numbers."""
-    facts = facts_of(pipe)
+    facts = pipe.facts()
     facts["tensor_plan"] = (str(wanted.plan), "")
     facts["replicate"] = (str(wanted.replicate), "")
     facts["window"] = (str(wanted.window), "")
     facts["shard_precision"] = (str(wanted.precision), "")
-    told = link.exchange((facts, pipe.clock.seed))
+    told = link.exchange((facts, pipe.deployment.clock.seed))
     faults = compared([theirs for theirs, _ in told], link.word)
     if faults:
         raise UsageError(f"the {link.word}s were given different pipelines; pass the same on every rank\n  {faults}")
-    pipe.clock.seed = told[0][1]
+    pipe.deployment.clock.seed = told[0][1]

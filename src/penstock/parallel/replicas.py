@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -143,16 +143,17 @@ class Replicas(Alone):
 
     # -- around it
 
-    def run(self, program: Schedule, run: Callable[[], list[StepReport]], training: bool) -> list[StepReport]:
+    @contextmanager
+    def step(self, program: Schedule, training: bool) -> Iterator[Self]:
         self._check_whole()
         self._begin(program, training)
         try:
-            with self._around():
-                reports = run()
-            mine = said_by(reports, program.microbatches)
-            mine.more = (*self._present(), self._checks.says())
-            self.said = self._meet(mine)
-            self._finish(training)
+            with self._computing:
+                if self._shards is not None:
+                    self._computing.enter_context(self._shards.inside())
+                if self._loss_parallel:
+                    self._computing.enter_context(loss_parallel())
+                yield self
         except BaseException as error:
             self._tell(error)
             self._undo()
@@ -160,19 +161,18 @@ class Replicas(Alone):
             if named is not error:
                 raise named from named.__cause__
             raise
-        return reports
 
-    @contextmanager
-    def _around(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._shards is not None:
-                stack.enter_context(self._shards.inside())
-            if self._loss_parallel:
-                stack.enter_context(loss_parallel())
-            yield
+    def end(self, reports: Sequence[StepReport]) -> None:
+        self._computing.close()
+        mine = said_by(reports, self._count)
+        mine.more = (*self._present(), self._checks.says())
+        self.said = self._meet(mine)
+        self._finish()
 
     def _begin(self, program: Schedule, training: bool) -> None:
         """What earlier steps added is set aside: it has been reduced."""
+        self._count, self._training = program.microbatches, training
+        self._computing = ExitStack()  # what holds while this replica computes
         self._total = None
         self._met = False
         self._weighs = self._link is not None and self._weighing() == "before"
@@ -204,10 +204,10 @@ class Replicas(Alone):
                 raise each.failure
         return told
 
-    def _finish(self, training: bool) -> None:
+    def _finish(self) -> None:
         if self._weighs and self._total is not None:
             self._summed()
-        if not training:
+        if not self._training:
             return
         self._checks.same([each.more[2] for each in self.said])
         self._reducer.finish()

@@ -77,7 +77,6 @@ class Sharder:
         whole: set[nn.Parameter],
     ) -> None:
         self.window = window
-        self._executor = executor
         self._groups: dict[int, list[Any]] = {}
         self._modules: dict[int, Any] = {}
         self._done: set[int] = set()
@@ -105,8 +104,7 @@ class Sharder:
             if precision is not None:
                 stage.wrap = _Casts(precision).wrap
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-        if self._fills:
-            executor.added = self._collect
+        self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
         self.present = 0
 
     def begin(self) -> None:
@@ -138,9 +136,9 @@ class Sharder:
         if action.op is Op.UNSHARD:
             handle = self._modules[stage].unshard(async_op=True)
             if handle is not None:
-                self._executor.gathering[stage] = partial(self._wait, handle, str(action))
+                self._gathering[stage] = partial(self._wait, handle, str(action))
             return
-        self._executor._gather(stage)
+        self.before(stage)
         if action.op is Op.RESHARD:
             self._modules[stage].reshard()
         else:
@@ -156,7 +154,7 @@ class Sharder:
         if action.op is not Op.REDUCE_GRAD:
             self.act(action)
         elif action.stage not in self._done:
-            self._executor._gather(action.stage)
+            self.before(action.stage)
             self._forget(action.stage)
             self._reduce(action.stage)
 
@@ -173,8 +171,16 @@ class Sharder:
             group.finalize_backward()
             group._training_state = type(group._training_state).IDLE
 
-    def _collect(self, stage: int) -> None:
+    def before(self, stage: int) -> None:
+        """The stage is about to compute: wait until its parameters are complete, if that is under way."""
+        wait = self._gathering.pop(stage, None)
+        if wait is not None:
+            wait()
+
+    def after(self, stage: int) -> None:
         """After a backward: low-precision gradients are added up in the precision that they are reduced in."""
+        if not self._fills:
+            return
         for group in self._groups[stage]:
             for each in group.fsdp_params:
                 if hasattr(each, "_unsharded_param"):
@@ -191,7 +197,7 @@ class Sharder:
     def reset(self) -> None:
         """After a failed step: sharded, and without gradients."""
         for stage, module in self._modules.items():
-            self._executor.gathering.pop(stage, None)
+            self._gathering.pop(stage, None)
             self._forget(stage)
             with suppress(RuntimeError):  # where the group is lost, there is nothing to wait for
                 module.reset_iter_state()

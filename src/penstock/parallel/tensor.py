@@ -136,8 +136,8 @@ class SpreadValues:
         )
         return found.requires_grad_() if wants else found
 
-    def whole(self, value: Any) -> Any:
-        """What a user gets to see: whole tensors, on every rank of the axis."""
+    def full(self, value: Any) -> Any:
+        """What a user gets to see: complete tensors, on every rank of the axis."""
         value = pytree.tree_map_only(DTensor, DTensor.full_tensor, value)
         return pytree.tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, value)
 

@@ -29,6 +29,7 @@ from penstock.model.split import OUTPUT, Split
 from penstock.optim.precision import Precision
 from penstock.parity_check.uncut import compare_whole, largest, near, poison, uncut
 from penstock.pipeline import Pipeline
+from penstock.pipeline.batches import Call
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Alone
@@ -122,11 +123,13 @@ def parity(
         for each in (own, single):
             prepare_batch_norm(each, pipe.batch_norm)
         plain = cut_model(own, pipeline.get("stages"), **cut)
-        if plain.recut is not None and plain.cuts != pipe.split.cuts:  # the pipeline's placement had a say
-            plain = plain.recut(pipe.split.cuts)
+        if plain.recut is not None and plain.cuts != pipe.deployment.split.cuts:  # the pipeline's placement had a say
+            plain = plain.recut(pipe.deployment.split.cuts)
         poison(plain)
-        batch = pipe.microbatches_of(args, kwargs, target, loss_kwargs or {})
-        expected, found = _Trace(plain), _Trace(pipe.split)
+        batch = pipe.batches.microbatches_of(
+            Call("step()", args, kwargs, target, loss_kwargs or {}, outputs=False, training=True)
+        )
+        expected, found = _Trace(plain), _Trace(pipe.deployment.split)
         _run_plain(pipe, plain, batch, expected, own_loss_fn)
         whole = uncut(plain, single, cut)
         if whole is not None:
@@ -221,7 +224,11 @@ class _Trace:
 @contextmanager
 def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
     """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
-    stages = {index: stage for executor in pipe.crew.executors.values() for index, stage in executor.stages.items()}
+    stages = {
+        index: stage
+        for executor in pipe.deployment.ranks.executors.values()
+        for index, stage in executor.stages.items()
+    }
 
     def watch(index: int, stage: Stage) -> None:
         forward, backward, weights = stage.forward, stage.backward, stage.weights
@@ -255,7 +262,7 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, loss_f
     """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
     before, pipe.loss_fn = pipe.loss_fn, loss_fn
     try:
-        with pipe.crew.precise() as precisions:
+        with pipe.deployment.ranks.precise() as precisions:
             _accumulate(pipe, split, batch, trace, precisions[0])
     finally:
         pipe.loss_fn = before
@@ -270,7 +277,7 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
             each.begin_step()
         total: Tensor | None = None
         statistics = Statistics()  # of batch norms that see each batch once
-        shares = BatchShares(pipe.weighing, batch, Alone(), training=True)
+        shares = BatchShares(pipe.batches.weighing, batch, Alone(), training=True)
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
@@ -302,7 +309,7 @@ def _plain_forward(
     result: Tensor | None = None
     for part in split.parts:
         arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
-        stream = randomness(pipe.clock.seed, step, number, part.stream)
+        stream = randomness(pipe.deployment.clock.seed, step, number, part.stream)
         with stream, ExtraLosses() as collected, nullcontext() if precision is None else precision():
             emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
             if OUTPUT in emitted:
@@ -320,7 +327,7 @@ def _plain_forward(
 def _compare(pipe: Pipeline, plain: _Trace, piped: _Trace, tolerance: float | None) -> Parity:
     expected, found = plain.tensors, piped.tensors
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
-    in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.split.stages)]
+    in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.deployment.split.stages)]
     scale = largest(tensor for place, tensor in expected.items() if place.kind in ("gradient", "tied"))
     for place in sorted({*expected, *found}, key=lambda each: (*each[:4], KINDS.index(each.kind), each.name)):
         want, have = expected.get(place), found.get(place)

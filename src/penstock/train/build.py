@@ -157,7 +157,7 @@ def example_of(batch: Batch, microbatches: int) -> tuple[Any, ...] | dict[str, A
 def build_optimizer(config: TrainConfig, pipe: Pipeline) -> torch.optim.Optimizer:
     """Over the parameters that this process owns: matrices with weight decay, vectors without."""
     options = config.optimizer
-    vectors = any(parameter.dim() < 2 for part in pipe.split.parts for parameter in part.module.parameters())
+    vectors = any(parameter.dim() < 2 for part in pipe.deployment.split.parts for parameter in part.module.parameters())
     groups = pipe.parameter_groups({_is_vector: {"weight_decay": 0.0}} if vectors else {})
     common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.name == "sgd":

@@ -63,7 +63,7 @@ def make_plan(config: TrainConfig) -> Plan:
     pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads")
     with pipe:
         table = pipe.describe().split("\n\n")[0]
-        how = f"split     {pipe.split.how}"
+        how = f"split     {pipe.deployment.split.how}"
         stages = _measured(config, pipe, example_of(batch, config.pipeline.microbatches))
         schedule = pipe.schedule
         if stages is None:
@@ -80,14 +80,14 @@ def make_plan(config: TrainConfig) -> Plan:
 
 def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tuple[Weight, ...]] | None:
     """What the pieces of each stage take, in time and memory; None for a model whose pieces cannot be run alone."""
-    if pipe.split.weights and any(weight.milliseconds for weight in pipe.split.weights):
-        return [pipe.split.weights_of(stage) for stage in range(pipe.split.stages)]
+    if pipe.deployment.split.weights and any(weight.milliseconds for weight in pipe.deployment.split.weights):
+        return [pipe.deployment.split.weights_of(stage) for stage in range(pipe.deployment.split.stages)]
     model, _ = build_model(config)
     try:
-        found = cut_model(model, pipe.split.stages, balance="time", example=example)  # type: ignore[arg-type]
+        found = cut_model(model, pipe.deployment.split.stages, balance="time", example=example)  # type: ignore[arg-type]
     except PenstockError:
         return None
-    bounds = [0, *pipe.split.cuts, len(pipe.split.weights)]
+    bounds = [0, *pipe.deployment.split.cuts, len(pipe.deployment.split.weights)]
     if len(found.weights) != bounds[-1]:
         return None
     return [tuple(found.weights[begin:end]) for begin, end in pairwise(bounds)]

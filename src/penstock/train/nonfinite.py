@@ -45,7 +45,7 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     found = _bad_parameters(pipe)
     pipe.zero_grad()
     with _watched(pipe, found):
-        pipe.clock.step -= 1
+        pipe.deployment.clock.step -= 1
         result = again()
     bad_loss = result.loss is not None and not bool(torch.isfinite(result.loss))
     gradients = [] if found else _bad_gradients(pipe)
@@ -56,7 +56,7 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     if outputs:
         stage, _, words = outputs[0]
         return f"stage {stage}: {words}"
-    last = pipe.split.stages - 1
+    last = pipe.deployment.split.stages - 1
     if bad_loss:
         return f"stage {last}: the loss function; every module's output was finite"
     later = sorted((entry for _, entries in told for entry in entries), reverse=True)  # the backward goes from the end
@@ -67,7 +67,7 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
 
 def _bad_parameters(pipe: Pipeline) -> list[_Found]:
     found = []
-    for holding in pipe.holdings():
+    for holding in pipe.deployment.holdings():
         for name, value in holding.module.named_parameters():
             if not bool(torch.isfinite(value).all()):
                 full = holding.names.get(name, name)
@@ -80,7 +80,7 @@ def _bad_parameters(pipe: Pipeline) -> list[_Found]:
 
 def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
     found = []
-    for holding in pipe.holdings():
+    for holding in pipe.deployment.holdings():
         names = [
             name
             for name, value in holding.module.named_parameters()
@@ -98,7 +98,7 @@ def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
 @contextmanager
 def _watched(pipe: Pipeline, found: list[_Found]) -> Iterator[None]:
     hooks = []
-    for stage, part in pipe.crew.modules().items():
+    for stage, part in pipe.deployment.ranks.modules().items():
         for name, module in part.named_modules():
             if name:
                 hooks.append(module.register_forward_hook(_look(pipe, stage, name, found)))
@@ -129,7 +129,7 @@ def _full_name(pipe: Pipeline, stage: int, name: str, module: nn.Module) -> str:
     own = next((inner for inner, _ in module.named_parameters()), None)
     if own is None:
         return name
-    full = pipe.split.parts[stage].names.get(f"{name}.{own}", f"{name}.{own}")
+    full = pipe.deployment.split.parts[stage].names.get(f"{name}.{own}", f"{name}.{own}")
     return full.removesuffix(f".{own}")
 
 

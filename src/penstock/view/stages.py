@@ -25,12 +25,12 @@ def stage_table(pipe: Pipeline) -> str:
     name = pipe.schedule.name or "own schedule"
     return "\n".join(
         [
-            _table([_row(pipe, index) for index in range(pipe.split.stages)]),
+            _table([_row(pipe, index) for index in range(pipe.deployment.split.stages)]),
             "",
-            f"split     {pipe.split.how}",
+            f"split     {pipe.deployment.split.how}",
             f"schedule  {name}: {pipe.schedule.ranks} ranks, {pipe.microbatches} microbatches; with equal stages "
             f"{timeline.bubble:.1%} idle, at most {max(timeline.peak_activations)} activations in flight on a rank",
-            f"ranks     {pipe.world.kind}",
+            f"ranks     {pipe.deployment.world.kind}",
             *([f"beside    {pipe.composition}"] if str(pipe.composition) else []),
             *_links(pipe),
         ]
@@ -51,7 +51,7 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 def _row(pipe: Pipeline, index: int) -> dict[str, str]:
-    part, topology = pipe.split.parts[index], pipe.split.topology
+    part, topology = pipe.deployment.split.parts[index], pipe.deployment.split.topology
     parameters = list(part.module.parameters())
     feeds = [str(stage) for stage in topology.consumers(index)] or ["loss"]
     return {
@@ -81,7 +81,7 @@ def _units(part: StagePart) -> str:
 
 def _weights(pipe: Pipeline, index: int) -> Sequence[Weight]:
     """What the pieces of the stage weigh, where that was looked at."""
-    return pipe.split.weights_of(index)
+    return pipe.deployment.split.weights_of(index)
 
 
 def _measured(weights: Sequence[Weight], bytes_out: int | None) -> dict[str, str]:
@@ -100,11 +100,11 @@ def _measured(weights: Sequence[Weight], bytes_out: int | None) -> dict[str, str
 
 def _links(pipe: Pipeline) -> list[str]:
     """What each link between ranks uses, the links of one kind together."""
-    found = links(pipe.schedule.placement, pipe.split.topology)
+    found = links(pipe.schedule.placement, pipe.deployment.split.topology)
     ways = sorted({way for link in found for way in _both(link.source_rank, link.target_rank)})
     by_wire: dict[str, list[str]] = {}
     for source, target in ways:
-        by_wire.setdefault(pipe.world.wire(source, target), []).append(f"{source} -> {target}")
+        by_wire.setdefault(pipe.deployment.world.wire(source, target), []).append(f"{source} -> {target}")
     lines = [f"{', '.join(named)}: {wire}" for wire, named in by_wire.items()] or ["none"]
     return [f"{'links' if not number else '':10}{line}" for number, line in enumerate(lines)]
 

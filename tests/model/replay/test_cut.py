@@ -183,7 +183,7 @@ def test_a_parameter_free_norm_on_the_input_counts_once() -> None:
     with penstock.Pipeline(model := Normed(), stages=2, **options) as pipe:  # on threads the stages share its buffers
         owners = [
             stage
-            for stage, module in pipe.crew.modules().items()
+            for stage, module in pipe.deployment.ranks.modules().items()
             if any(inner._buffers is model.norm._buffers for inner in module.own_modules())
         ]
         assert owners == [0]

@@ -130,7 +130,9 @@ def test_an_example_may_have_the_marks_of_a_batch() -> None:
 def test_lengths_that_only_the_split_reads_need_no_stage_that_takes_them() -> None:
     pipe = pipeline(split=penstock.by_tokens(lengths="lengths", sequences=()))
     result = pipe.step(X, lengths=torch.arange(1, 9), target=Y)
-    torch.testing.assert_close(result.loss, F.mse_loss(nn.Sequential(*pipe.crew.modules().values())(X), Y).detach())
+    torch.testing.assert_close(
+        result.loss, F.mse_loss(nn.Sequential(*pipe.deployment.ranks.modules().values())(X), Y).detach()
+    )
 
 
 def test_errors_are_there_without_an_import_of_their_own() -> None:

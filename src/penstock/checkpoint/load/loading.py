@@ -52,7 +52,7 @@ def say(problems: list[str]) -> None:
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
     """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
-    pipe.crew.settle()
+    pipe.deployment.ranks.settle()
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
     contents, _ = processes.together(lambda: (Contents(path), None), path)
@@ -152,7 +152,7 @@ class _Restoring:
         """The optimizer, then all that has a state of its own, then the random numbers."""
         pipe, given, first = self._pipe, self._given, self._plains[0]
         _take_extra_state(pipe, self._joined["model"], self._tensor)
-        pipe._loaded()
+        pipe.state.loaded()
         pipe.zero_grad()  # gradients of other values than these
         if self._fit is not None:
             self._fit.finish(self._tensor)
@@ -163,7 +163,7 @@ class _Restoring:
             own = self._plains[processes.number] if self._alike else {}
             found = own if "data" in own else next(plain for plain in self._plains if "data" in plain)
             given.data.load_state_dict(decode(found["data"], self._tensor))
-        pipe.clock.seed, pipe.clock.step, pipe.clock.evaluations = self._clock
+        pipe.deployment.clock.seed, pipe.deployment.clock.step, pipe.deployment.clock.evaluations = self._clock
         return Loaded(
             step=manifest.step,
             path=self._contents.path,
@@ -197,8 +197,8 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
     wanted = {name for name, value in model_entries(pipe) if name in saved}
     if not wanted:
         return
-    pipe.crew.give_back()  # as before load_state_dict()
-    for holding in pipe.holdings():
+    pipe.deployment.ranks.give_back()  # as before load_state_dict()
+    for holding in pipe.deployment.holdings():
         for place, holder in holding.module.named_modules():
             name = f"{place}._extra_state" if place else "_extra_state"
             full = holding.names.get(name, name)

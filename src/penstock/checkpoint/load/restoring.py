@@ -56,7 +56,7 @@ def fit_model(
         elif saved["dtype"] != _dtype_name(value):
             wrong.append(f"{name} is {saved['dtype']} in it and {_dtype_name(value)} in the model")
         else:
-            own = f"replica-{pipe.replicas.index:05d}.{name}"
+            own = f"replica-{pipe.deployment.replicas.index:05d}.{name}"
             targets[own if own in tensors and replicas_alike else key] = value.detach()
     everything = set(_all_names(pipe))
     all_saved = (key.removeprefix("model.") for key in tensors if key.startswith("model."))
@@ -75,7 +75,7 @@ def names_in(pipe: Pipeline, contents: Contents) -> tuple[dict[str, str], list[s
     Which of its names comes first can depend on the way of cutting: in a graph, on where the module that reads it went.
     """
     places: dict[str, list[str]] = {}
-    for other, first in pipe.first_names().items():
+    for other, first in pipe.state.first_names().items():
         places.setdefault(first, [first]).append(other)
     names: dict[str, str] = {}
     wrong: list[str] = []
@@ -89,8 +89,8 @@ def names_in(pipe: Pipeline, contents: Contents) -> tuple[dict[str, str], list[s
 
 
 def _all_names(pipe: Pipeline) -> Iterable[str]:
-    others = pipe.first_names()
-    for holding in pipe.split.holdings():
+    others = pipe.state.first_names()
+    for holding in pipe.deployment.split.holdings():
         for full in holding.names.values():
             yield full
             yield others.get(full, full)
@@ -105,7 +105,7 @@ class OptimizerFit:
         self._state = plain["state"]
         known, _ = names_in(pipe, contents)
         self._names = {number: known.get(name, name) for number, name in names_by_parameter(pipe).items()}
-        self._nothing = pipe._nothing
+        self._nothing = pipe.state.nothing
         self._contents = contents
         self._saved = [(group, decode(group["options"], contents.tensor)) for group in plain["groups"]]
         self._by_name = {name: each for each in self._saved for name in each[0]["names"]}

@@ -35,7 +35,7 @@ class Given:
 
 def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
     """Tensors (not copied yet) and plain values (copied) of this process."""
-    pipe._check_values()
+    pipe.state.check_values()
     saved = Saved()
     saved.add_model(pipe)
     optimizers = optimizers_of(given.optimizer)
@@ -46,7 +46,7 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
     if given.data is not None:
         saved.plain["data"] = saved.add("data", state_of(given.data, "data"), "data.state_dict()", owner)
     if process == 0:
-        clock = pipe.clock
+        clock = pipe.deployment.clock
         saved.plain["clock"] = {"seed": clock.seed, "step": clock.step, "evaluations": clock.evaluations}
         for name in ("scheduler", "scaler"):
             holder = getattr(given, name)
@@ -81,7 +81,7 @@ def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
         "placement": [schedule.placement.rank_of(stage) for stage in range(schedule.stages)],
         "schedule": schedule.name or "its own",
         "microbatches": schedule.microbatches,
-        "replicas": pipe.replicas.replicas,
+        "replicas": pipe.deployment.replicas.replicas,
         "replicate": pipe.composition.replicate,
         "tp": pipe.composition.axes.size("tp"),
     }
@@ -103,5 +103,5 @@ def document_of(step: int, pipe: Pipeline, config: Any, processes: int) -> dict[
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        "origin": pipe.split.origin,
+        "origin": pipe.deployment.split.origin,
     }

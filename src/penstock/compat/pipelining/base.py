@@ -181,7 +181,7 @@ class _PipelineSchedule(CustomFunctions):
             devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
             **{**cut, **self.options},
         )
-        pipe.output_merge_spec = self._output_merge_spec
+        pipe.batches.output_merge_spec = self._output_merge_spec
         handlers = weight_handlers(self._all_stages)
         handlers |= {op: custom_handler(self, function) for op, function in self._functions.items()}
         for op, handler in handlers.items():
@@ -272,21 +272,21 @@ class _PipelineSchedule(CustomFunctions):
             raise UsageError(f"losses is a {type(losses).__name__}; pass a list, which the losses are put into")
         pipe = self.pipeline
         has_first = any(stage.is_first for stage in self._all_stages)
-        if not has_first and pipe.inputs == "first":
+        if not has_first and pipe.batches.inputs == "first":
             args, kwargs = (), {}
         self.backward_counter.clear()
         for stage in self._all_stages:
             stage.has_backward = training
             stage.clear_runtime_states()
-        pipe.batch_dims = batch_dims(args, kwargs, self._args_chunk_spec, self._kwargs_chunk_spec)
-        args, kwargs = one_each(self._n_microbatches, args, kwargs, target, pipe.batch_dims)
+        pipe.batches.dims = batch_dims(args, kwargs, self._args_chunk_spec, self._kwargs_chunk_spec)
+        args, kwargs = one_each(self._n_microbatches, args, kwargs, target, pipe.batches.dims)
         extra = {name: Shared(value) for name, value in (loss_kwargs or {}).items()}  # each loss gets it whole
         run = pipe.step if training else pipe.evaluate
         result = run(*args, target=target, loss_kwargs=extra, outputs=return_outputs, **kwargs)
         last = next((stage for stage in self._all_stages if stage.is_last), None)
         if last is None:
             return None
-        last.output_chunks = pipe.taken()
+        last.output_chunks = pipe.batches.taken()
         if losses is not None:
             found: tuple[Tensor, ...] = result.losses
             losses[:] = [loss.to(last.device) for loss in found]

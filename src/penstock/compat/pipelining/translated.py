@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
@@ -10,6 +11,7 @@ from penstock.compat.pipelining.chunks import Running
 from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.pipeline import Pipeline
+from penstock.pipeline.batches import Batches, Call
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.handlers import Context, Handler
@@ -18,22 +20,22 @@ from penstock.schedule import Action, Op
 __all__ = ["Translated", "custom_handler", "weight_handlers"]
 
 
-class Translated(Pipeline):
-    """Keeps each microbatch's output until the schedule takes them."""
+class TranslatedBatches(Batches):
+    """Batches with torch's way to join outputs; keeps each microbatch's output until the schedule takes them."""
 
     output_merge_spec: Any = None
     _chunks: Sequence[Any] = ()
 
-    def _cut(self, *given: Any) -> Batch:
+    def _split(self, *given: Any, whole: bool = True) -> Batch:
         """Ranks in the middle may pass keyword arguments of any rows; what the batch has is for its ends to say."""
-        batch = present(super()._cut(*given))
-        if not any(index in (0, self.split.stages - 1) for index in self.crew.modules()):
+        batch = present(super()._split(*given, whole=whole))
+        if not any(index in (0, self.deployment.split.stages - 1) for index in self.deployment.ranks.modules()):
             batch.rows = None
         return batch
 
-    def _look(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *rest: Any) -> Seen | None:
+    def _look(self, call: Call) -> Seen | None:
         """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""
-        return super()._look(args, {}, *rest)
+        return super()._look(replace(call, kwargs={}))
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         self._chunks = outputs
@@ -43,6 +45,13 @@ class Translated(Pipeline):
         """The outputs of the last step, by microbatch."""
         found, self._chunks = self._chunks, ()
         return list(found)
+
+
+class Translated(Pipeline):
+    """The pipeline behind a schedule of torch's."""
+
+    _batches_type = TranslatedBatches
+    batches: TranslatedBatches
 
 
 def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handler:

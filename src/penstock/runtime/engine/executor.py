@@ -23,12 +23,14 @@ import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
-from penstock.runtime.batch.comparison import different_batches, tell, unlike
-from penstock.runtime.engine.computes import Computes
+from penstock.runtime.batch.comparison import Readers, different_batches, tell, unlike
+from penstock.runtime.batch.fingerprint import Seen
+from penstock.runtime.engine.computations import Computations, Waits
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.report import StepInput, StepReport, failure_of, what_went_wrong
+from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of, what_went_wrong
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.base import with_report
@@ -51,15 +53,21 @@ class _Plan(NamedTuple):
     split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
 
 
-class Executor(Computes):
-    """One rank: its computes, its messages and the programs it has prepared."""
+class Executor:
+    """One rank: its computations, its messages and the programs that it has prepared."""
 
     def __init__(self, rank: int, stages: Mapping[int, Stage], mailbox: Mailbox, transport: Transport) -> None:
-        super().__init__(stages, mailbox)
         self.rank = rank
+        self.computations = Computations(stages, mailbox)
+        self.stages = self.computations.stages
+        self.mailbox = mailbox
+        self.replication = Alone()
+        self.seen: Seen | None = None  # what this rank was given for the step
+        self.readers: Readers | None = None  # which ranks need an argument of it
         self.transport = transport
         self.handlers: dict[Op, Handler] = {}
         self.context = Context(self)
+        self.report = StepReport()
         self._plans: dict[int, _Plan] = {}
         self._actions: list[Action] = []  # of the program that runs
         self._position = 0
@@ -103,8 +111,8 @@ class Executor(Computes):
             return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
             return self._shard, action, None
-        computes = {Op.F: self._forward, Op.B: self._backward, Op.I: self._backward, Op.W: self._weight}
-        return computes[op], stage, microbatch
+        rank = self.computations
+        return {Op.F: rank.forward, Op.B: rank.backward, Op.I: rank.backward, Op.W: rank.weights}[op], stage, microbatch
 
     def run_default(self, action: Action) -> None:
         """Run one action as if no handler were registered."""
@@ -114,7 +122,7 @@ class Executor(Computes):
     def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
         for part, (function, first, second) in parts:
             try:
-                if self._watching:
+                if self.computations.waits is not None:
                     self._watched(function, first, second, part)
                 else:
                     function(first, second)
@@ -127,18 +135,17 @@ class Executor(Computes):
 
     # -- the loop
 
-    def run(
-        self, program: Schedule, given: Callable[[], StepInput], *, record: Begun | None = None
-    ) -> list[StepReport]:
+    def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> list[StepReport]:
         """One step of this rank; returns the reports of all ranks, or raises what went wrong anywhere.
 
-        The batch is asked for here, because its peers must also hear of a rank that was given a wrong one.
+        A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
-        self.report = StepReport(begun=record)
+        computations = self.computations
+        self.report = computations.report = StepReport(begun=record)
         self.seen = self.readers = None
-        self.losses = {}
+        computations.losses = {}
         plan = self._plan(program)
-        self._actions, self._split = plan.actions, plan.split
+        self._actions, computations.split = plan.actions, plan.split
         self._position = 0
         self._part = None
         self._ready = False
@@ -147,7 +154,10 @@ class Executor(Computes):
         failure: PeerFailure | None = None
         own: BaseException | None = None
         try:
-            self._prepare(given())
+            if isinstance(given, Refused):
+                raise given.error
+            self.seen, self.readers = given.seen, given.readers
+            computations.begin(given)
             self.mailbox.open()
             self._ready = True
             if record or profiler._is_profiler_enabled:  # on any thread of this process
@@ -161,8 +171,8 @@ class Executor(Computes):
             self.transport.flush()
             CTRL_C.release()
             self.report.ended = perf_counter()
-            self._check_outputs()
-            self._sum_losses()
+            computations.check_outputs()
+            computations.sum_losses()
         except PeerFailure as error:
             failure = copy(error)  # without the frames that it came through, which hold tensors
         except MessageError as error:
@@ -181,8 +191,8 @@ class Executor(Computes):
             return self._finish(failure, own)
         finally:
             self._running = False
-            self.forget_batch()  # it is the user's to free
-            del own, failure  # an error that its own frame holds would keep the whole step alive
+            computations.forget_batch()  # it is the user's to free
+            del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
     def _loop(self, plan: list[Entry]) -> None:
         news = self.transport.news
@@ -196,7 +206,7 @@ class Executor(Computes):
     def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
         self.report.spans = [] if record else None
-        self._watching = True
+        self.computations.waits = Waits()
         try:
             for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
                 self._position = position
@@ -204,20 +214,24 @@ class Executor(Computes):
                     raise copy(self.transport.news[0])
                 self._watched(function, first, second, action)
         finally:
-            self._watching = False
+            self.computations.waits = None
         self._position = len(plan)
 
     def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
-        self._waited = 0.0
+        outer, waits = self.computations.waits, Waits()
+        self.computations.waits = waits
         begin = perf_counter()
         with torch.profiler.record_function(f"penstock {action}"):
             function(first, second)
+        if outer is not None:
+            outer.add(waits.ended - waits.seconds, waits.ended)
+        self.computations.waits = outer
         if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
-            start = begin + self._waited  # a handler may wait anywhere; the default code waits first
+            start = begin + waits.seconds  # a handler may wait anywhere; the default code waits first
             if action.op not in self.handlers:
-                start = max(begin, self._resumed)
-            self.report.spans.append(Span(self.rank, action, start, perf_counter(), self._waited))
+                start = max(begin, waits.ended)
+            self.report.spans.append(Span(self.rank, action, start, perf_counter(), waits.seconds))
 
     # -- one by one
 
@@ -293,12 +307,12 @@ class Executor(Computes):
             batches = self._compare_batches(reports)
         except PeerFailure as lost:
             doing = [self.report.progress if rank == self.rank else "no answer" for rank in range(self.transport.ranks)]
-            self.clear()
+            self.computations.clear()
             raise (lost if lost.report else with_report(lost, doing)) from own
         wrong = what_went_wrong(reports, batches, self.readers)
         if wrong is None:
             return reports
-        self.clear()
+        self.computations.clear()
         if own is not None and (not self._ready or isinstance(own, (KeyboardInterrupt, SystemExit))):
             raise own  # a wrong batch is the caller's error, and no rank's failure here
         raise wrong from own

@@ -42,12 +42,12 @@ class Context:
     @property
     def batch(self) -> Batch:
         """Arguments, keyword arguments and targets of each microbatch."""
-        return self._executor.given.batch
+        return self._executor.computations.given.batch
 
     @property
     def losses(self) -> Mapping[int, Tensor]:
         """The losses so far, by microbatch, on the rank of the last stage."""
-        return self._executor.losses
+        return self._executor.computations.losses
 
     @property
     def transfers(self) -> tuple[tuple[int, int], ...]:
@@ -57,7 +57,7 @@ class Context:
     def fetch(self, action: Action) -> None:
         """Wait until everything that the computes of `action` need is on this rank."""
         for part in action.parts():
-            self._executor.fetch(part.op, part.stage, part.microbatch)
+            self._executor.computations.fetch(part.op, part.stage, part.microbatch)
 
     def compute(self, action: Action) -> None:
         """Run the computes of `action`, in order."""

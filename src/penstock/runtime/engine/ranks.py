@@ -1,6 +1,6 @@
 """The ranks of a pipeline that live in this process: all of them as threads, or one of them.
 
-`Pipeline` speaks to a `Crew` and does not know which it is. On threads, every rank has its
+`Pipeline` speaks to its `LocalRanks` and does not know which it is. On threads, every rank has its
 own worker, kept for the pipeline's life, because torch keeps thread pools of its own for each
 thread that computes. What the caller's thread has set for autocast holds for the workers' forwards too, and so do its
 context variables.
@@ -29,6 +29,7 @@ from penstock.runtime.engine.executor import Executor, StepInput, StepReport
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import Workers
 from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.report import Refused
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.state.ownership import own_by_hook
 from penstock.runtime.state.randomness import Room, Turns, held, seed_generators, seed_of, unit_stream
@@ -38,7 +39,7 @@ from penstock.runtime.transport.base import whole_again
 from penstock.runtime.transport.failure.compiling import may_compile
 from penstock.schedule import Placement, Schedule
 
-__all__ = ["Clock", "Crew"]
+__all__ = ["Clock", "LocalRanks"]
 
 ROOM = Room()  # torch has one generator in a process, so there is one of these
 GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
@@ -62,7 +63,7 @@ class Clock:
         return seed_of(~self.seed, self.evaluations, microbatch, stage)
 
 
-class Crew:
+class LocalRanks:
     """The local ranks: one executor for each transport that was given."""
 
     precision: torch.dtype | None = None  # of forwards, float32 for no autocast; None: what the caller has
@@ -118,11 +119,11 @@ class Crew:
         if self.changes.follow():
             self.turns.forget()
 
-    def successor(self, split: Split, placement: Placement) -> Crew:
-        """A crew for another cut, on the same transports; this one must not be used any more."""
+    def successor(self, split: Split, placement: Placement) -> LocalRanks:
+        """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        after = Crew(split, placement, self.transports, self.clock, self._devices, self._stage_type)
+        after = LocalRanks(split, placement, self.transports, self.clock, self._devices, self._stage_type)
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
@@ -143,19 +144,11 @@ class Crew:
 
         return seeded
 
-    def run(
-        self,
-        program: Schedule,
-        given: Callable[[], Mapping[int, StepInput]],
-        *,
-        record: Begun | None = None,
-        alone: Iterable[tuple[int, int]] = (),
-        context: Context | None = None,
-    ) -> list[StepReport]:
-        """One step on all local ranks; every rank's report, or the one failure that ended it.
+    @contextmanager
+    def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:
+        """Around a step: one at a time, with its own random numbers and precision.
 
         `alone` is for the backward of a step whose forward ran by itself: which computes of it drew (`turns.alone`).
-        `context` has the context variables that workers see; without it, those of the caller.
         """
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
@@ -166,14 +159,33 @@ class Crew:
             with room.kept(), self.precise():
                 if self._takes_turns:
                     self.turns.begin(room, alone)
-                if not self._threads:
-                    ((rank, executor),) = self.executors.items()
-                    run = partial(executor.run, program, lambda: given()[rank], record=record)
-                    with nullcontext() if self._takes_turns else held(quietly=False):
-                        return run() if context is None else context.copy().run(run)
-                return self._run_threads(program, given(), record, context or copy_context())
+                yield
         finally:
             self._inside = False
+
+    def run(
+        self,
+        program: Schedule,
+        given: Mapping[int, StepInput] | Refused,
+        *,
+        record: Begun | None = None,
+        context: Context | None = None,
+    ) -> list[StepReport]:
+        """The program on all local ranks, inside of `step()`; every rank's report, or the one failure that ended it.
+
+        `context` has the context variables that workers see; without it, those of the caller.
+        """
+        if self._threads:
+            if isinstance(given, Refused):
+                raise given.error
+            return self._run_threads(program, given, record, context or copy_context())
+        ((rank, executor),) = self.executors.items()
+        run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
+        try:
+            with nullcontext() if self._takes_turns else held(quietly=False):
+                return run() if context is None else context.copy().run(run)
+        finally:
+            del run, given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:
@@ -222,7 +234,7 @@ class Crew:
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            return executor.run(program, lambda: given[executor.rank], record=record)
+            return executor.run(program, given[executor.rank], record=record)
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []
@@ -317,7 +329,7 @@ class Crew:
     def reset(self) -> None:
         """Forget what a failed step left behind."""
         for executor in self.executors.values():
-            executor.clear()
+            executor.computations.clear()
         if self._threads:
             for transport in self.transports:
                 transport.reset()

@@ -8,9 +8,10 @@ answer where there is nothing to do; `penstock.parallel` has the others. The exe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -68,6 +69,7 @@ class Alone:
     leads = True  # whether this rank's word counts for all of its copies, and for the other parts of its tensors
     replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
     sets_aside = False  # whether gradients of earlier steps are set aside in a step, and so not added to in place
+    _count = 0  # of microbatches in the step that runs
     said: Sequence[Said] = ()  # at the end of the last step, by every replica
 
     def ready(self) -> None:
@@ -94,11 +96,15 @@ class Alone:
         """What every replica says at this place of a step; all of them come by it."""
         return [value]
 
-    def run(self, program: Schedule, run: Callable[[], list[StepReport]], training: bool) -> list[StepReport]:
-        """One step: afterwards this replica's gradients are those of all. `said` has every replica's word."""
-        reports = run()
-        self.said = [said_by(reports, program.microbatches)]
-        return reports
+    @contextmanager
+    def step(self, program: Schedule, training: bool) -> Iterator[Self]:
+        """Around a step of this replica, which tells what came of it by `end`."""
+        self._count = program.microbatches
+        yield self
+
+    def end(self, reports: Sequence[StepReport]) -> None:
+        """The ranks are done: from here on the gradients are those of all replicas. `said` has every replica's word."""
+        self.said = [said_by(reports, self._count)]
 
     def same_count(self, count: Callable[[], int]) -> int:
         """Into how many microbatches an evaluation goes here; an error of one replica is told to all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from penstock.runtime.loss.shares import Shares
 from penstock.runtime.transport.base import with_report
 from penstock.schedule import Action, Span
 
-__all__ = ["StepInput", "StepReport", "failure_of", "what_went_wrong"]
+__all__ = ["Refused", "StepInput", "StepReport", "failure_of", "what_went_wrong"]
 
 
 @dataclass
@@ -44,6 +44,12 @@ class StepInput:
     steps: int | None = None  # that this rank has completed
     seen: Seen | None = None  # where ranks compare what they were given
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
+
+
+class Refused(NamedTuple):
+    """In the place of a step's input: why this rank cannot run what it was given, for all ranks to hear."""
+
+    error: BaseException
 
 
 @dataclass

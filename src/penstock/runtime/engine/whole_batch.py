@@ -1,4 +1,4 @@
-"""Computes of a stage that takes its batch in one piece: see `schedule.gather`.
+"""Computations of a stage that takes its batch in one piece: see `schedule.gather`.
 
 What arrives for each microbatch is kept until the last has come; then the stage runs once, on all of them joined, and
 what it makes is cut again. Its neighbours, the messages and the loss know of microbatches only. The rows of whatever
@@ -20,18 +20,18 @@ from penstock.runtime.engine.stage import LossOf
 from penstock.runtime.loss.losses import check_loss
 
 if TYPE_CHECKING:
-    from penstock.runtime.engine.computes import Computes
+    from penstock.runtime.engine.computations import Computations
 
-__all__ = ["Together"]
+__all__ = ["WholeBatch"]
 
 Gradients = Sequence[Tensor | None]
 
 
-class Together:
+class WholeBatch:
     """The stages of one rank that gather, and what has come for them so far."""
 
-    def __init__(self, computes: Computes) -> None:
-        self._computes = computes
+    def __init__(self, computations: Computations) -> None:
+        self._computations = computations
         self._forward: dict[int, dict[int, Mapping[int, Any]]] = {}
         self._backward: dict[int, dict[int, Mapping[int, Gradients]]] = {}
 
@@ -44,8 +44,8 @@ class Together:
 
     def forward(self, stage: int, microbatch: int, arrived: Mapping[int, Any]) -> None:
         """One microbatch has come; the last one runs all."""
-        computes = self._computes
-        given, owner, batch = computes.given, computes.stages[stage], computes.given.batch
+        computations = self._computations
+        given, owner, batch = computations.given, computations.stages[stage], computations.given.batch
         waiting = self._forward.setdefault(stage, {})
         waiting[microbatch] = arrived
         count = len(batch.args)
@@ -69,28 +69,28 @@ class Together:
         pieces = {target: _cut(stage, payload, rows) for target, payload in emitted.items()}
         for number in range(count):
             own = {target: cut[number] for target, cut in pieces.items()}
-            computes.deliver(stage, number, own, None, extra)  # an extra loss of all counts once for each
+            computations.deliver(stage, number, own, None, extra)  # an extra loss of all counts once for each
 
     def _loss_of(self, stage: int, rows: list[int]) -> LossOf | None:
         """The sum of the microbatches' losses, each by its share: the whole that enters the backward with 1."""
-        computes = self._computes
-        given = computes.given
+        computations = self._computations
+        given = computations.given
         if given.loss_fn is None and given.training:
             raise ModelError(
                 f"stage {stage} takes its batch in one piece and its output is the loss itself, which cannot be told "
                 f"apart by microbatch; pass loss_fn="
             )
-        if computes.loss_of(0) is None or given.loss_fn is None:
+        if computations.loss_of(0) is None or given.loss_fn is None:
             return None
 
         def loss_of(output: Any) -> Tensor:
             total: Tensor | None = None
             for number, piece in enumerate(_cut(stage, output, rows)):
-                of_one = computes.loss_of(number)
+                of_one = computations.loss_of(number)
                 assert of_one is not None
                 loss = check_loss(of_one(piece))
-                computes.losses[number] = loss.detach().clone()
-                seed = computes.seed_of(number, loss) if given.training else loss.new_ones(())
+                computations.losses[number] = loss.detach().clone()
+                seed = computations.seed_of(number, loss) if given.training else loss.new_ones(())
                 if seed is not None:
                     total = loss * seed if total is None else total + loss * seed
             assert total is not None, "the shares of a batch are not all 0"
@@ -102,8 +102,8 @@ class Together:
 
     def backward(self, stage: int, microbatch: int, gradients: Mapping[int, Gradients]) -> None:
         """The gradients of one microbatch have come; the last ones run all."""
-        computes = self._computes
-        owner, batch = computes.stages[stage], computes.given.batch
+        computations = self._computations
+        owner, batch = computations.stages[stage], computations.given.batch
         waiting = self._backward.setdefault(stage, {})
         waiting[microbatch] = gradients
         count = len(batch.args)
@@ -115,13 +115,13 @@ class Together:
             target: _join_gradients([waiting[number][target] for number in range(count)], rows) for target in gradients
         }
         seed = None if record.total is None else torch.ones_like(record.total)
-        extra = computes.extra_seed * count  # of one forward, not of one for each microbatch
+        extra = computations.extra_seed * count  # of one forward, not of one for each microbatch
         back = owner.backward(0, whole, split=False, loss_seed=seed, extra_seed=extra)
-        if computes.added is not None:
-            computes.added(stage)
+        if computations.hooks is not None:
+            computations.hooks.after(stage)
         for number in range(count):
             own = {source: _cut_gradients(found, record.wants[source], rows, number) for source, found in back.items()}
-            computes.give_back(stage, number, own)
+            computations.give_back(stage, number, own)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

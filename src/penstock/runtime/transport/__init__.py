@@ -16,9 +16,6 @@ __all__ = ["Channel", "DistributedTransport", "SharedMemoryTransport", "ThreadTr
 
 # loaded only where ranks are processes
 _HOMES = {"DistributedTransport": "gloo.transport", "SharedMemoryTransport": "shared_memory.transport"}
-    "DistributedTransport": "gloo.transport",
-    "SharedMemoryTransport": "shared_memory.transport",
-}  # loaded where processes are
 
 
 def __getattr__(name: str) -> Any:

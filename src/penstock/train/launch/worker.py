@@ -280,8 +280,8 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: Batches, processes: 
         transport=None if processes else "threads",
         mesh=make_mesh(pp=config.pipeline.ranks, dp=replicas) if replicas > 1 else None,
     )
-    if balance is None and pipe.split.cuts and Processes(pipe, "penstock train").first:
-        bounds = [0, *pipe.split.cuts, len(pipe.split.weights)]
+    if balance is None and pipe.deployment.split.cuts and Processes(pipe, "penstock train").first:
+        bounds = [0, *pipe.deployment.split.cuts, len(pipe.deployment.split.weights)]
         folder.keep_cut(stages, [end - begin for begin, end in pairwise(bounds)])
     return pipe
 

@@ -9,7 +9,7 @@ the rank that has them to the rank that will. The next step is what it would hav
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,18 @@ from penstock.errors import UsageError
 from penstock.model.balance.proposal import Proposal, propose
 from penstock.model.placeholders import take_back
 from penstock.model.split import Split
-from penstock.model_state.carry import carry
-from penstock.model_state.other_ranks import held_on, owners_of
+from penstock.pipeline.carry import carry
+from penstock.pipeline.other_ranks import held_on, owners_of
 from penstock.runtime.transport import Transport
 from penstock.schedule import Placement, Timeline
-
-if TYPE_CHECKING:
-    from penstock.runtime.batch.feed import Feed
 
 __all__ = ["move_state", "propose_cut"]
 
 Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
 
 
-def propose_cut(pipe: Feed, timeline: Timeline | None) -> Proposal:
+def propose_cut(split: Split, timeline: Timeline | None) -> Proposal:
     """What a measured step says about the cut; the same on every rank."""
-    split = pipe.split
     if split.recut is None:
         raise UsageError(f"{split.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
     if timeline is None:

@@ -6,62 +6,47 @@ modes, restricted to the stages that live here. On threads that is all of it.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.group.world import World
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.placeholders import Home
-from penstock.model.split import Holding, Split
-from penstock.model_state.other_ranks import Elsewhere
 from penstock.optim.groups import group_parameters
 from penstock.optim.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
-from penstock.optim.tied import TiedParameters
-from penstock.runtime.engine.ranks import Crew
-from penstock.runtime.engine.replication import Alone
+from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.other_ranks import OtherRanks
 from penstock.runtime.loss.module import LOSS
-from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.optim.scaler import GradScaler
 
-__all__ = ["OwnedState"]
+__all__ = ["ModelState"]
 
 
-class OwnedState:
-    """The part of `Pipeline` that is about the model's values."""
+class ModelState:
+    """The model's values in this process. `without_values`: names of parameters that were built lazily, so far."""
 
-    split: Split
-    schedule: Schedule
-    crew: Crew
-    world: World
-    tied: TiedParameters
-    replicas: Alone
-    devices: dict[int, torch.device]
-    scaler: GradScaler | None = None  # puts itself here
-    _elsewhere: Elsewhere
-    _without_values: set[str]
-    _nothing = nn.Parameter(torch.empty(0))  # never has a gradient
+    nothing = nn.Parameter(torch.empty(0))  # stands for no parameter; never has a gradient
 
-    def holdings(self) -> list[Holding]:
-        """What the stages of this process hold."""
-        local = self.crew.executors
-        return [each for each in self.split.holdings() if self.schedule.placement.rank_of(each.stage) in local]
+    def __init__(self, deployment: Deployment, keep_model: bool) -> None:
+        self.deployment = deployment
+        self.other_ranks = OtherRanks(keep_model)
+        self.scaler: GradScaler | None = None  # puts itself here
+        self._without_values: set[str] = set()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the stages that this process owns, each parameter once."""
         seen: set[int] = set()
-        for holding in self.holdings():
+        for holding in self.deployment.holdings():
             for name, parameter in holding.module.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     full = holding.names[name]
-                    yield self.split.aliases.get(full, full), parameter
+                    yield self.deployment.split.aliases.get(full, full), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What to give to the optimizer of this process.
@@ -70,7 +55,7 @@ class OwnedState:
         wants one.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        return iter(own or [self._nothing])
+        return iter(own or [self.nothing])
 
     def parameter_groups(self, rules: Mapping[Any, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
         """Groups for a torch optimizer, by name: `{"*.bias": {"weight_decay": 0.0}}`.
@@ -81,7 +66,7 @@ class OwnedState:
         """
         aliases = self.first_names()
         every: dict[str, nn.Parameter] = {}
-        for holding in self.split.holdings():
+        for holding in self.deployment.split.holdings():
             for name, parameter in holding.module.named_parameters(remove_duplicate=False):
                 full = holding.names.get(name, name)
                 every.setdefault(aliases.get(full, full), parameter)
@@ -92,7 +77,7 @@ class OwnedState:
         """Of every parameter that stands in several places of the whole model: other name -> first name."""
         first: dict[int, str] = {}
         others: dict[str, str] = {}
-        aliases, holdings = self.split.aliases, self.split.holdings()
+        aliases, holdings = self.deployment.split.aliases, self.deployment.split.holdings()
         for holding in holdings:
             for name, parameter in holding.module.named_parameters(remove_duplicate=False):
                 full = holding.names[name]
@@ -100,7 +85,9 @@ class OwnedState:
                 known = first.setdefault(id(parameter), full)
                 if known != full:
                     others[full] = known
-        for group in self.tied.places:  # by name: where tensors are spread, another object takes a parameter's place
+        for (
+            group
+        ) in self.deployment.tied.places:  # by name: where tensors are spread, another object takes a parameter's place
             names = [holdings[number].names[name] for number, name in group]
             own = [others.get(name, aliases.get(name, name)) for name in names]
             others.update({name: own[0] for name in (*names, *own) if name != own[0]})
@@ -109,7 +96,7 @@ class OwnedState:
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, buffer) of the stages that this process owns, each buffer once."""
         seen: set[int] = set()
-        for holding in self.holdings():
+        for holding in self.deployment.holdings():
             for name, buffer in holding.module.named_buffers():
                 if id(buffer) not in seen:
                     seen.add(id(buffer))
@@ -117,13 +104,13 @@ class OwnedState:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns, and of a loss function that has some."""
-        self.crew.settle()
+        self.deployment.ranks.settle()
         state = {
             holding.names.get(name, name): value
-            for holding in self.holdings()
+            for holding in self.deployment.holdings()
             for name, value in holding.module.state_dict().items()
         }
-        return state | {name: state[own] for name, own in self.split.repeated.items() if own in state}
+        return state | {name: state[own] for name, own in self.deployment.split.repeated.items() if own in state}
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The state of the whole model, under its own names, as a copy on the CPU; called on every rank.
@@ -131,28 +118,26 @@ class OwnedState:
         All ranks get it, or only `rank` (of the first replica), and the others an empty dict. Sharded and spread
         parameters are whole in it; buffers are those of the first replica. The loss function's own are not in it.
         """
-        self._check_open()
-        self._check_values()
-        return self._elsewhere.full_state(self, rank)
+        self.check_values()
+        return self.other_ranks.full_state(self, rank)
 
     def fill_model(self, rank: int | None = None) -> None:
         """Give the model that the pipeline was made of all its values again, until the next step; on every rank.
 
         In all processes, or only in that of `rank` (of the first replica).
         """
-        self._check_open()
-        self._check_values()
-        self._elsewhere.fill(self, rank)
+        self.check_values()
+        self.other_ranks.fill(self, rank)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this process's part of a whole model's state; a name that no stage knows is an error.
 
         A state without the loss function's own leaves that as it is.
         """
-        self.crew.settle()
-        holdings, loss = self.holdings(), self.split.loss
-        known = {name for holding in self.split.holdings() for name in holding.names.values()} | set(
-            self.split.repeated
+        self.deployment.ranks.settle()
+        holdings, loss = self.deployment.holdings(), self.deployment.split.loss
+        known = {name for holding in self.deployment.split.holdings() for name in holding.names.values()} | set(
+            self.deployment.split.repeated
         )
         if loss is None:  # a state that was saved with one
             state = {name: value for name, value in state.items() if name in known or not name.startswith(f"{LOSS}.")}
@@ -171,24 +156,25 @@ class OwnedState:
                 f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}, "
                 f"of another shape {wrong or 'none'}; nothing was loaded here"
             )
-        self.crew.give_back()  # of a step that failed; else a value that a unit had before it would not count as new
-        part_of = self.replicas.part_of
+        # of a step that failed; else a value that a unit had before it would not count as new
+        self.deployment.ranks.give_back()
+        part_of = self.deployment.replicas.part_of
         for module, names in ((holding.module, holding.names) for holding in holdings):
             module.load_state_dict(
                 {name: part_of(state[names.get(name, name)], own) for name, own in module.state_dict().items()}
             )
-        self.replicas.loaded([state[name] for name, _ in self.named_parameters() if name in state])
-        self._loaded()
+        self.deployment.replicas.loaded([state[name] for name, _ in self.named_parameters() if name in state])
+        self.loaded()
 
-    def _loaded(self) -> None:
+    def loaded(self) -> None:
         """This process's stages have got values of which other stages' tensors here know nothing."""
         self._without_values = set()
-        self._elsewhere.let_go(self)
+        self.other_ranks.let_go(self.deployment)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process's parameters."""
-        self.crew.settle()
-        for holding in self.holdings():
+        self.deployment.ranks.settle()
+        for holding in self.deployment.holdings():
             holding.module.zero_grad(set_to_none)
 
     def clip_grad_norm_(
@@ -206,7 +192,7 @@ class OwnedState:
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_norm_()")
         kind = "" if order == 2.0 else f", {order:g}"
-        with self.world.calling(f"clip_grad_norm_({limit:g}{kind})"):
+        with self.deployment.world.calling(f"clip_grad_norm_({limit:g}{kind})"):
             total = self.grad_norm(order, foreach)
         if error_if_nonfinite:
             check_finite(total, order)
@@ -225,62 +211,48 @@ class OwnedState:
     def grad_norm(self, norm_type: float | str = 2.0, foreach: bool | None = None) -> Tensor:
         """The norm of all gradients of the whole model, the same on every rank; changes nothing."""
         order = norm_order(norm_type)
-        counted = filter(self.tied.counts, self.parameters())
+        counted = filter(self.deployment.tied.counts, self.parameters())
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        with self.world.calling("grad_norm()"):
-            said = self.replicas.norm(gradients, order, foreach)
-            return join_norms(self.world.told("grad_norm()", said), order)
+        with self.deployment.world.calling("grad_norm()"):
+            said = self.deployment.replicas.norm(gradients, order, foreach)
+            return join_norms(self.deployment.world.told("grad_norm()", said), order)
 
-    def train(self, mode: bool = True) -> Self:
+    def train(self, mode: bool = True) -> None:
         """Put the model into training mode, or out of it, as its own `train` does."""
-        model = self.split.model
+        model = self.deployment.split.model
         whole = [model] if isinstance(model, nn.Module) else model
-        for module in (*whole, *(holding.module for holding in self.holdings())):
+        for module in (*whole, *(holding.module for holding in self.deployment.holdings())):
             module.train(mode)
-        return self
 
-    def eval(self) -> Self:
-        """Put the stages into eval mode."""
-        return self.train(False)
-
-    def _materialise(self, model: nn.Module | Sequence[nn.Module], init: Init | None) -> set[str]:
-        """Parameters that were built under `lazy()` get memory on their rank; returns those left without values."""
-        built = [holding for holding in self.split.holdings() if is_lazy(holding.module)]
+    def materialise(self, model: nn.Module | Sequence[nn.Module], init: Init | None) -> None:
+        """Parameters that were built under `lazy()` get memory on their rank, and values if `init` has some."""
+        deployment = self.deployment
+        built = [holding for holding in deployment.split.holdings() if is_lazy(holding.module)]
         if not built:
             if init is not None:
                 raise UsageError(
                     "init= fills parameters that were built under penstock.lazy(), and this model has none"
                 )
-            return set()
-        ranks, cpu = self.crew.executors, torch.device("cpu")
+            return
+        ranks, cpu = deployment.ranks.executors, torch.device("cpu")
         mine: dict[int, tuple[str, torch.device]] = {}
         others: dict[int, Home] = {}
         for holding in built:
-            rank = self.schedule.placement.rank_of(holding.stage)
+            rank = deployment.placement.rank_of(holding.stage)
             for name, parameter in holding.module.named_parameters():
                 if rank in ranks:
-                    mine.setdefault(id(parameter), (holding.names[name], self.devices.get(rank, cpu)))
+                    mine.setdefault(id(parameter), (holding.names[name], deployment.devices.get(rank, cpu)))
                 else:
                     others.setdefault(id(parameter), Home(holding.names[name], rank, holding.stage))
         roots = [
             *([model] if isinstance(model, nn.Module) else model),
-            *(each.module for each in self.split.holdings()),
+            *(each.module for each in deployment.split.holdings()),
         ]
-        return set(materialise(roots, mine, others, self.devices.get(min(ranks), cpu), init))
+        self._without_values = set(materialise(roots, mine, others, deployment.devices.get(min(ranks), cpu), init))
 
-    def _put_on_devices(self) -> None:
-        """The local stages go where they belong."""
-        for holding in self.holdings():
-            device = self.devices.get(self.schedule.placement.rank_of(holding.stage))
-            if device is not None:
-                holding.module.to(device)
-
-    @abstractmethod
-    def _check_open(self) -> None:
-        """Raise where the pipeline was closed."""
-
-    def _check_values(self) -> None:
-        self.crew.settle()
+    def check_values(self) -> None:
+        """Refuse to go on while parameters have no values, or while a rank is still in a step that failed."""
+        self.deployment.ranks.settle()
         if self._without_values:
             some = ", ".join(sorted(self._without_values)[:3])
             raise UsageError(

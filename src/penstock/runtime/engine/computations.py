@@ -1,11 +1,12 @@
-"""The computes of one rank, each by itself: what it needs is taken, the stage runs, what it made is put up.
+"""The computations of one rank: F, B, I and W, each by itself.
 
-In which order they run, and when messages leave, is the executor's.
+Each takes what it needs from the mailbox, runs the stage, and puts what the stage made back into the mailbox. In which
+order they run, and when messages leave, is decided by the executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -15,59 +16,68 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.model.split import OUTPUT
-from penstock.runtime.batch.comparison import Readers
-from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import StepInput, StepReport
 from penstock.runtime.engine.stage import LossOf, Stage
-from penstock.runtime.engine.whole_batch import Together
+from penstock.runtime.engine.whole_batch import WholeBatch
 from penstock.runtime.loss.losses import own_loss, with_graph
 from penstock.runtime.loss.seeds import Seeds, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
 from penstock.schedule import Op
 
-__all__ = ["Computes"]
+__all__ = ["Computations", "StageHooks", "Waits"]
 
 
-class Crossing(Protocol):
-    """How values that only mean something among certain ranks leave a stage, and become such values again."""
+class Waits:
+    """How long the action that runs has waited for messages, and when its last wait ended."""
 
-    def pack(self, value: Any) -> Any:
-        """What leaves."""
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.ended = 0.0
 
-    def unpack(self, value: Any) -> Any:
-        """What has come."""
+    def add(self, begin: float, end: float) -> None:
+        """One wait."""
+        self.seconds += end - begin
+        self.ended = end
 
-    def whole(self, value: Any) -> Any:
-        """What the user gets to see."""
+
+class StageHooks(Protocol):
+    """What stages need around each computation where their parameters are sharded or their tensors are spread."""
+
+    def before(self, stage: int) -> None:
+        """The stage is about to compute: wait until its parameters are complete."""
+
+    def after(self, stage: int) -> None:
+        """The stage has new gradients."""
+
+    def pack(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Values that leave a stage, by the stage they are for, in a form that may travel."""
+
+    def unpack(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Values that have arrived, as the stage emitted them."""
+
+    def full(self, value: Any) -> Any:
+        """An output as the user gets to see it."""
 
 
-class Computes:
-    """A rank's stages and its mailbox, and the step that they work on."""
+class Computations:
+    """The stages and the mailbox of one rank, and the step that they work on."""
 
     def __init__(self, stages: Mapping[int, Stage], mailbox: Mailbox) -> None:
         self.stages = dict(stages)
         self.mailbox = mailbox
-        self.replication = Alone()
-        self.gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are whole
-        self.added: Callable[[int], None] | None = None  # called with a stage that has new gradients
-        self.crossing: Crossing | None = None
+        self.hooks: StageHooks | None = None
         self.given: StepInput
         self.report = StepReport()
-        self.seen: Seen | None = None  # what this rank was given for the step
-        self.readers: Readers | None = None
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
-        self._split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
-        self._fetched: dict[tuple[Op, int, int], Any] = {}
+        self.split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
+        self.waits: Waits | None = None  # where the step is recorded
+        self.fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
         self._seeds: Seeds | None = None
-        self._waited = 0.0
-        self._resumed = 0.0  # when the last wait ended
-        self._watching = False
-        self.together = Together(self)
+        self._whole_batch = WholeBatch(self)
 
     def seed_of(self, microbatch: int, loss: Tensor) -> Tensor | None:
         """What enters the backward at the loss of a microbatch."""
@@ -78,11 +88,11 @@ class Computes:
         """What enters it at a named loss."""
         return (self._seeds or self._seeded()).extra
 
-    def _prepare(self, given: StepInput) -> None:
+    def begin(self, given: StepInput) -> None:
+        """A step begins, on this input."""
         self.given = given
         self.report.steps = given.steps
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
-        self.seen, self.readers = given.seen, given.readers
         self._seeds = None
         for stage in self.stages.values():
             stage.begin_step()
@@ -93,34 +103,33 @@ class Computes:
         return self._seeds
 
     def fetch(self, op: Op, stage: int, microbatch: int) -> Any:
-        """Wait for what a compute needs, and keep it for that compute."""
+        """Wait for what a computation needs, and keep it for that computation."""
         key = (op, stage, microbatch)
-        if key not in self._fetched:
-            self._fetched[key] = self._await(op, stage, microbatch)
+        if key not in self.fetched:
+            self.fetched[key] = self._await(op, stage, microbatch)
 
     def _await(self, op: Op, stage: int, microbatch: int) -> Any:
-        if self._fetched and (op, stage, microbatch) in self._fetched:
-            return self._fetched.pop((op, stage, microbatch))
+        if self.fetched and (op, stage, microbatch) in self.fetched:
+            return self.fetched.pop((op, stage, microbatch))
         if op is Op.W:
             return None
         take = self.mailbox.take_inputs if op is Op.F else self.mailbox.take_gradients
-        if not self._watching:
+        if self.waits is None:
             return take(stage, microbatch)
         begin = perf_counter()
         found = take(stage, microbatch)
-        self._resumed = perf_counter()
-        self._waited += self._resumed - begin
+        self.waits.add(begin, perf_counter())
         return found
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    def forward(self, stage: int, microbatch: int) -> None:
+        """F."""
         given, owner = self.given, self.stages[stage]
         arrived = self._await(Op.F, stage, microbatch)
-        if self.crossing is not None:
-            arrived = {source: self.crossing.unpack(payload) for source, payload in arrived.items()}
-        if self.gathering:
-            self._gather(stage)
+        if self.hooks is not None:
+            arrived = self.hooks.unpack(arrived)
+            self.hooks.before(stage)
         if owner.gathers and len(given.batch.args) > 1:
-            self.together.forward(stage, microbatch, arrived)
+            self._whole_batch.forward(stage, microbatch, arrived)
             return
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
         loss_of = self.loss_of(microbatch) if owner.is_last and not given.returns else None
@@ -133,7 +142,7 @@ class Computes:
                 arrived,
                 args,
                 kwargs,
-                split=(stage, microbatch) in self._split,
+                split=(stage, microbatch) in self.split,
                 recompute=microbatch in given.recompute or stage in given.recompute_stages,
                 loss_of=loss_of,
             )
@@ -161,18 +170,12 @@ class Computes:
         if OUTPUT in emitted:
             output = emitted.pop(OUTPUT)
             if given.keep_outputs:
-                output = output if self.crossing is None else self.crossing.whole(output)
+                output = output if self.hooks is None else self.hooks.full(output)
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
                 self._kept[microbatch] = versions(self._outputs[microbatch])
-        if self.crossing is not None:
-            emitted = {target: self.crossing.pack(payload) for target, payload in emitted.items()}
+        if self.hooks is not None:
+            emitted = self.hooks.pack(emitted)
         self.mailbox.put_outputs(stage, microbatch, emitted)
-
-    def _gather(self, stage: int) -> None:
-        """Wait until the stage is whole, if that is under way."""
-        wait = self.gathering.pop(stage, None)
-        if wait is not None:
-            wait()
 
     def loss_of(self, microbatch: int) -> LossOf | None:
         """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
@@ -196,53 +199,53 @@ class Computes:
 
         return loss_of
 
-    def _backward(self, stage: int, microbatch: int) -> None:
+    def backward(self, stage: int, microbatch: int) -> None:
         """B, or I where the program has an I of this microbatch."""
-        split = (stage, microbatch) in self._split
+        split = (stage, microbatch) in self.split
         gradients = self._await(Op.I if split else Op.B, stage, microbatch)
-        if self.crossing is not None:
-            gradients = {target: self.crossing.unpack(payload) for target, payload in gradients.items()}
-        if self.gathering:
-            self._gather(stage)
+        if self.hooks is not None:
+            gradients = self.hooks.unpack(gradients)
+            self.hooks.before(stage)
         owner, seeds, seed = self.stages[stage], self._seeds or self._seeded(), None
         if owner.is_last and self.given.returns:
             gradients[OUTPUT] = self.given.output_gradients[microbatch]
         if 0 in owner.records and owner.records[0].whole:
-            self.together.backward(stage, microbatch, gradients)
+            self._whole_batch.backward(stage, microbatch, gradients)
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             seed = seeds.of(microbatch, loss)
         back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)
-        if self.added is not None:
-            self.added(stage)
+        if self.hooks is not None:
+            self.hooks.after(stage)
         self.give_back(stage, microbatch, back)
 
     def give_back(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
         """The gradients of what a microbatch brought go back to where that came from."""
-        if self.crossing is not None:
-            back = {source: self.crossing.pack(payload) for source, payload in back.items()}
+        if self.hooks is not None:
+            back = self.hooks.pack(back)
         self.mailbox.put_gradients(stage, microbatch, back)
 
-    def _weight(self, stage: int, microbatch: int) -> None:
-        if self.gathering:
-            self._gather(stage)
+    def weights(self, stage: int, microbatch: int) -> None:
+        """W."""
+        if self.hooks is not None:
+            self.hooks.before(stage)
         self.stages[stage].weights(microbatch)
-        if self.added is not None:
-            self.added(stage)
+        if self.hooks is not None:
+            self.hooks.after(stage)
 
     def outputs(self) -> list[Any]:
         """The outputs that were kept, in the order of microbatches; forgets them."""
         found, self._outputs, self._kept = self._outputs, {}, {}
         return [found[number] for number in sorted(found)]
 
-    def _check_outputs(self) -> None:
+    def check_outputs(self) -> None:
         """Outputs that were kept must be as they were when they were made."""
         for microbatch, watched in self._kept.items():
             check_unwritten(
                 f"the output of microbatch {microbatch}", watched, "by a later one, since both are in the same memory"
             )
 
-    def _sum_losses(self) -> None:
+    def sum_losses(self) -> None:
         """The batch's loss, for the report."""
         numbers = sorted(self.losses)
         if not numbers:
@@ -264,11 +267,10 @@ class Computes:
     def clear(self) -> None:
         """Forget everything about the step, so that the next one starts clean."""
         self.mailbox.clear()
-        self._fetched.clear()
+        self.fetched.clear()
         self._outputs.clear()
         self._kept.clear()
-        self.gathering.clear()
-        self.together.clear()
+        self._whole_batch.clear()
         self.losses = {}
         self.report = StepReport()
         self.forget_batch()

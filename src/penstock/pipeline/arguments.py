@@ -18,11 +18,14 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.wrapped import refuse_wrapped_model
 from penstock.optim.precision import precision_of
 from penstock.runtime.batch.call_arguments import check_loss_fn
+from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.loss.weights import torch_reduction
 from penstock.runtime.state.batch_norm import BATCH_NORMS
 from penstock.schedule import Op, Schedule
 
-__all__ = ["check_arguments", "op_of"]
+__all__ = ["check_arguments", "op_of", "token_split"]
+
+PROVISIONAL = 8  # microbatches, until a first batch says how many it takes
 
 CHOICES = {
     "recompute": ("never", "except_last", "always"),
@@ -198,3 +201,19 @@ RULES: dict[str, Rule] = {
         "pass one number for each rank, such as [1.0, 0.5]",
     ),
 }
+
+
+def token_split(
+    split: str | ByTokens, microbatches: int | None, schedule: str | Schedule, replicated: bool
+) -> tuple[str, ByTokens | None, int | None]:
+    """How the model is cut, how batches are split by their tokens if they are, and how many microbatches at first."""
+    if not isinstance(split, ByTokens):
+        return split, None, microbatches
+    fixed = isinstance(schedule, Schedule) or schedule.lower().endswith((".csv", ".json"))
+    if split.max_tokens is not None and (fixed or replicated):
+        why = "a schedule from a value or file has its number" if fixed else "replicas must have one number"
+        raise UsageError(
+            f"by_tokens({split.max_tokens}) makes as many microbatches as a batch needs, but {why}; "
+            f"leave max_tokens out, or name the schedule"
+        )
+    return "auto", split, microbatches or (None if fixed or split.max_tokens is None else PROVISIONAL)

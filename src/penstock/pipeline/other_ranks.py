@@ -1,9 +1,9 @@
 """The part of a model that other ranks hold: let go when training begins, and brought back when it is asked for.
 
 Until the first step the model is as it was given, on every process. From then on a rank has the true values of its own
-stages only, so all others are let go (`model.away`), or marked as old where the user wants to keep them. `full_state`
-puts the state of all ranks together, in memory of its own; `fill` puts values back into the tensors that were let go,
-and the next step lets go of them again.
+stages only, so all others are let go (`model.placeholders`), or marked as old where the user wants to keep them.
+`full_state` puts the state of all ranks together, in memory of its own; `fill` puts values back into the tensors that
+were let go, and the next step lets go of them again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.model.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.split import Holding, Split
-from penstock.model_state.carry import carry
+from penstock.pipeline.carry import carry
 from penstock.schedule import Placement
 
 if TYPE_CHECKING:
-    from penstock.model_state.owned_state import OwnedState
+    from penstock.pipeline.deployment import Deployment
+    from penstock.pipeline.state import ModelState
 
-__all__ = ["Elsewhere", "held_on", "owners_of"]
+__all__ = ["OtherRanks", "held_on", "owners_of"]
 
 Held = Tensor | nn.Module  # a module stands for the state that it has beside tensors
 
 
-class Elsewhere:
+class OtherRanks:
     """What this process has of other ranks' stages; `keep`: it stays in memory, as it was before the first step."""
 
     def __init__(self, keep: bool) -> None:
@@ -36,13 +37,13 @@ class Elsewhere:
         self._checked = False  # on all ranks or on none, since all hear of it
         self.whole = True  # the model has all its values here
 
-    def check(self, pipe: OwnedState) -> None:
+    def check(self, deployment: Deployment) -> None:
         """Before a first step: what the stages here hold must not be where another pipeline has put it."""
         if self._checked:
             return
 
         def look() -> None:
-            for holding in pipe.holdings():
+            for holding in deployment.holdings():
                 for tensor in (*holding.module.parameters(), *holding.module.buffers()):
                     home = home_of(tensor)
                     if home is not None:
@@ -52,55 +53,56 @@ class Elsewhere:
                             f"of the other one, on every rank, before this one goes on"
                         )
 
-        pipe.world.agreed("step()", look, "")
+        deployment.world.agreed("step()", look, "")
         self._checked = True
 
-    def let_go(self, pipe: OwnedState) -> None:
+    def let_go(self, deployment: Deployment) -> None:
         """From now on this process has no values of what other ranks hold."""
-        if not self.whole or pipe.world.transport is None:
+        if not self.whole or deployment.world.transport is None:
             return
         self.whole = False
-        placement, here = pipe.schedule.placement, {holding.stage for holding in pipe.holdings()}
-        own = {id(held) for holding in pipe.holdings() for _, held in _held_by(holding)}
-        own |= {id(buffer) for stage in here for buffer in pipe.split.parts[stage].reads()}
+        placement, here = deployment.placement, {holding.stage for holding in deployment.holdings()}
+        own = {id(held) for holding in deployment.holdings() for _, held in _held_by(holding)}
+        own |= {id(buffer) for stage in here for buffer in deployment.split.parts[stage].reads()}
         gone = mark_kept if self._keep else let_go
-        for holding in pipe.split.holdings():
+        for holding in deployment.split.holdings():
             for name, held in _held_by(holding):
                 if isinstance(held, Tensor) and id(held) not in own:
                     gone(held, Home(name, placement.rank_of(holding.stage), holding.stage))
-        for name, stage, old in pipe.replicas.replaced:
+        for name, stage, old in deployment.replicas.replaced:
             gone(old, Home(name, placement.rank_of(stage), stage, sharded=True))
         for stage in here:
-            pipe.split.parts[stage].settle()
+            deployment.split.parts[stage].settle()
 
-    def moved(self, pipe: OwnedState) -> None:
+    def moved(self, deployment: Deployment) -> None:
         """The pipeline has a new cut: this process holds other stages than before."""
         if not self.whole:
             self.whole = True
-            self.let_go(pipe)
+            self.let_go(deployment)
 
-    def fill(self, pipe: OwnedState, rank: int | None) -> None:
+    def fill(self, state: ModelState, rank: int | None) -> None:
         """All values into the tensors of the model, on every rank or on one."""
-        call, transport = "fill_model()", pipe.world.transport
+        deployment = state.deployment
+        call, transport = "fill_model()", deployment.world.transport
         self._checked = False
-        targets = _targets(pipe, call, rank)
-        graded = any(parameter.grad is not None for parameter in pipe.parameters())
-        if any(pipe.world.told(call, graded)) and transport is not None:
+        targets = _targets(deployment, call, rank)
+        graded = any(parameter.grad is not None for parameter in state.parameters())
+        if any(deployment.world.told(call, graded)) and transport is not None:
             raise UsageError(
                 "there are gradients, with which an optimizer would change the stages of each rank and not what the "
                 "other ranks have been given of them; call zero_grad() before fill_model()"
             )
-        if any(pipe.world.told(call, bool(pipe.replicas.replaced))):
+        if any(deployment.world.told(call, bool(deployment.replicas.replaced))):
             raise UsageError(
                 "the stages' parameters are sharded or spread over ranks, and the model has the parts in their place; "
-                "load pipe.full_state_dict() into a new model instead"
+                "load deployment.full_state_dict() into a new model instead"
             )
         if transport is None:
             return
-        placement = pipe.schedule.placement
-        owners = owners_of(pipe.split, placement)
-        own = held_on(pipe.split, placement, transport.rank)
-        every = {name: held for holding in pipe.split.holdings() for name, held in _held_by(holding)}
+        placement = deployment.placement
+        owners = owners_of(deployment.split, placement)
+        own = held_on(deployment.split, placement, transport.rank)
+        every = {name: held for holding in deployment.split.holdings() for name, held in _held_by(holding)}
 
         def take(name: str, value: Any) -> None:
             held = every[name]
@@ -114,55 +116,56 @@ class Elsewhere:
         carry(transport, items, lambda name: _value(own[name]), take)
         self.whole = self.whole or transport.rank in targets
 
-    def full_state(self, pipe: OwnedState, rank: int | None) -> dict[str, Any]:
+    def full_state(self, state: ModelState, rank: int | None) -> dict[str, Any]:
         """The state of all ranks' stages in one, as a copy on the CPU; on every rank or on one (elsewhere empty)."""
-        call, transport, first = "full_state_dict()", pipe.world.transport, pipe.first_names()
-        targets = _targets(pipe, call, rank)
-        loss = pipe.split.loss
+        deployment = state.deployment
+        call, transport, first = "full_state_dict()", deployment.world.transport, state.first_names()
+        targets = _targets(deployment, call, rank)
+        loss = deployment.split.loss
         apart = set() if loss is None else set(loss.names.values())
-        mine = {name: value for name, value in pipe.state_dict().items() if name not in apart}
+        mine = {name: value for name, value in state.state_dict().items() if name not in apart}
         own = {first.get(name, name): value for name, value in mine.items()}
-        held = {first.get(name, name): each for holding in pipe.holdings() for name, each in _held_by(holding)}
-        told: list[list[str]] = pipe.world.told(call, list(mine))
+        held = {first.get(name, name): each for holding in deployment.holdings() for name, each in _held_by(holding)}
+        told: list[list[str]] = deployment.world.told(call, list(mine))
         sources: dict[str, int] = {}
         for source, names in enumerate(told):
             for name in names:
                 sources.setdefault(first.get(name, name), source)
-        state: dict[str, Any] = {}
+        found: dict[str, Any] = {}
 
         def give(name: str) -> Any:
             value = own[name]
             if not isinstance(value, Tensor):
                 return value
-            value = pipe.replicas.whole(value)
+            value = deployment.replicas.whole(value)
             if not isinstance(held.get(name), nn.Parameter):
-                value = pipe.replicas.first_has(value)
+                value = deployment.replicas.first_has(value)
             return value.detach().cpu()
 
         def take(name: str, value: Any) -> None:
-            state[name] = value.clone() if isinstance(value, Tensor) else value
+            found[name] = value.clone() if isinstance(value, Tensor) else value
 
         carry(transport, [(name, source, targets) for name, source in sources.items()], give, take)
         if transport is not None and transport.rank not in targets:
             return {}
         there = dict.fromkeys(name for names in told for name in names)
-        order = [name for name in dict.fromkeys((*pipe.split.order, *there)) if name in there]
-        return {name: state[first.get(name, name)] for name in order}
+        order = [name for name in dict.fromkeys((*deployment.split.order, *there)) if name in there]
+        return {name: found[first.get(name, name)] for name in order}
 
 
-def _targets(pipe: OwnedState, call: str, rank: int | None) -> list[int]:
+def _targets(deployment: Deployment, call: str, rank: int | None) -> list[int]:
     """The ranks of this pipeline that get the values: all, or one of the first replica's."""
-    ranks = pipe.schedule.ranks
+    ranks = deployment.schedule.ranks
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks):
         raise UsageError(f"rank={rank!r}: pass one of the ranks 0 to {ranks - 1}, or None for all of them")
-    asked = pipe.world.told(call, rank) + pipe.replicas.told(call, rank)
+    asked = deployment.world.told(call, rank) + deployment.replicas.told(call, rank)
     if any(other != rank for other in asked):
         raise UsageError(
             f"{call} was called with rank={rank} here and with {asked} on all; call it alike on every rank"
         )
-    if rank is None or pipe.world.transport is None:
+    if rank is None or deployment.world.transport is None:
         return list(range(ranks))
-    return [rank] if pipe.replicas.leads else []
+    return [rank] if deployment.replicas.leads else []
 
 
 def _value(held: Held) -> Any:

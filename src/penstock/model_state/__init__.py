@@ -1,1 +1,0 @@
-"""What each process owns of the model: state dicts, what other ranks hold, and moving it."""

@@ -1,1 +1,0 @@
-"""What a `Pipeline` is given, checked before anything is built."""

@@ -1,0 +1,339 @@
+"""What a call of `step` or `evaluate` was given, as what each local rank computes on; and their reports as a result.
+
+All checks of a batch are made in `resolve`. An error there is a value, not yet raised: a rank that refuses its batch
+still takes part in the step, so that the other ranks hear of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, UsageError
+from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.first_inputs import carry_batch
+from penstock.pipeline.state import ModelState
+from penstock.runtime.batch.call_arguments import check_call, check_loss_kwargs, positional
+from penstock.runtime.batch.fingerprint import Key, Seen, look
+from penstock.runtime.batch.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
+from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, merge, split_batch
+from penstock.runtime.batch.result import StepResult, loss_value
+from penstock.runtime.engine.report import Refused, StepInput, StepReport
+from penstock.runtime.loss.check import LossChecks
+from penstock.runtime.loss.losses import trained_loss
+from penstock.runtime.loss.shares import BatchShares, Shares, Weighing
+
+__all__ = ["Batches", "Call"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `step` or `evaluate`, as the user made it."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any
+    loss_kwargs: Mapping[str, Any]
+    outputs: bool
+    training: bool
+
+
+class Batches:
+    """How the batches of one pipeline are split, checked, weighed and put together again."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        state: ModelState,
+        forward: Callable[..., Any],
+        *,
+        loss_fn: Callable[..., Any] | None,
+        weighing: Weighing,
+        checks: LossChecks,
+        recompute: str,
+        dims: Mapping[str | int, Any],
+        inputs: str,
+        by_tokens: ByTokens | None,
+        least: int,
+    ) -> None:
+        self.deployment, self.state = deployment, state
+        self.loss_fn = loss_fn
+        self.weighing = weighing
+        self.checks = checks
+        self.dims = dict(dims)
+        self.inputs = inputs
+        self._forward = forward  # of the model, as the user has written it
+        self._recompute = recompute
+        self._by_tokens = by_tokens
+        self._least = least  # microbatches, where their number follows from the batch
+        self._plan: Plan | None = None  # for the batch that runs
+        self._checked_keywords: set[frozenset[str]] = set()
+        self._checked_loss_kwargs: set[frozenset[str]] = set()
+        self._passed: set[str | int] = set()  # labels of `dims` that some call has had
+        self._compared: set[bool] = set()  # whether ranks have compared a complete batch, of an evaluation, of a step
+
+    # -- into microbatches
+
+    def take_lengths(self, call: Call) -> int | None:
+        """Where the number of microbatches follows from the lengths in the batch: that number, agreed on by all."""
+        if self._by_tokens is None:
+            return None
+        return self.deployment.replicas.same_count(lambda: self._planned(call))
+
+    def count(self, call: Call) -> int:
+        """How many microbatches an evaluation of this batch has, agreed on by all ranks that see it."""
+        deployment = self.deployment
+        planned = self.take_lengths(call)
+        if planned is not None:
+            return planned
+
+        def wanted() -> int | None:
+            self._check_keywords(call.kwargs)
+            return count_for(deployment.programs.microbatches, call.args, call.kwargs, call.target, self.dims)
+
+        def agreed() -> int:
+            found = deployment.world.agreed(call.name, wanted, "(rank, microbatches)")
+            return deployment.programs.microbatches if found is None else found
+
+        return deployment.replicas.same_count(agreed)
+
+    def resolve(self, call: Call, count: int) -> dict[int, StepInput] | Refused:
+        """What each local rank computes on, or why it cannot: the error that all ranks must hear."""
+        try:
+            return self._resolve(call, count)
+        except BaseException as error:  # raised again by the rank that runs, once its peers have heard of it
+            return Refused(error)
+
+    def _resolve(self, call: Call, count: int) -> dict[int, StepInput]:
+        deployment, training = self.deployment, call.training
+        ranks, replicas = deployment.ranks, deployment.replicas
+        if training:
+            replicas.ready()  # before anything else can raise: the other copies may wait for its answer
+        self.state.check_values()
+        ranks.changes.check()
+        if training:
+            self._check_trains()
+        batch = self._carried(call, count) if self.inputs == "first" else self._checked(call, count)
+        batches = {rank: _on_device(batch, deployment.devices.get(rank)) for rank in ranks.executors}
+        shares, check, last = Shares(count, 1.0 / count), None, ranks.last()
+        if last is not None:
+            shares = weighed = BatchShares(self.weighing, batch, replicas, training)
+            if training or batch.has_target or self.loss_fn is None:
+                check = self.checks.begin(batches[last.rank], weighed)
+        seen = self._look(call)
+        recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
+        scaler = self.state.scaler if training else None
+        return {
+            rank: StepInput(
+                own,
+                shares,
+                trained_loss(self.loss_fn) if training else self.loss_fn,
+                keep_outputs=call.outputs,
+                training=training,
+                batch_dims=self.dims,
+                scale=1.0 if scaler is None else scaler.loss_scale(),
+                check=check,
+                recompute=frozenset(range(recomputed)),
+                recompute_stages=deployment.schedule.recompute if training else frozenset(),
+                replicas=replicas.replicas,
+                steps=deployment.clock.step,
+                seen=seen,
+                readers=self._readers if self.inputs == "every" else None,
+            )
+            for rank, own in batches.items()
+        }
+
+    def _checked(self, call: Call, count: int) -> Batch:
+        self._check_call(call)
+        return self._split(count, call.args, call.kwargs, call.target, call.loss_kwargs)
+
+    def _carried(self, call: Call, count: int) -> Batch:
+        """inputs='first': what later ranks need goes to them straight from the first stage's rank."""
+        return carry_batch(
+            self.deployment.world.transport,
+            self.deployment.placement,
+            call,
+            lambda: self._checked(call, count),
+            lambda *given: self._split(count, *given, whole=False),
+            self._needed_by,
+        )
+
+    def _needed_by(self, call: Call, rank: int) -> tuple[Any, ...]:
+        """What the stages of a rank need of a call: arguments, keyword arguments, target, those of the loss."""
+        deployment = self.deployment
+        parts = [deployment.split.parts[stage] for stage in deployment.placement.stages_of(rank)]
+        is_last = parts[-1].index == deployment.split.stages - 1
+        weighed = is_last and any(map(self.weighing.looks_at, range(len(call.args))))
+        args = call.args if weighed or any(part.whole_batch for part in parts) else ()
+        kwargs = {
+            name: value
+            for name, value in call.kwargs.items()
+            if (is_last and self.weighing.looks_at(name))
+            or any(part.takes is None or name in part.takes for part in parts)
+        }
+        return (args, kwargs, call.target, dict(call.loss_kwargs)) if is_last else (args, kwargs, None, {})
+
+    def _look(self, call: Call) -> Seen | None:
+        """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""
+        transport = self.deployment.world.transport
+        if transport is None or transport.ranks == 1:
+            return None
+        complete = call.training not in self._compared
+        return look(call.args, call.kwargs, call.target, call.loss_kwargs, transport.exchanges, complete)
+
+    def _readers(self, name: Key) -> set[int]:
+        """The ranks whose stages read this argument of a step."""
+        parts = self.deployment.split.parts
+        if name == "target" or isinstance(name, tuple):
+            read = [parts[-1]]
+        elif isinstance(name, int):
+            read = [part for part in parts if part.index == 0 or part.whole_batch]
+        else:
+            read = [part for part in parts if part.takes is None or name in part.takes]
+            read += [parts[-1]] if self.weighing.looks_at(name) else []
+        return {self.deployment.placement.rank_of(part.index) for part in read}
+
+    def microbatches_of(self, call: Call) -> Batch:
+        """What a step would run for this batch."""
+        count = self.take_lengths(call)
+        if count is not None:
+            self.deployment.programs.take(count)
+        return self._split(self.deployment.programs.microbatches, call.args, call.kwargs, call.target, call.loss_kwargs)
+
+    def _split(
+        self,
+        count: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        target: Any,
+        loss_kwargs: Mapping[str, Any],
+        *,
+        whole: bool = True,
+    ) -> Batch:
+        """The batch in microbatches: by rows, or by the plan that there is for it."""
+        by_plan = None
+        if self._plan is not None and self._by_tokens is not None:
+            by_plan = PlanSplitter(self._plan, self._by_tokens.sequences, self.dims)
+        return split_batch(count, args, kwargs, target, loss_kwargs, self.dims, whole, splitter=by_plan)
+
+    def _planned(self, call: Call) -> int:
+        """How many microbatches lengths make of this batch; all ranks follow the same plan."""
+        by_tokens, deployment = self._by_tokens, self.deployment
+        assert by_tokens is not None
+        fixed = call.training and by_tokens.max_tokens is None
+        least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._least
+
+        def find() -> Plan | None:
+            if call.args or call.kwargs:
+                self._check_keywords(call.kwargs)
+                takes = [part.takes for part in deployment.split.parts]
+                by_tokens.check_labels(call.args, [*call.kwargs, *call.loss_kwargs], takes)
+            return by_tokens.plan(call.args, call.kwargs, least, fixed)
+
+        self._plan = deployment.world.agreed(call.name, find, "or with different lengths")
+        if self._plan is None:
+            raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
+        return self._plan.count
+
+    # -- and back
+
+    def result(self, call: Call, reports: Sequence[StepReport]) -> StepResult:
+        """What the user gets, from the reports of all ranks."""
+        self._compared.add(call.training)
+        losses: tuple[Tensor, ...] = ()
+        for report in reports:
+            if report.loss is not None:
+                losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
+        said = self.deployment.replicas.said
+        sums = [each.loss for each in said if each.loss is not None]
+        total = torch.tensor(sum(sums[1:], sums[0]), dtype=said[0].dtype) if sums else None
+        extra: dict[str, float] = {}
+        for each in said:
+            for name, value in each.extra.items():
+                extra[name] = extra.get(name, 0.0) + value
+        extra = {name: value / sum(each.count for each in said) for name, value in extra.items()}
+        last = self.deployment.ranks.last()
+        found = last.computations.outputs() if last is not None else []
+        output = self._merged(found) if call.outputs and found else None
+        whole = None if total is None else loss_value(total)
+        return StepResult(whole, tuple(map(loss_value, losses)), extra, output)
+
+    def _merged(self, outputs: Sequence[Any]) -> Any:
+        """The outputs of all microbatches as one."""
+        dim = self.dims.get("output", 0)
+        if self._plan is None or self._by_tokens is None:
+            return merge(outputs, dim)
+        return merge_by_plan(outputs, dim, self._plan, self._by_tokens.sequences.get("output"))
+
+    # -- checks
+
+    def _check_trains(self) -> None:
+        """A step that leaves all gradients as they were is a mistake somewhere, and never a training step."""
+        schedule = self.deployment.schedule
+        if schedule.forward_only:
+            name = schedule.name or "the schedule"
+            raise UsageError(f"{name} has no backward, so step() would train nothing; call evaluate() or predict()")
+        if not torch.is_grad_enabled():
+            raise UsageError(
+                "step() was called under torch.no_grad() or inference_mode(); call it outside, or evaluate()"
+            )
+        if not any(
+            each.requires_grad for holding in self.deployment.split.holdings() for each in holding.module.parameters()
+        ):
+            raise UsageError("no parameter of the model requires grad, so step() would train nothing; call evaluate()")
+
+    def _check_call(self, call: Call) -> None:
+        args, kwargs, loss_kwargs = call.args, call.kwargs, call.loss_kwargs
+        if not isinstance(loss_kwargs, Mapping):
+            raise UsageError(
+                f"loss_kwargs is a {type(loss_kwargs).__name__}; pass a dict of loss_fn's keyword arguments"
+            )
+        self._check_keywords(kwargs)
+        if self.dims:
+            filled = positional(self.deployment.split.parts[0].module.forward)[: len(args)]
+            self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
+            optional = [name for part in self.deployment.split.parts for name in part.takes or ()] + positional(
+                self.loss_fn
+            )[2:]
+            known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
+            check_labels(self.dims, list(known), {*self._passed, *optional}.difference(filled))
+        if call.training or call.target is not None or loss_kwargs:  # else there is no loss: predict()
+            self._check_loss_kwargs(loss_kwargs)
+        needs = self.loss_fn if call.training and self.deployment.ranks.last() is not None else None
+        check_call(call.name, self._forward, args, call.target, needs)
+
+    def _check_loss_kwargs(self, loss_kwargs: Mapping[str, Any]) -> None:
+        if self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:
+            check_loss_kwargs(self.loss_fn, list(loss_kwargs))
+            self._checked_loss_kwargs.add(frozenset(loss_kwargs))
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        names = frozenset(kwargs)
+        if names in self._checked_keywords:
+            return
+        for name in sorted(names):
+            read = self.weighing.looks_at(name) or (self._by_tokens is not None and self._by_tokens.lengths == name)
+            if not read and not any(part.takes is None or name in part.takes for part in self.deployment.split.parts):
+                known = sorted({known for part in self.deployment.split.parts for known in part.takes or ()})
+                raise ModelError(
+                    f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
+                )
+        self._checked_keywords.add(names)
+
+
+def _on_device(batch: Batch, device: torch.device | None) -> Batch:
+    if device is None or device.type == "cpu":
+        return batch
+
+    def move(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+
+    return Batch(
+        move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target
+    )

@@ -1,0 +1,53 @@
+"""A model laid out on ranks: what `Pipeline` hands to its parts, so that each sees the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.group.world import World
+from penstock.model.split import Holding, Split
+from penstock.optim.tied import TiedParameters
+from penstock.pipeline.programs import Programs
+from penstock.runtime.engine.ranks import Clock, LocalRanks
+from penstock.runtime.engine.replication import Alone
+from penstock.schedule import Placement, Schedule
+
+__all__ = ["Deployment"]
+
+
+@dataclass
+class Deployment:
+    """The stages, the programs that run them, and the ranks; a new cut replaces the stages and the ranks."""
+
+    world: World
+    split: Split
+    programs: Programs
+    ranks: LocalRanks
+    clock: Clock
+    devices: dict[int, torch.device]
+    replicas: Alone = field(default_factory=Alone)
+    tied: TiedParameters = field(init=False)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule that training steps run now."""
+        return self.programs.schedule
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank has which stage; the same for every number of microbatches."""
+        return self.programs.schedule.placement
+
+    def holdings(self) -> list[Holding]:
+        """What the stages of this process hold."""
+        local = self.ranks.executors
+        return [each for each in self.split.holdings() if self.placement.rank_of(each.stage) in local]
+
+    def put_on_devices(self) -> None:
+        """The local stages go where they belong."""
+        for holding in self.holdings():
+            device = self.devices.get(self.placement.rank_of(holding.stage))
+            if device is not None:
+                holding.module.to(device)

@@ -104,6 +104,13 @@ def test_a_batch_without_weight_has_no_mean() -> None:
     pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=F.mse_loss, loss_weight=lambda target: 0)
     with pytest.raises(ModelError, match=r"the microbatches weigh 0\.0 in all"):
         pipe.step(torch.randn(4, 6).double(), target=torch.randn(4, 6).double())
+
+
+def test_a_loss_weight_that_reads_a_target_needs_one() -> None:
+    def squares(output: Tensor, target: Tensor | None = None) -> Tensor:
+        return output.square().mean()
+
+    pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=squares, loss_weight=lambda target: len(target))
     with pytest.raises(UsageError, match=r"loss_weight reads .target., but step\(\) got neither that nor a target"):
         pipe.step(torch.randn(4, 6).double())
 

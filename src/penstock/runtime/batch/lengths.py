@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
+from penstock.messages import plain
 from penstock.runtime.batch.microbatch import Dims, Splitter, merge
 
 __all__ = ["ByTokens", "Plan", "PlanSplitter", "by_tokens", "merge_by_plan"]
@@ -53,6 +54,9 @@ class Plan:
     def inverse(self) -> Tensor:
         """Where each row of the batch stands once all microbatches are joined."""
         return torch.cat(self.index).argsort()
+
+
+plain.record(Plan, rows=tuple, widths=tuple)
 
 
 class ByTokens:

@@ -180,10 +180,10 @@ def train_in(folder: str, steps: int) -> None:
     import torch.distributed as dist
 
     from penstock.train.config.read import load_config
-    from penstock.train.launch.stopping import Stop
-    from penstock.train.launch.worker import Job as Told
-    from penstock.train.launch.worker import train_here
     from penstock.train.run_folder import RunFolder
+    from penstock.train.stopping import Stop
+    from penstock.train.worker import Job as Told
+    from penstock.train.worker import train_here
 
     os.chdir(folder)
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}

@@ -24,9 +24,10 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import MessageError, PenstockError
-from penstock.messages import notes, plain, secret
+from penstock.messages import plain, secret
+from penstock.runtime.transport.failure import notes
+from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.layout import encoding
-from penstock.runtime.transport.shared_memory.bell import Bell
 from penstock.runtime.transport.shared_memory.meeting import Place
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.group.facts import facts_of
 
 
 def facts(change: Any = None, **options: Any) -> dict[str, tuple[str, str]]:

@@ -15,11 +15,11 @@ from penstock.errors import ModelError
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import Batch
-from penstock.train.launch.stopping import Stop, asking
-from penstock.train.launch.worker import Job, train_here
 from penstock.train.loop import Trainer
 from penstock.train.metrics import read_metrics
 from penstock.train.run_folder import RunFolder
+from penstock.train.stopping import Stop, asking
+from penstock.train.worker import Job, train_here
 
 TINY = [
     "data.sequence=16",

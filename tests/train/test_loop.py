@@ -24,12 +24,12 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.dry_run import make_plan
 from penstock.train.evaluate import evaluate_checkpoint
 from penstock.train.generate import continue_text, find_checkpoint, open_gpt
-from penstock.train.launch.stopping import INTERRUPTED, Stop
-from penstock.train.launch.worker import Job, train_here
 from penstock.train.metrics import Metrics, read_metrics
 from penstock.train.nonfinite import NonFinite
 from penstock.train.progress import Pace, Progress, Reading, of_time
 from penstock.train.run_folder import RunFolder
+from penstock.train.stopping import INTERRUPTED, Stop
+from penstock.train.worker import Job, train_here
 
 TINY = [
     "model.options.layers=2",

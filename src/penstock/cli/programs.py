@@ -23,7 +23,7 @@ from typing import Any
 import penstock
 from penstock.cli.output import terminal_width, write
 from penstock.errors import UsageError
-from penstock.train.launch.stopping import asking
+from penstock.train.stopping import asking
 
 __all__ = ["find_folder", "places_of", "started", "title_of", "unknown", "write_list"]
 

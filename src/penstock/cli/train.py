@@ -98,14 +98,14 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> 
 
 def _start(config: TrainConfig, items: list[str], again: str, resume: bool) -> int:
     if config.pipeline.workers == "threads":
-        from penstock.train.launch.stopping import Stop, asking
-        from penstock.train.launch.worker import Job, log_as, train_here
+        from penstock.train.stopping import Stop, asking
+        from penstock.train.worker import Job, log_as, train_here
 
         log_as(config, 0)
         with Stop(*asking()) as stop:
             return train_here(Job(config, again, resume), stop)
     from penstock.train.launch.launch import launch, torchrun_command
-    from penstock.train.launch.worker import Job
+    from penstock.train.worker import Job
 
     write(f"on several hosts, on each: {torchrun_command(config, items)}\n")
     return launch(Job(config, again, resume), _say)
@@ -118,8 +118,8 @@ def _say(text: str) -> None:
 
 def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:
     """One rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
-    from penstock.train.launch.stopping import Stop
-    from penstock.train.launch.worker import Job, log_as, train_here
+    from penstock.train.stopping import Stop
+    from penstock.train.worker import Job, log_as, train_here
 
     log_as(config, int(os.environ["RANK"]))
     with Stop() as stop:

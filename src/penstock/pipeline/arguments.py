@@ -17,7 +17,7 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.wrapped import refuse_wrapped_model
 from penstock.optim.precision import precision_of
-from penstock.runtime.batch.call_arguments import check_loss_fn
+from penstock.pipeline.call_arguments import check_loss_fn
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.loss.weights import torch_reduction
 from penstock.runtime.state.batch_norm import BATCH_NORMS

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
+from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.state import ModelState
-from penstock.runtime.batch.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, merge, split_batch

@@ -28,16 +28,16 @@ from penstock.optim.tied import TiedParameters, tied_places
 from penstock.parallel.composition import Composition
 from penstock.pipeline.arguments import check_arguments, op_of, token_split
 from penstock.pipeline.batches import Batches, Call
+from penstock.pipeline.call_arguments import positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.programs import Programs
 from penstock.pipeline.rebalance import move_state, propose_cut
 from penstock.pipeline.state import ModelState
-from penstock.runtime.backward.foreign_leaves import watch_leaves
-from penstock.runtime.batch.call_arguments import positional
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.executor import Handler
+from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.ranks import Clock, LocalRanks
 from penstock.runtime.engine.recorder import Begun, Recorder
 from penstock.runtime.engine.replication import Alone

@@ -22,11 +22,11 @@ from penstock.schedule import Timeline
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import Batch, Batches
-from penstock.train.launch.stopping import Stop
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.progress import Pace, Progress, Reading, memory_now
 from penstock.train.run_folder import RunFolder
+from penstock.train.stopping import Stop
 
 __all__ = ["Ending", "Trainer"]
 

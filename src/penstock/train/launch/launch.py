@@ -35,9 +35,9 @@ from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
 from penstock.train.config.settings import TrainConfig
 from penstock.train.launch.rendezvous import LOOPBACK, LocalRendezvous
-from penstock.train.launch.stopping import INTERRUPTED, asking
-from penstock.train.launch.worker import Job, enter, note_path, read_note, ready_path
 from penstock.train.run_folder import RunFolder
+from penstock.train.stopping import INTERRUPTED, asking
+from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
 __all__ = ["launch", "torchrun_command"]
 
@@ -163,7 +163,7 @@ def launch(job: Job, say: Say) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     ranks = config.pipeline.ranks * config.mesh.replicas
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["penstock.train.launch.worker"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["penstock.train.worker"])
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,

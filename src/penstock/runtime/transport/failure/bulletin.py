@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.errors import PeerFailure
-from penstock.messages.notes import Alarm, read, write
 from penstock.runtime.transport.failure.blame import State
+from penstock.runtime.transport.failure.notes import Alarm, read, write
 
 __all__ = ["Bulletin"]
 

@@ -38,14 +38,14 @@ from copy import copy
 from typing import Any
 
 from penstock.errors import PeerFailure, RunError
-from penstock.messages.notes import Alarm, Tampered
 from penstock.messages.store import Asker, NoAnswer
 from penstock.runtime.transport.base import Where, after_loss, nowhere, placed, with_report
+from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.compiling import is_compiling
+from penstock.runtime.transport.failure.notes import Alarm, Tampered
 from penstock.runtime.transport.failure.silence import Marks
-from penstock.runtime.transport.shared_memory.bell import Bell
 
 __all__ = ["Watch"]
 

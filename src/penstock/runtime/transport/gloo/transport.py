@@ -42,6 +42,7 @@ import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import Channel, Transport, Where, check_channels, nowhere
+from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.exchange import Star
@@ -51,7 +52,6 @@ from penstock.runtime.transport.gloo.operations import Operations, find_device_b
 from penstock.runtime.transport.gloo.outbox import Outbox
 from penstock.runtime.transport.handover import rewritten
 from penstock.runtime.transport.layout.layout import Book
-from penstock.runtime.transport.shared_memory.bell import Bell
 
 __all__ = ["DistributedTransport"]
 

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from penstock.errors import PeerFailure, UsageError
 from penstock.messages import plain
 from penstock.runtime.transport.base import Channel, after_loss, failure_from, wrong_message
+from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.links import Links
 from penstock.runtime.transport.gloo.outbox import Outbox
 from penstock.runtime.transport.gloo.transport import CONTROL_TAG, DistributedTransport
-from penstock.runtime.transport.shared_memory.bell import Bell
 from penstock.runtime.transport.shared_memory.blocks import USED, build_plain
 from penstock.runtime.transport.shared_memory.channel import NearIn, NearLinks, NearOut
 from penstock.runtime.transport.shared_memory.connection import DATA, FAILURE, FAR, HEAD, NO_BLOCK, Filed, Gone, Pair

@@ -54,12 +54,12 @@ from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import Batches, open_data
 from penstock.train.launch.meeting import new_prefix
-from penstock.train.launch.stopping import INTERRUPTED, Stop
 from penstock.train.loop import Ending, Trainer
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite
 from penstock.train.progress import Progress, of_time
 from penstock.train.run_folder import RunFolder, write_json
+from penstock.train.stopping import INTERRUPTED, Stop
 from penstock.view.page import save_page
 from penstock.view.run import Run
 

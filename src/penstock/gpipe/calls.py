@@ -1,4 +1,4 @@
-"""The calls of a model whose stages are attached to the user's graph: see `attached`.
+"""The calls of a model whose stages are attached to the user's graph: see `attached_stage`.
 
 A `Call` is one forward: what its stages left for its backward, and what that needs to be the same again.
 """

@@ -5,7 +5,7 @@ the moment it is registered, so at most one of them is in memory at a time. Buff
 their values, because what is not saved with a model (rotary tables, masks) could not be loaded
 again. The pipeline then cuts the model from its shapes and each rank materialises what it
 owns, and nothing else: from a state (`load_state_dict`) or by a function of the name (`init=`). What
-other ranks own is away (see `away`).
+other ranks own is away (see `placeholders`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ stay within a bound? Where every rank has one stage, sweeping the reachable ends
 the first to the last answers it, and bisection over the bound gives the optimum.
 
 Where ranks have several stages (loop, V, any map), a rank's load is a sum over stages that stand far
-apart, and no sweep decides it: that is `several`. Sums are compared to one part in 10^9.
+apart, and no sweep decides it: that is `several_stages`. Sums are compared to one part in 10^9.
 """
 
 from __future__ import annotations

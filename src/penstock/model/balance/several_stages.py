@@ -2,7 +2,7 @@
 
     improve   any run of stages on different ranks is the classic problem, if the ranks' other
               stages are held still: solve such runs in turn until none gets better, shake, repeat
-    prove     two rounds of stages, loop or V: the sweep of `two_rounds`; anything else: a
+    prove     two rounds of stages, loop or V: the sweep of `two_stages`; anything else: a
               depth-first search for something better, cut off where the work that is left exceeds
               the room that is left, and handed to the classic solver as soon as the stages that
               are left lie on different ranks

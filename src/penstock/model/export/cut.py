@@ -30,7 +30,7 @@ def split_by_graph(
     balance: str | Sequence[int] | None = None,
     split_at: Sequence[str] = (),
 ) -> Split:
-    """Cut the graph of a model; see `capture`, `values`, `places`, `stages` and `part`."""
+    """Cut the graph of a model; see `capture`, `operations`, `cut_places`, `stages` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     if stages is not None:
         wanted = stages

@@ -2,7 +2,7 @@
 
 A learned weight of a loss is trained like any other parameter: it belongs into the optimizer, into norms, into
 checkpoints, and its gradient has to be added over replicas. An `nn.Module` says what it holds. What a plain function
-has in its closure, nobody can tell from outside: see `leaves`.
+has in its closure, nobody can tell from outside: see `foreign_leaves`.
 """
 
 from __future__ import annotations

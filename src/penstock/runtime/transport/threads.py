@@ -2,7 +2,7 @@
 
 Two uses: a feature (a notebook, several GPUs of one host) and the transport of every fast
 test. A channel is a `queue.SimpleQueue`, which is C and costs under a microsecond; tensors
-pass as aliases (see `share`). Buffering is counted by a second queue that runs backwards and
+pass as aliases (see `handover`). Buffering is counted by a second queue that runs backwards and
 carries permits: `capacity` of them at the start and one more for each posted receive, so that
 at capacity 0 a send ends only once its receive is posted. That is the strictest transport
 there is, and the one for which `verify` proves programs.

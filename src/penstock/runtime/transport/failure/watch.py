@@ -25,7 +25,7 @@ The same way a step that failed, with all links whole, is put on the `news` of r
 Only this thread talks to the store, and through another one (`store`), because a call to a store
 whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
 where it has left, so does that. What is written there (`bulletin`) is plain (`notes`); who is to blame
-follows from what ranks say (`judging`).
+follows from what ranks say (`blame`).
 """
 
 from __future__ import annotations

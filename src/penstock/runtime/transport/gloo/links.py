@@ -1,7 +1,7 @@
 """The two ends of the channels of one program, as one rank of a distributed group keeps them.
 
 Each end remembers the layout of the k-th message of a step, which is the prediction for the
-k-th message of the next one (argued in `distributed`). `count` is that k on both ends.
+k-th message of the next one (argued in `transport`). `count` is that k on both ends.
 """
 
 from __future__ import annotations

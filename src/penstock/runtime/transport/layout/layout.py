@@ -1,8 +1,8 @@
 """What a message looks like, apart from its numbers.
 
 Both ends of a channel keep the layout of each message of a step: the containers, how every tensor lies in memory and
-whether it wants a gradient (`places`), and the plain values. While a message looks as it did in the step before, only
-its bytes travel, in one frame::
+whether it wants a gradient (`tensor_places`), and the plain values. While a message looks as it did in the step
+before, only its bytes travel, in one frame::
 
     | header, 64 bytes | region | pad | region | ...        packed, each at its place in a cache line
     then, in messages of their own, from and into their final memory:   direct regions

@@ -2,7 +2,7 @@
 
 Through gloo's loopback a small message costs more than a hundred microseconds, most of it in threads that
 wake each other, and a large one is copied four times. Here a value is copied once, into a block of shared
-memory (`blocks`), one packet of 40 bytes tells of it (`pair`), and the receiver computes on the block itself.
+memory (`blocks`), one packet of 40 bytes tells of it (`connection`), and the receiver computes on the block itself.
 The packet says which step, channel, microbatch and layout it is, so every check of the other transports is
 made here too; and since it comes before the receiver needs to know a size, nothing has to be predicted.
 

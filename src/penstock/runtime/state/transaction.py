@@ -1,7 +1,8 @@
 """A step as a transaction: where it fails, the model is as it was before, and the same step can be run again.
 
 Before a step, a look is taken at all that its computes may change: buffers (`contents`), plain attributes
-(`attribute_changes`), modes, the generators of Python and numpy, and which parameters have gradients. (torch's own generator is put back after
+(`attribute_changes`), modes, the generators of Python and numpy, and which parameters have gradients. (torch's own
+generator is put back after
 every step, see `randomness`; the numbers of the pipeline's own streams follow from the count of steps, which only a
 step that ends well moves.) After a failure all of it is put back: gradients that the step has made are dropped. Those
 that were there before are added to in place, and are copied beforehand only if that is asked for (`atomic`): a sum that

@@ -2,14 +2,11 @@
 
 Before a step, a look is taken at all that its computes may change: buffers (`contents`), plain attributes
 (`attribute_changes`), modes, the generators of Python and numpy, and which parameters have gradients. (torch's own
-generator is put back after
-every step, see `randomness`; the numbers of the pipeline's own streams follow from the count of steps, which only a
-step that ends well moves.) After a failure all of it is put back: gradients that the step has made are dropped. Those
-that were there before are added to in place, and are copied beforehand only if that is asked for (`atomic`): a sum that
-is kept apart and added at the end would be another sum. Replicas set them aside in any case.
-
-A rank that is a thread may be deep in the user's code when the step fails, and change its stages later. What it has
-changed by then is put back when it has left (`settle`).
+generator is put back after every step, see `randomness`; the numbers of the pipeline's own streams follow from the
+count of steps, which only a step that ends well moves.) After a failure all of it is put back: gradients that the step
+has made are dropped. Those that were there before are added to in place, and are copied beforehand only if that is
+asked for (`atomic`): a sum that is kept apart and added at the end would be another sum. Replicas set them aside in any
+case.
 """
 
 from __future__ import annotations

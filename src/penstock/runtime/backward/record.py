@@ -67,7 +67,7 @@ class Record:
         """What goes back to each producing stage, by its leaves; None where there is none."""
         strange, back = self._strange, dict[int, list[Tensor | None]]()
         for stage, leaves in self.leaves.items():
-            back[stage] = [strange.get(id(leaf), leaf.grad) if strange else leaf.grad for leaf in leaves]
+            back[stage] = [strange.pop(id(leaf), leaf.grad) if strange else leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None
         return back

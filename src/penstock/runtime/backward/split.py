@@ -145,6 +145,7 @@ class DeferredWeights:
         self.parameters = parameters
         self.uses: list[Use | Cut] = []
         self._arrived: list[tuple[Use | Cut, Tensor]] = []
+        self._versions: list[int] = []  # of these gradients
         self._candidates: dict[int, Tensor] = {}
         self._seen: Counter[int] = Counter()
         self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -214,6 +215,7 @@ class DeferredWeights:
         if self._phase != "in I":
             raise RunError(f"a gradient reached a split operation outside of backward_input, while {self._phase}")
         self._arrived.append((use, gradient))
+        self._versions.append(gradient._version)
 
     # --- W ---
 
@@ -228,6 +230,13 @@ class DeferredWeights:
             raise RunError(f"W runs once and after I; this microbatch is {self._phase}")
         self._phase = "done"
         arrived, self._arrived = self._arrived, []
+        if any(gradient._version != version for (_, gradient), version in zip(arrived, self._versions, strict=True)):
+            raise RunError(
+                "a gradient that was kept for W has been written to in place: by a backward or a hook that writes to "
+                "the gradient that it is given (return a new one), or because it is the memory of another .grad (make "
+                "every tensor that is trained an nn.Parameter of its stage)"
+            )
+        self._versions = []
         cuts = [(use, gradient) for use, gradient in arrived if isinstance(use, Cut)]
         waiting = [(use, gradient) for use, gradient in reversed(arrived) if isinstance(use, Use)]
         del arrived

@@ -28,7 +28,15 @@ from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
-from penstock.runtime.state.ownership import FreshGradients, Outgoing, Received, Watched, check_unwritten, versions
+from penstock.runtime.state.ownership import (
+    FreshGradients,
+    Outgoing,
+    Received,
+    Watched,
+    check_unwritten,
+    fit_gradients,
+    versions,
+)
 from penstock.runtime.state.phase import Phase
 
 __all__ = ["LossOf", "Record", "Stage", "tensors_with_gradient"]
@@ -280,7 +288,9 @@ class Stage:
         if roots:
             with self.turn("B", microbatch) or _NOTHING, Phase("backward", microbatch, self.statistics):
                 self._go_back(microbatch, record, roots, seeds)
-        return record.take_gradients()
+        back = record.take_gradients()
+        fit_gradients(back, seeds)
+        return back
 
     def _seeds(
         self,
@@ -312,7 +322,7 @@ class Stage:
         for edge in record.extra:
             assert extra_seed is not None
             roots.append(edge)
-            seeds.append(extra_seed)
+            seeds.append(extra_seed.clone())  # one of all would be added to by a leaf that adopts it
         return roots, seeds
 
     def _go_back(self, _: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "once",
     "phase_of",
     "regions",
+    "same_bits",
     "storage_of",
 ]
 
@@ -123,6 +124,17 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same, numbers that are none and -0.0 included."""
+    if not (is_plain(one) and is_plain(other)) or one.is_nested or one.is_meta:
+        return True  # nobody can tell
+    return torch.equal(_octets(one), _octets(other))
+
+
+def _octets(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 class Region(NamedTuple):

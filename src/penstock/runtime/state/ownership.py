@@ -9,35 +9,49 @@ there would change what a neighbour still reads. The rule goes by storage, and a
     the model's inputs       the user, other microbatches and stages    likewise
     a gradient on its way    a parameter that adopted it as `.grad`,    the parameter gets a copy
                              to which the next microbatch is added
+                             whatever else has it: a backward's own     it leaves as a copy
+                             memory, a tensor that is no parameter
 
 Tensors in one storage are copied together, so that they share memory in the copies as well. Nothing is copied in the
 common case: an output, or a gradient, that one tensor alone holds (torch counts the holders of a storage).
 
 Whatever else may write, such as a global that a stage returns, is seen by the version counter that all tensors of a
-storage share: after the reader's forward, before a recomputation, and by autograd itself for what a graph has saved.
-That is an error, and never a wrong number.
+storage share: after the reader's forward, before a recomputation, before `W`, and by autograd itself for what a graph
+has saved. That is an error, and never a wrong number. (A write past that counter, by `.data` or numpy, into what a
+graph has saved is seen by nobody, as in any program that runs two forwards before the first backward.)
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelError, RunError
-from penstock.model.replay.recording.undo import CONTAINERS
 from penstock.runtime.state.buffers import version_of
-from penstock.runtime.state.memory import copies, copy_like, is_plain, more_than_numbers, storage_of
+from penstock.runtime.state.memory import copies, copy_like, is_plain, more_than_numbers, same_bits, storage_of
 
-__all__ = ["FreshGradients", "Outgoing", "Received", "Watched", "check_unwritten", "holders", "own_by_hook", "versions"]
+__all__ = [
+    "FreshGradients",
+    "Outgoing",
+    "Received",
+    "Watched",
+    "check_unwritten",
+    "fit_gradients",
+    "holders",
+    "own_by_hook",
+    "versions",
+]
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
@@ -64,30 +78,26 @@ class FreshGradients:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.by_hook: set[nn.Parameter] = set()  # parameters that are seen to by `own_by_hook`
-        self._waiting: list[nn.Parameter] | None = None  # None: this step has not gone back yet
+        self._trained: list[nn.Parameter] | None = None  # None: this step has not gone back yet
+        self._waiting: list[nn.Parameter] = []
 
     def begin_step(self) -> None:
-        """Gradients may have been cleared since the last step."""
-        self._waiting = None
+        """Parameters may have been replaced or frozen since the last step."""
+        self._trained = None
 
     def before(self) -> None:
-        """Ahead of a backward."""
-        if self._waiting is None:
-            trained = (each for each in self._module.parameters() if each.requires_grad and each.grad is None)
-            self._waiting = [each for each in trained if each not in self.by_hook]
+        """Ahead of a backward. Each time, because hooks of the user's own may clear gradients within a step."""
+        if self._trained is None:
+            trained = (each for each in self._module.parameters() if each.requires_grad)
+            self._trained = [each for each in trained if each not in self.by_hook]
+        self._waiting = [each for each in self._trained if each.grad is None]
 
     def after(self) -> None:
         """Behind it: copy what the parameters have adopted from others."""
-        if not self._waiting:
-            return
-        waiting = []
         for parameter in self._waiting:
             gradient = parameter.grad
-            if gradient is None:
-                waiting.append(parameter)
-            elif _has_others(gradient):
+            if gradient is not None and _has_others(gradient):
                 parameter.grad = copy_like(gradient)
-        self._waiting = waiting
 
 
 def own_by_hook(fresh: Sequence[FreshGradients]) -> list[RemovableHandle]:
@@ -116,6 +126,45 @@ def _is_a_part(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
+def _references_of_listed() -> int:
+    """How many references Python counts where `fit_gradients` looks at a gradient that nothing else refers to."""
+    gradients = [torch.empty(0)]
+    for gradient in gradients:
+        return sys.getrefcount(gradient)
+    raise AssertionError
+
+
+_LISTED = _references_of_listed()
+
+
+def fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Tensor]) -> None:
+    """Copy those of the gradients that go back which others hold; `arrived`: those that this backward began with."""
+    for gradients in back.values():
+        for gradient in gradients:
+            if is_plain(gradient) and (sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1):
+                break
+        else:
+            continue
+        break
+    else:
+        return
+    del gradient
+    passed = {id(each): each for each in arrived if is_plain(each)}
+    leaving = {id(each): each for each in (*chain(*back.values()), *arrived) if is_plain(each)}
+    known = Counter(map(storage_of, leaving.values()))
+    del leaving
+    for gradients in back.values():
+        places = []
+        for place, gradient in enumerate(gradients):
+            if is_plain(gradient) and (
+                holders(gradient) > known[storage_of(gradient)]
+                or (id(gradient) not in passed and sys.getrefcount(gradient) > _LISTED)
+            ):
+                places.append(place)
+        if places:
+            gradients[:] = _with_copies(gradients, places)[0]
+
+
 # -- what leaves a stage
 
 
@@ -137,7 +186,14 @@ def _references_of_leaf() -> int:
     raise AssertionError
 
 
-_BARE, _LEAF = _references_of_bare(), _references_of_leaf()
+def _references_of_base() -> int:
+    """The same for the tensor that an output is a view of, where `_is_only_read` looks at it."""
+    tensor = torch.empty(1).view(1)
+    base = tensor._base
+    return sys.getrefcount(base)
+
+
+_BARE, _LEAF, _BASE = _references_of_bare(), _references_of_leaf(), _references_of_base()
 
 
 class Outgoing:
@@ -191,7 +247,7 @@ class Outgoing:
                         f"DTensor's .to_local(), a nested tensor's .values() and .offsets()) and make it again there, "
                         f"or cut the model where it is not in use"
                     )
-            elif leaf is not None and _holds_tensors(leaf):
+            elif leaf is not None and any(True for _ in _tensors_in(leaf)):
                 name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
                 raise ModelError(
                     f"stage {self._stage} returns a {name} that holds tensors, which torch does not know as a "
@@ -212,9 +268,12 @@ def _is_only_read(tensor: Tensor) -> bool:
     if count == 1:
         return True
     base = tensor._base
+    if base is not None and sys.getrefcount(base) > _BASE:
+        return False
     source = tensor if base is None else base
     readers = 1 if base is None else 2
-    if hasattr(type(source.grad_fn), "_saved_result"):  # of ReLU, tanh, softmax and others, saved for their backward
+    # of ReLU, tanh, softmax and others, saved for their backward; but not where the forward will run again
+    if hasattr(type(source.grad_fn), "_saved_result") and _saved_tensors_hooks(False) is None:
         readers += 1
     return source.grad_fn is not None and count <= readers
 
@@ -224,33 +283,26 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     running = getattr(module, "running_modules", module.modules)
     for each in running():
         for value in vars(each).values():
-            yield from _tensors_in(value, _DEPTH)
+            yield from filter(is_plain, _tensors_in(value))
 
 
-def _tensors_in(value: Any, depth: int) -> Iterator[Tensor]:
+def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """The tensors among the attributes and the entries of an object; those of modules are looked for by themselves."""
     if isinstance(value, Tensor):
-        if is_plain(value):
-            yield value
-    elif type(value) in CONTAINERS and depth:
-        for member in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _tensors_in(member, depth - 1)
-
-
-def _holds_tensors(value: Any, depth: int = _DEPTH) -> bool:
-    """Whether there is a tensor among the attributes or the entries of an object."""
-    if isinstance(value, Tensor):
-        return True
-    if value is None or isinstance(value, _PLAIN) or depth == 0:
-        return False
+        yield value
+        return
+    if value is None or isinstance(value, (*_PLAIN, nn.Module)) or depth == 0:
+        return
     inside: list[Any] = list(getattr(value, "__dict__", {}).values())
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
         inside += [getattr(value, name, None) for name in ((names,) if isinstance(names, str) else names)]
     if isinstance(value, Mapping):
         inside += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         inside += value
-    return any(_holds_tensors(each, depth - 1) for each in inside)
+    for each in inside:
+        yield from _tensors_in(each, depth - 1)
 
 
 # -- what a stage is handed
@@ -269,6 +321,7 @@ class Received:
         self._what = what
         self._writes: dict[bool, bool] = {}  # by whether gradients are on
         self._parted = False  # the last copies do not overlap where the originals do
+        self._originals: list[Any] = []  # of the copies of a first forward
 
     def hand(self, value: Any) -> tuple[Any, Watched]:
         """What the stage works on, and what to look at when it has."""
@@ -277,6 +330,8 @@ class Received:
             return value, versions(value)
         leaves, spec = pytree.tree_flatten(value)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if not writes:
+            self._originals = [leaves[place] for place in places]
         leaves, self._parted = _with_copies(leaves, places)
         if writes:
             self._check_together()
@@ -288,6 +343,11 @@ class Received:
         mode = torch.is_grad_enabled()
         written = [tensor for tensor, version in watched if version_of(tensor) != version]
         if mode not in self._writes:
+            # `.data`, numpy and kernels of other libraries write past versions
+            originals, self._originals = self._originals, []
+            if not written:
+                pairs = zip(watched, originals, strict=True)
+                written = [tensor for (tensor, _), original in pairs if not same_bits(tensor, original)]
             self._writes[mode] = bool(written)
             if written:
                 self._check_together()

@@ -11,7 +11,7 @@ of them sees it in the other, as it would in a plain loop.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -168,7 +168,7 @@ def regions(tensors: Iterable[Tensor]) -> list[Region]:
 # -- copies of several tensors
 
 
-def is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> TypeGuard[Tensor]:
     """Whether it is an ordinary tensor with strides, and no subclass that may keep its numbers elsewhere."""
     return (type(tensor) is Tensor or type(tensor) is Parameter) and tensor.layout is torch.strided
 

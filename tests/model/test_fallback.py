@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import FallbackWarning, ModelError, PeerFailure
 
-GENERATOR, PYTHON = np.random.default_rng(1), random.Random(2)
+GENERATOR, PYTHON, T = np.random.default_rng(1), random.Random(2), torch.Generator()
 CALLS = [0]
 
 
@@ -79,7 +79,7 @@ SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
         "numpy's random|not the model's function",
     ),
     "a new generator of numpy's": (lambda net: np.random.default_rng().normal(), "operating system"),
-    "a clock": (lambda net: 1.0 + time.perf_counter() % 1e-9, r"a clock \(time.perf_counter\)"),
+    "a clock": (lambda net: 1.0 + time.perf_counter() % 1e-3, r"a clock \(time.perf_counter\)"),
     "the date": (lambda net: float(datetime.datetime.now().year), r"a clock \(datetime.now\)"),
     "a counter": (count, "not the model's function"),
     "whether it is captured": (lambda net: 2.0 if torch.compiler.is_compiling() else 1.0, "not the model's function"),
@@ -108,6 +108,58 @@ def test_a_graph_that_has_a_hidden_input_built_in_is_refused(source: str) -> Non
     with pytest.raises(ModelError, match=words):
         cut(model)
     assert before == (random.getstate(), repr(np.random.get_state())), "a look leaves no trace"
+
+
+class Plain(Chain):
+    """Replay could cut it, and every stage would take a factor of its own."""
+
+    odd: Callable[[Plain], Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.python = np.random.default_rng(0), random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = self.odd()
+        for block in self.blocks:
+            x = torch.tanh(block(x)) * factor
+        return x
+
+
+def rarely(net: Any) -> float:
+    return 2.0 if net.rng.random() < 1e-9 else 1.0
+
+
+REPLAYED: dict[str, Callable[[Any], Any]] = {
+    name: odd for name, (odd, _) in SOURCES.items() if name not in ("the date", "whether it is captured")
+} | {
+    "a draw that rarely matters": rarely,
+    "a generator of torch's, in a variable": lambda _: torch.rand((), generator=T),
+}
+del REPLAYED["a seed of its own"]  # torch's own numbers are the same on every stage
+
+
+@pytest.mark.parametrize("source", REPLAYED)
+def test_code_that_every_stage_runs_must_not_read_what_changes_from_call_to_call(source: str) -> None:
+    """Only the generators of the modules random and numpy.random were looked at: of a generator in an attribute, a
+    clock or a counter each stage took a value of its own, where the model computes with one."""
+    model: Plain = type("Plain", (Plain,), {"odd": REPLAYED[source]})()
+    with pytest.raises(ModelError, match=r"which every stage would (read|draw) anew"):
+        cut(model, "replay")
+
+
+def test_a_unit_may_read_what_changes_from_call_to_call() -> None:
+    """It runs in one place; what follows it differs from run to run and says nothing of the code between units."""
+
+    class Jitters(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(W, W)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * count()
+
+    with cut(Chain(4, Jitters), "replay") as pipe:
+        pipe.step(torch.randn(4, W))
 
 
 def test_what_is_hidden_in_another_mode_is_refused_when_that_comes() -> None:

@@ -9,7 +9,6 @@ states of generators are compared, numpy's as well, whose calls cannot be watche
 from __future__ import annotations
 
 import datetime
-import gc
 import os
 import random
 import sys
@@ -18,10 +17,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model.export.effects import Where
+from penstock.model.generators import generators_of, global_states, put_back, states_of
 
 __all__ = ["Draws", "watched_calls"]
 
@@ -86,15 +86,15 @@ class Draws:
 
     def __init__(self, model: nn.Module, *, capture: bool) -> None:
         self._model, self._torchs = model, capture
-        self._generators, self._usual = _generators(model, everywhere=not capture), _global_states()
+        self._generators, self._usual = generators_of(model, everywhere=not capture), global_states()
         self._moved: set[str] = set()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Around one run."""
-        before = _states(self._generators, self._torchs)
+        before = states_of(self._generators, self._torchs)
         yield
-        now = _states(self._generators, self._torchs)
+        now = states_of(self._generators, self._torchs)
         self._moved = {whose for (whose, was), (_, is_now) in zip(before, now, strict=True) if was != is_now}
 
     def never(self, run: Callable[[], Result]) -> Result:
@@ -103,44 +103,5 @@ class Draws:
             result = run()
             if not self._moved:
                 return result
-        _put_back(self._usual)
+        put_back(self._usual)
         raise _hidden(type(self._model).__name__, f"random numbers of {' and '.join(sorted(self._moved))}")
-
-
-def _generators(model: nn.Module, everywhere: bool) -> list[Any]:
-    """Those that modules have as attributes, and all others that there are in Python."""
-    numpy: Any = sys.modules.get("numpy")
-    kinds = {random.Random, *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState))}
-    attributes = [value for module in model.modules() for value in vars(module).values()]
-    found = [value for value in attributes if isinstance(value, (torch.Generator, *kinds))]
-    return found + [each for each in gc.get_objects() if type(each) in kinds] if everywhere else found
-
-
-def _states(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
-    """(whose, its state) of each."""
-    python, array, tensor = _global_states()
-    found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", repr(array))]
-    if torchs:
-        found.append(("torch's generator, past its operations", tensor.tolist()))
-    for each in generators:
-        if isinstance(each, random.Random):
-            found.append(("Python's random", each.getstate()))
-        elif not isinstance(each, torch.Generator):
-            bits = each.bit_generator if hasattr(each, "bit_generator") else each._bit_generator
-            found.append(("numpy's random", repr(bits.state)))
-        elif torchs:
-            found.append(("a torch.Generator", each.get_state().tolist()))
-    return found
-
-
-def _global_states() -> tuple[Any, Any, Tensor]:
-    numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
-
-
-def _put_back(states: tuple[Any, Any, Tensor]) -> None:
-    python, array, tensor = states
-    random.setstate(python)
-    torch.set_rng_state(tensor)
-    if array is not None:
-        sys.modules["numpy"].random.set_state(array)

@@ -21,6 +21,7 @@ from penstock.model.replay.recording.calls import Leaf, Recording
 from penstock.model.replay.recording.record import record
 from penstock.model.replay.recording.units import find_units
 from penstock.model.replay.shapes import Shapes, shapes_only
+from penstock.model.replay.twice import same_twice
 from penstock.model.split import Split
 from penstock.model.use_names import name_and_use
 
@@ -102,7 +103,8 @@ def _recorded(
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
     units = find_units(model, 1, tuple(split_at))
     while True:
-        run = partial(record, model, units, args, kwargs, instead)
+        once = partial(record, model, units, args, kwargs, instead)
+        run = once if instead else partial(same_twice, once)
         recording = run()
         also_in_training(list(modules.values()), recording, run)
         count = len(_starts(modules, recording))

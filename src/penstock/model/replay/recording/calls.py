@@ -82,4 +82,6 @@ class Recording:
     draws_in_glue: bool = False
     reads_values: bool = False  # the glue turned a tensor into a Python value
     writes_inputs: bool = False  # the glue changes the model's inputs in place
+    values: list[tuple[str, int, int]] = field(default_factory=list)  # by unit call: checksums of what it was given and
+    # of what it returned; at the end, of the output
     untried: Untried | None = None  # None: the recording holds for training mode as well

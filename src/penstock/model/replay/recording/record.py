@@ -37,6 +37,7 @@ from penstock.model.replay.recording.undo import Elsewhere, undone
 from penstock.model.replay.recording.watch import Marks
 from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.tree import stage_tree
+from penstock.model.replay.twice import checksum
 
 __all__ = ["record"]
 
@@ -58,7 +59,7 @@ def record(
     modules = dict(model.named_modules())
     free = set(_free_leaves(model, units))
     with undone(model), torch.no_grad():
-        elsewhere = Elsewhere()
+        elsewhere = Elsewhere(model)
         marks: Marks
 
         def answer(name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
@@ -66,12 +67,18 @@ def record(
                 return own(*args, **kwargs)
             elsewhere.check()
             carried.look(len(marks.recording.calls))
+            with marks.silent():
+                given = checksum((args, kwargs))
             if name in free:
-                return _watch_free(name, modules[name], own, marks, args, kwargs)
-            kept.pause()
-            output, changed = _watch(name, modules[name], own, instead, marks, args, kwargs)
-            kept.pause(name, changed)
-            elsewhere.rest()
+                output = _watch_free(name, modules[name], own, marks, args, kwargs)
+            else:
+                kept.pause()
+                output, changed = _watch(name, modules[name], own, instead, marks, args, kwargs)
+                kept.pause(name, changed)
+                elsewhere.rest()
+            if not marks.recording.calls[-1].glue:
+                with marks.silent():
+                    marks.recording.values.append((name, given, checksum(output)))
             return output
 
         def run() -> Marks:
@@ -86,6 +93,7 @@ def record(
                 output = tree(*mine, **named)
             elsewhere.check()
             marks.recording.output = marks.of(output)
+            marks.recording.values.append(("", checksum(output), 0))
             carried.look(len(marks.recording.calls))
             return marks
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.generators import generators_of, states_of
 from penstock.model.replay.tree import OWN
 
 __all__ = ["CONTAINERS", "DEPTH", "Elsewhere", "patched", "random_state", "restore_random", "undone"]
@@ -24,12 +25,12 @@ DEPTH = 4  # of containers in containers that a module has as attributes
 class Elsewhere:
     """Random numbers from Python's and numpy's generators: these cannot be the same on every stage."""
 
-    def __init__(self) -> None:
-        self._numpy = sys.modules.get("numpy")
+    def __init__(self, model: nn.Module) -> None:
+        self._generators = generators_of(model, everywhere=False)
         self.rest()
 
     def _state(self) -> Any:
-        return random.getstate(), None if self._numpy is None else repr(self._numpy.random.get_state())
+        return states_of(self._generators, torchs=False)
 
     def rest(self) -> None:
         """A unit may have drawn; it runs in one place only."""

@@ -102,7 +102,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
 
     def read(self, tensors: list[Tensor]) -> None:
         """The glue has turned these into Python values."""
-        if self.inside is None:
+        if self.inside is None and not self.quiet:
             self.recording.reads_values = True
             self.control |= self.of(tensors)
 

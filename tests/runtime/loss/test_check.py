@@ -140,6 +140,79 @@ def test_a_loss_that_was_a_mean_over_rows_until_masks_became_uneven_is_refused_t
     assert "taken together" in refused(pipe, x, target=y, loss_kwargs={"mask": mask})
 
 
+def nan_masked(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target.nan_to_num()).square()[~target.isnan()].mean()
+
+
+def weighted(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    return ((output - target).square().mean(-1) * weight).sum() / weight.sum()
+
+
+@pytest.mark.parametrize("what", ["fractions as a mask", "weights", "nan", "-100 among zeros", "lengths"])
+def test_it_is_asked_again_when_what_counts_becomes_uneven(what: str) -> None:
+    """Only whole numbers were looked at, and a label 0 in the first step hid the first -100 of a later one."""
+    x, y, mask = batch()
+    later = torch.rand(mask.shape).double() + 0.5
+    if what == "nan":
+        uneven = y.clone()
+        uneven[0, :, :3] = torch.nan
+        steps: list[dict[str, Any]] = [{"target": y}, {"target": uneven}]
+        pipe = pipeline(nan_masked)
+    elif what == "-100 among zeros":
+        labels = torch.zeros(mask.shape, dtype=torch.long)
+        labels[:4] = 1  # 0 is uneven from the first step on
+        ignored = labels.clone()
+        ignored[0] = -100
+
+        def valid(output: Tensor, target: Tensor) -> Tensor:
+            each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
+            return each.sum() / (target != -100).sum()
+
+        steps, pipe = [{"target": labels}, {"target": ignored}], pipeline(valid)
+    else:
+        now = {"fractions as a mask": mask.double(), "weights": later, "lengths": (later * 9).long()}[what]
+        told = ({"weight": torch.ones_like(now)}, {"weight": now})
+        steps, pipe = [{"target": y, "loss_kwargs": each} for each in told], pipeline(weighted)
+    pipe.step(x, **steps[0])
+    pipe.step(x, **steps[0])
+    assert "taken together" in refused(pipe, x, **steps[1])
+
+
+def test_a_microbatch_whose_own_loss_is_nan_is_refused_if_the_batch_has_one() -> None:
+    """All its targets are ignored: its mean is nan, and its gradients zero, so that all others are scaled wrongly."""
+
+    def shifted(output: Tensor, target: Tensor) -> Tensor:
+        return -F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    x, _, mask = batch()
+    labels = torch.ones(mask.shape, dtype=torch.long)
+    labels[:3] = -100
+    assert "their own, nan (weighing 3)" in refused(pipeline(shifted), x, target=labels)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_difference_below_the_rounding_of_coarse_numbers_is_seen(autocast: bool) -> None:
+    """In bfloat16, 3 % are rounding; a mask that is uneven may change the loss by less, and gradients by half."""
+    x, y, mask = batch()
+    mask[:] = True
+    mask[0, 0] = False
+    kind = torch.float32 if autocast else torch.bfloat16
+    pipe = penstock.Pipeline(
+        model().to(kind), stages=2, microbatches=M, loss_fn=masked, precision="bf16" if autocast else None
+    )
+    assert "taken together" in refused(pipe, x.to(kind), target=y.to(kind), loss_kwargs={"mask": mask})
+
+
+def test_a_loss_that_computes_in_coarse_numbers_may_round_as_they_do() -> None:
+    def coarse(output: Tensor, target: Tensor) -> Tensor:
+        return (output.bfloat16() - target.bfloat16()).square().mean().float()
+
+    torch.manual_seed(0)
+    for _ in range(5):
+        pipe = penstock.Pipeline(model().bfloat16(), stages=2, microbatches=M, loss_fn=coarse)
+        pipe.step(torch.randn(8, 50, WIDTH).bfloat16(), target=torch.randn(8, 50, WIDTH).bfloat16())
+
+
 def test_a_target_that_the_loss_computes_must_be_weighed_by_the_user() -> None:
     """A cross-entropy of targets that are in no argument shows what it is a mean over, but not in advance."""
 

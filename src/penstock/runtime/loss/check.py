@@ -3,8 +3,8 @@
 Two microbatches taken together must have the loss that their own losses give, each by its weight. If they do not, the
 loss is a mean over something else, or a sum, or it compares rows with each other; then neither the batch's loss nor
 its gradients would be those of the whole batch, and that is an error with both numbers. All neighbours of a step are
-asked, and again in a step whose batch is of another kind: other shapes, or the first with more ignored entries in one
-microbatch than in another.
+asked, and again in a step whose batch is of another kind: other shapes, or the first in which microbatches differ in
+how much of a target or a mask is 0, negative or nan, or in its mean.
 
 The loss is called once more per microbatch, without gradients, on outputs that are there. Random numbers and the state
 of a loss that is a module are put back; what else a function does when it is called, it does once more.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
 from penstock.model.replay.recording.undo import random_state, restore_random, undone
@@ -31,7 +32,7 @@ from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
 from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.shares import BatchShares, Weighing
-from penstock.runtime.loss.weights import Label, at, count_marks, integers
+from penstock.runtime.loss.weights import Label, at, marks, telling
 
 __all__ = ["LossChecks", "PairCheck", "disagreement"]
 
@@ -41,6 +42,9 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, As
 # rows of one microbatch only, or what was joined is no row
 FEW = 64  # roundings that two numbers may be apart
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
+WIDE = torch.float32  # in which coarse ones are asked once more
+UNEVEN = 1e-6  # above what sums of the same numbers differ by
+Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that counts there
 
 
 class LossChecks:
@@ -53,19 +57,19 @@ class LossChecks:
         self._off = per_microbatch or weighing.is_known
         self._asked: set[Hashable] = set()
         self._said = False
-        self._uneven: set[Label] = set()  # tensors of the batch that had uneven marks when it was asked
+        self._uneven: set[Mark] = set()  # what was not alike in all microbatches when it was asked
 
     def begin(self, batch: Batch, shares: BatchShares) -> PairCheck | None:
         """The check of a step that needs one."""
         if self._off or len(batch.args) < 2:
             return None
         shapes = _shapes(batch) if len(self._asked) < KINDS else ()
-        uneven = {place for place, _ in integers(batch, 0) if place not in self._uneven and _is_uneven(batch, place)}
-        if shapes in self._asked and not uneven:
+        uneven = {mark for place, _ in telling(batch, 0) for mark in _uneven(batch, place)}
+        if shapes in self._asked and uneven <= self._uneven:
             return None
         return PairCheck(self, batch, shares, shapes, uneven)
 
-    def passed(self, shapes: Hashable, uneven: set[Label]) -> None:
+    def passed(self, shapes: Hashable, uneven: set[Mark]) -> None:
         """A batch of this kind needs no further check."""
         self._asked.add(shapes)
         self._uneven |= uneven
@@ -87,16 +91,20 @@ def _shapes(batch: Batch) -> Hashable:
     return tuple((leaf.dtype, leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _is_uneven(batch: Batch, place: Label) -> bool:
-    """Whether microbatches have different numbers of entries that often mean "ignored"."""
+def _uneven(batch: Batch, place: Label) -> Iterator[Mark]:
+    """The marks of one tensor that some microbatches have more of than others."""
     pieces = [at(batch, number, place) for number in range(len(batch.args))]
-    if not all(isinstance(piece, Tensor) for piece in pieces):
-        return False
-    return len(set(count_marks([piece.reshape(-1) for piece in pieces]))) > 1
+    if all(isinstance(piece, Tensor) for piece in pieces):
+        for kind, shares in marks([piece.detach().reshape(-1) for piece in pieces]).items():
+            if max(shares) - min(shares) > UNEVEN * max(map(abs, shares)):
+                yield place, kind
 
 
 class _Apart(Exception):
     """Two microbatches that cannot be joined."""
+
+
+Given = tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords
 
 
 class _Rows(NamedTuple):
@@ -104,7 +112,7 @@ class _Rows(NamedTuple):
 
     number: int
     rows: int
-    given: tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords
+    given: Given
     weight: float | None  # None: losses add up
     loss: float
 
@@ -113,7 +121,7 @@ class PairCheck:
     """One step's."""
 
     def __init__(
-        self, checks: LossChecks, batch: Batch, shares: BatchShares, shapes: Hashable, uneven: set[Label]
+        self, checks: LossChecks, batch: Batch, shares: BatchShares, shapes: Hashable, uneven: set[Mark]
     ) -> None:
         self._checks, self._batch, self._shares = checks, batch, shares
         self._kind = (shapes, uneven)
@@ -197,7 +205,7 @@ class PairCheck:
         named = batch.kwargs[number] if label in batch.kwargs[number] else batch.loss_kwargs[number]
         return named.get(label)
 
-    def _loss(self, given: tuple[Any, Any, Mapping[str, Any]]) -> float:
+    def _loss(self, given: Given) -> float:
         """The loss of these rows, without a trace; nan where it draws random numbers, so that it says nothing."""
         loss_fn = self._checks.loss_fn
         assert loss_fn is not None
@@ -212,30 +220,52 @@ class PairCheck:
     # -- two of them
 
     def _compare(self, one: _Rows, two: _Rows) -> None:
-        expected = _expected((one.loss, two.loss), (one.weight, two.weight))
-        if not math.isfinite(expected):
-            return  # of a loss that is not a number, or a batch that has no mean, others will speak
         together = self._join(one, two)
+        eps, few = self._precision(together)
+        self._judge(one, two, together, eps, few)
+        if eps >= COARSE:
+            wide = [self._wide(each) for each in (one, two)]
+            if wide[0] is not None and wide[1] is not None:
+                self._judge(wide[0], wide[1], self._join(wide[0], wide[1]), torch.finfo(WIDE).eps, FEW)
+
+    def _judge(self, one: _Rows, two: _Rows, together: Given, eps: float, few: int) -> None:
+        expected = _expected((one.loss, two.loss), (one.weight, two.weight))
+        if math.isinf(expected) or one.weight == two.weight == 0:
+            return  # of a batch that has no mean, others will speak
         try:
             found = self._loss(together)
         except FAILURES:
             raise _Apart from None
         if not math.isfinite(found) or found == expected:
             return
-        eps, few = self._precision(together)
         scale = max(abs(one.loss) if one.weight != 0 else 0.0, abs(two.loss) if two.weight != 0 else 0.0, abs(found))
         if abs(found - expected) <= few * eps * scale:
             return
-        # signed terms may cancel, so that rounding is large beside their mean: the same rows in another order show it
-        noise = abs(self._loss(self._join(two, one)) - found)
-        largest = max((each.abs().max().item() for each in _tensors(together) if _is_float(each)), default=0.0)
-        if abs(found - expected) <= min(few * noise, max(math.sqrt(eps) * scale, few * eps * largest)):
-            return
+        if math.isfinite(expected):
+            # signed terms may cancel, so that rounding is large beside their mean: the rows in another order show it
+            noise = abs(self._loss(self._join(two, one)) - found)
+            largest = max((each.abs().max().item() for each in _tensors(together) if _is_float(each)), default=0.0)
+            if abs(found - expected) <= min(few * noise, max(math.sqrt(eps) * scale, few * eps * largest)):
+                return
         raise disagreement(
             f"the loss of microbatches {one.number} and {two.number} taken together is {found:.7g}, but their own, "
             f"{_weighed(one)} and {_weighed(two)}, make {expected:.7g}",
             adds=abs(found - one.loss - two.loss) <= few * eps * scale,
         )
+
+    def _wide(self, rows: _Rows) -> _Rows | None:
+        """The same in numbers that hide no difference; None where the loss does not keep to them."""
+        given = pytree.tree_map_only(Tensor, _widened, rows.given)
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            kinds = stack.enter_context(_Kinds())
+            try:
+                loss = self._loss(given)
+            except FAILURES:
+                return None
+        return None if any(_is_coarse(kind) for kind in kinds.seen) else rows._replace(given=given, loss=loss)
 
     def _join(self, one: _Rows, two: _Rows) -> tuple[Any, Any, dict[str, Any]]:
         if one.given[2].keys() != two.given[2].keys():
@@ -296,6 +326,27 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _is_float(value: Tensor) -> bool:
     return value.is_floating_point() and value.numel() > 0
+
+
+def _is_coarse(kind: torch.dtype) -> bool:
+    return kind.is_floating_point and torch.finfo(kind).eps >= COARSE
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.to(WIDE) if _is_coarse(value.dtype) else value
+
+
+class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The dtypes of what is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.seen.update(each.dtype for each in _tensors(made))
+        return made
 
 
 def _same_memory(one: Any, two: Any, dim: int) -> bool:

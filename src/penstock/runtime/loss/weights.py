@@ -32,10 +32,11 @@ __all__ = [
     "Measure",
     "as_plain",
     "at",
-    "count_marks",
     "cross_entropy",
     "from_plain",
     "integers",
+    "marks",
+    "telling",
     "torch_reduction",
 ]
 
@@ -200,16 +201,32 @@ def weigh(pieces: list[Tensor], ignored: int, classes: Tensor | None) -> list[fl
     return _sums(counted, pieces)
 
 
-def count_marks(pieces: list[Tensor]) -> list[float]:
-    """How many entries of each piece often mean "ignored": below 0, 0 in masks and of padding, 255 in images."""
+def marks(pieces: list[Tensor]) -> dict[str, list[float]]:
+    """By kind of mark, the share of each piece's entries that have it: what often means "ignored", or how much counts.
+
+    That is 0 in masks and of padding, numbers below 0, 255 in images, nan; and the mean, of weights and lengths.
+    """
     flat = torch.cat(pieces)
-    return _sums(((flat <= 0) | (flat == 255)).to(torch.float64), pieces)
+    found = {"0": flat == 0}
+    if flat.is_floating_point():
+        found |= {"nan": flat.isnan(), "mean": flat.nan_to_num()}
+    else:
+        found |= {"below 0": flat < 0, "255": flat == 255, "mean": flat}
+    sizes = [max(1, piece.numel()) for piece in pieces]
+    return {
+        kind: [total / size for total, size in zip(_sums(each, pieces), sizes, strict=True)]
+        for kind, each in found.items()
+    }
 
 
 def _sums(flat: Tensor, pieces: list[Tensor]) -> list[float]:
-    ends = torch.cat([flat.new_zeros(1), flat.cumsum(0)])
+    found: list[float]
+    if len({piece.numel() for piece in pieces}) == 1:
+        found = flat.view(len(pieces), -1).sum(1, dtype=torch.float64).tolist()
+        return found
+    ends = torch.cat([flat.new_zeros(1, dtype=torch.float64), flat.cumsum(0, dtype=torch.float64)])
     offsets = torch.tensor([0, *(piece.numel() for piece in pieces)]).cumsum(0).to(flat.device)
-    found: list[float] = ends[offsets].diff().clamp(min=0).tolist()
+    found = ends[offsets].diff().tolist()
     return found
 
 
@@ -229,6 +246,19 @@ def at(batch: Batch, number: int, place: Label) -> Any:
 
 def integers(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
     """The tensors of whole numbers in a microbatch; those that are likely to be targets first."""
+    return ((place, each) for place, each in _tensors(batch, number) if not each.is_floating_point())
+
+
+def telling(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
+    """The tensors of a microbatch that may say what counts: whole numbers, and of fractions what a loss is told."""
+    for place, each in _tensors(batch, number):
+        field, name, _ = place
+        told = field in ("target", "loss_kwargs") or any(word in str(name) for word in ("label", "mask", "weight"))
+        if told or not each.is_floating_point():
+            yield place, each
+
+
+def _tensors(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
     named = [("loss_kwargs", name, value) for name, value in batch.loss_kwargs[number].items()]
     kwargs = sorted(batch.kwargs[number].items(), key=lambda each: not _sounds_like_target(each[0]))
     named += [("kwargs", name, value) for name, value in kwargs]
@@ -236,7 +266,7 @@ def integers(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
     fields += [("args", place, value) for place, value in reversed(list(enumerate(batch.args[number])))]
     for field, name, value in fields:
         for leaf, each in enumerate(pytree.tree_leaves(value)):
-            if isinstance(each, Tensor) and each.dim() and not (each.is_floating_point() or each.is_complex()):
+            if isinstance(each, Tensor) and each.dim() and not each.is_complex():
                 yield (field, name, leaf), each
 
 

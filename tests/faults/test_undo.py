@@ -208,6 +208,42 @@ def test_an_error_in_the_loss() -> None:
         check_undone(pipe, PeerFailure, act)
 
 
+class Uneven(nn.Module):
+    """Returns another structure for every second microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        self.calls += 1
+        return [self.linear(x)] * (1 + self.calls % 2)
+
+
+def outputs_that_do_not_fit() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), Uneven())
+    loss = {"loss_fn": lambda output, target: nn.functional.mse_loss(output[0], target), "loss_per_microbatch": True}
+    with penstock.Pipeline(model, stages=2, microbatches=2, timeout=30.0, **loss) as pipe:  # type: ignore[arg-type]
+        x, y = batch(0)
+        found = []
+        for call in (lambda: pipe.step(x, target=y, outputs=True), lambda: pipe.predict(x)):
+            try:
+                call()
+                found.append("no error")
+            except PeerFailure as failure:
+                found += [] if "of different structure" in str(failure) else [str(failure)]
+        found += [name for name, each in pipe.named_parameters() if each.grad is not None]
+        tracked = dict(nn.ModuleList(pipe.crew.modules().values()).named_buffers())
+        return found + [name for name, each in tracked.items() if name.endswith("tracked") and each != 0]
+
+
+def test_outputs_that_cannot_be_made_one_fail_the_step_on_every_rank() -> None:
+    """They were joined when the step was over already, on the last rank, which alone raised."""
+    assert outputs_that_do_not_fit() == []
+    assert on_processes(2, outputs_that_do_not_fit) == [[], []]
+
+
 def test_an_evaluation_that_fails() -> None:
     with pipeline(**TWO_RANKS) as pipe:
         x, y = batch(0)

@@ -30,6 +30,15 @@ class Scaled(nn.Module):
         return x if scale is None else x * scale
 
 
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row.mean(0) for row in self.linear(x).unbind()])
+
+
 def pipeline(model: Any = None, **options: Any) -> penstock.Pipeline:
     given = {"stages": 2, "microbatches": 2, "loss_fn": F.mse_loss, **options}
     return penstock.Pipeline(model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **given)
@@ -76,6 +85,32 @@ def test_a_target_of_another_kind() -> None:
         pipeline(loss_fn=F.cross_entropy).step(X, target=torch.zeros(8, dtype=torch.int32))
     with pytest.raises(PeerFailure, match=r"the target is on meta, the output on cpu; move it with target.to"):
         pipeline().step(X, target=Y.to("meta"))
+
+
+def test_targets_and_outputs_that_are_no_tensors() -> None:
+    with pytest.raises(PeerFailure, match="the target is a list without tensors; pass a tensor"):
+        pipeline().step(X, target=Y.tolist())
+    with pytest.raises(PeerFailure, match="the output is a tuple; pass a loss_fn that takes of it what the loss is of"):
+        pipeline(nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))).step(X, target=Y)
+    with pytest.raises(
+        ModelError, match=r"keyword argument 'labels'; stages take input \(what loss_fn needs goes by tar"
+    ):
+        pipeline().step(X, labels=Y)
+
+
+def test_rows_that_cannot_be_cut_are_refused_by_name() -> None:
+    """An array went to every microbatch whole; nested and sparse tensors were an error of torch's without a name."""
+    pieces = [torch.nested.nested_tensor([row[None]] * 4, layout=torch.jagged) for row in X[:2]]
+    nested = torch.nested.nested_tensor([row[None] for row in X], layout=torch.jagged)
+    with pytest.raises(ModelError, match=r"'target' is or holds a numpy array of shape \(8, 4\), .*torch.from_numpy"):
+        pipeline().step(X, target=Y.numpy())
+    with pytest.raises(
+        ModelError, match=r"argument 0 is or holds a nested tensor.*penstock.Microbatches\(\[one nested"
+    ):
+        pipeline().step(nested, target=Y)
+    with pytest.raises(ModelError, match=r"argument 0 is or holds a tensor with layout torch.sparse_coo"):
+        pipeline().step(X.to_sparse(), target=Y)
+    pipeline([Pooled(), nn.Linear(4, 4)]).step(penstock.Microbatches(pieces), target=Y)
 
 
 def test_a_batch_that_is_a_dict_is_to_be_unpacked() -> None:

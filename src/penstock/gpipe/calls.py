@@ -124,7 +124,7 @@ class Call:
         self._run(0, inputs)
         last = calls.ranks.last()
         assert last is not None
-        outputs = last.computations.outputs()
+        outputs: list[Any] = last.computations.output()
         if calls.ranks.turns.draw:
             torch.rand(())  # the next call shall have other random numbers
         calls.ranks.commit()
@@ -156,7 +156,7 @@ class Call:
         return StepInput(
             batch,
             Shares(self._count, 1.0),
-            keep_outputs=True,
+            join=list,
             training=training,
             recompute=self._recomputed,
             batch_dims=self.calls.batch_dims,

@@ -134,7 +134,7 @@ class Batches:
                 own,
                 shares,
                 trained_loss(self.loss_fn) if training else self.loss_fn,
-                keep_outputs=call.outputs,
+                join=self._merged if call.outputs else None,
                 training=training,
                 batch_dims=self.dims,
                 scale=1.0 if scaler is None else scaler.loss_scale(),
@@ -259,8 +259,7 @@ class Batches:
                 extra[name] = extra.get(name, 0.0) + value
         extra = {name: value / sum(each.count for each in said) for name, value in extra.items()}
         last = self.deployment.ranks.last()
-        found = last.computations.outputs() if last is not None else []
-        output = self._merged(found) if call.outputs and found else None
+        output = None if last is None else last.computations.output()
         whole = None if total is None else loss_value(total)
         return StepResult(whole, tuple(map(loss_value, losses)), extra, output)
 
@@ -322,7 +321,8 @@ class Batches:
             if not read and not any(part.takes is None or name in part.takes for part in self.deployment.split.parts):
                 known = sorted({known for part in self.deployment.split.parts for known in part.takes or ()})
                 raise ModelError(
-                    f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'}"
+                    f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'} (what "
+                    f"loss_fn needs goes by target= or in loss_kwargs={{...}})"
                 )
         self._checked_keywords.add(names)
 

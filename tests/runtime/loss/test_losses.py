@@ -106,6 +106,8 @@ def test_a_batch_without_weight_has_no_mean() -> None:
         pipe.step(torch.randn(4, 6).double(), target=torch.randn(4, 6).double())
     with pytest.raises(UsageError, match="was passed no target, but loss_fn mse_loss needs one"):
         pipe.step(torch.randn(4, 6).double())
+    with pytest.raises(UsageError, match=r"loss_weight reads .target., but step\(\) got neither that nor a target"):
+        penstock.Pipeline(stages(), microbatches=2, loss_weight=lambda target: 0).step(torch.randn(4, 6).double())
 
 
 def test_loss_kwargs_are_split_like_the_batch() -> None:

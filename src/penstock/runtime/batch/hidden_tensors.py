@@ -6,16 +6,23 @@ are microbatches: wrong numbers without a word. So the splitter asks here first.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["hides_tensors"]
+__all__ = ["hides_tensors", "is_array"]
 
 DEPTH = 3  # objects in objects: further down, nothing is meant as a batch
 PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a numpy array with rows."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.ndim > 0
 
 
 def hides_tensors(value: Any, depth: int = DEPTH) -> bool:

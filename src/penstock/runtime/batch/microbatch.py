@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.batch.hidden_tensors import hides_tensors
+from penstock.runtime.batch.hidden_tensors import hides_tensors, is_array
 from penstock.runtime.batch.rowed import cut_rowed, is_rowed, rows_of_rowed
 
 __all__ = [
@@ -165,6 +165,12 @@ class Splitter:
         return [pytree.tree_unflatten([column[number] for column in columns], spec) for number in range(self.count)]
 
     def _cut(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "nested tensor" if value.is_nested else f"tensor with layout {value.layout}"
+            raise ModelError(
+                f"{_name(label)} is or holds a {kind}, which cannot be cut into rows; pass a dense tensor, or split it "
+                f"yourself: penstock.Microbatches([one {kind} for each microbatch])"
+            )
         if not -value.dim() <= dim < value.dim():
             raise UsageError(f"batch_dims[{label!r}] is {dim}, but the tensor has shape {tuple(value.shape)}")
         self._note(label, value.shape[dim], f" along dimension {dim}", f" (its shape is {tuple(value.shape)})")
@@ -276,6 +282,11 @@ def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
             f"{_name(label)} has penstock.Microbatches inside a container; it marks a whole argument: "
             f"pass Microbatches([one container for each microbatch])"
         )
+    if searched and is_array(leaf):
+        raise ModelError(
+            f"{_name(label)} is or holds a numpy array of shape {leaf.shape}, whose rows are not cut; pass "
+            f"torch.from_numpy(...) of it, or penstock.Shared(...) if every microbatch needs it whole"
+        )
     if searched and hides_tensors(leaf):
         kind = type(leaf).__qualname__
         raise ModelError(
@@ -324,15 +335,31 @@ def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
     stacked. A leaf that has no rows (None), or is no tensor, is itself where all agree, else the list of all."""
     leaves, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
-        raise ModelError("microbatches gave outputs of different structure; they cannot be merged into one")
+        raise ModelError(
+            f"microbatches gave outputs of different structure ({_structure(outputs)}), which cannot be merged into "
+            f"one; return the same for every microbatch, or leave outputs=True out"
+        )
     dims = dims_of_leaves("output", dim, outputs[0], len(leaves[0]))
     joined = [_join(column, at) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
     return pytree.tree_unflatten(joined, specs[0])
 
 
+def _structure(outputs: Sequence[Any]) -> str:
+    found = dict.fromkeys(str(pytree.tree_map(lambda leaf: type(leaf).__name__, output)) for output in outputs)
+    return " and ".join(list(found)[:2])
+
+
 def _join(column: Sequence[Any], dim: int | None) -> Any:
     first = column[0]
     if isinstance(first, Tensor) and dim is not None:
+        shapes = [tuple(value.shape) for value in column]
+        others = {(*shape[:dim], *shape[dim:][1:]) for shape in shapes}
+        if len(others) > 1:
+            raise ModelError(
+                f"microbatches gave outputs of shapes {', '.join(map(str, dict.fromkeys(shapes)))}, which cannot be "
+                f"joined along dimension {dim}; pad them to one size in the model, or take them as a list with "
+                f"batch_dims={{'output': None}}"
+            )
         return torch.stack(tuple(column)) if first.dim() == 0 else torch.cat(tuple(column), dim)
     same = torch.equal if isinstance(first, Tensor) else operator.eq
     return first if all(same(value, first) for value in column) else list(column)

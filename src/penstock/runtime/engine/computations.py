@@ -76,6 +76,7 @@ class Computations:
         self.fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
+        self._joined: Any = None  # one of all of them
         self._seeds: Seeds | None = None
         self._whole_batch = WholeBatch(self)
 
@@ -169,7 +170,7 @@ class Computations:
             self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
         if OUTPUT in emitted:
             output = emitted.pop(OUTPUT)
-            if given.keep_outputs:
+            if given.join is not None:
                 output = output if self.hooks is None else self.hooks.full(output)
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
                 self._kept[microbatch] = versions(self._outputs[microbatch])
@@ -233,17 +234,23 @@ class Computations:
         if self.hooks is not None:
             self.hooks.after(stage)
 
-    def outputs(self) -> list[Any]:
-        """The outputs that were kept, in the order of microbatches; forgets them."""
-        found, self._outputs, self._kept = self._outputs, {}, {}
-        return [found[number] for number in sorted(found)]
+    def output(self) -> Any:
+        """What became of the outputs that were kept, if any; forgets it."""
+        found, self._joined = self._joined, None
+        return found
 
-    def check_outputs(self) -> None:
-        """Outputs that were kept must be as they were when they were made."""
+    def join_outputs(self) -> None:
+        """Inside of the step, so that outputs which do not fit together fail it on every rank.
+
+        Outputs that were kept must be as they were when they were made.
+        """
         for microbatch, watched in self._kept.items():
             check_unwritten(
                 f"the output of microbatch {microbatch}", watched, "by a later one, since both are in the same memory"
             )
+        if self._outputs and self.given.join is not None:
+            self._joined = self.given.join([self._outputs[number] for number in sorted(self._outputs)])
+        self._outputs, self._kept = {}, {}
 
     def sum_losses(self) -> None:
         """The batch's loss, for the report."""
@@ -270,6 +277,7 @@ class Computations:
         self.fetched.clear()
         self._outputs.clear()
         self._kept.clear()
+        self._joined = None
         self._whole_batch.clear()
         self.losses = {}
         self.report = StepReport()

@@ -171,7 +171,7 @@ class Executor:
             self.transport.flush()
             CTRL_C.release()
             self.report.ended = perf_counter()
-            computations.check_outputs()
+            computations.join_outputs()
             computations.sum_losses()
         except PeerFailure as error:
             failure = copy(error)  # without the frames that it came through, which hold tensors

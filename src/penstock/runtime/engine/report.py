@@ -31,7 +31,7 @@ class StepInput:
     batch: Batch
     shares: Shares  # of each microbatch in the batch's loss
     loss_fn: Callable[..., Any] | None = None
-    keep_outputs: bool = False
+    join: Callable[[list[Any]], Any] | None = None  # makes one of all outputs; without it, they are not kept
     training: bool = True
     scale: float = 1.0  # of the gradients, for float16
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward

@@ -58,7 +58,7 @@ def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
-    """What is wrong with the target that a loss function could not take, where that can be seen."""
+    """What is wrong with what a loss function could not take, where that can be seen."""
     if target is None:
         return "step() got no target on this rank, so loss_fn was called with target=None; pass target="
     outputs, targets = (
@@ -67,6 +67,10 @@ def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
     there, here = sorted({str(leaf.device) for leaf in outputs}), sorted({str(leaf.device) for leaf in targets})
     if there and here and not set(here) <= set(there):
         return f"the target is on {', '.join(here)}, the output on {', '.join(there)}; move it with target.to(...)"
+    if isinstance(error, (TypeError, AttributeError)) and not targets:
+        return f"the target is a {type(target).__name__} without tensors; pass a tensor, or pairs and dicts of tensors"
+    if isinstance(error, (TypeError, AttributeError)) and not isinstance(output, Tensor):
+        return f"the output is a {type(output).__name__}; pass a loss_fn that takes of it what the loss is of"
     if any(word in str(error) for word in ("dtype", "scalar type", "not implemented for")):
         kinds = [", ".join(sorted({str(leaf.dtype) for leaf in each})) for each in (targets, outputs)]
         return f"the target is {kinds[0]}, the output {kinds[1]}; convert it, with target.long() for classes"

@@ -59,6 +59,7 @@ class _PipelineSchedule(CustomFunctions):
         self._pipe: Translated | None = None
         if self.family is not None:
             self.pipeline_order = orders_of(self._built(self.family))
+            self._tell_stages(self.stage_index_to_group_rank)
 
     def _built(self, family: str) -> Schedule:
         per_rank, left = divmod(self._num_stages, self.pp_group_size)
@@ -87,6 +88,10 @@ class _PipelineSchedule(CustomFunctions):
     def stage_index_to_group_rank(self) -> dict[int, int]:
         """Which rank has which stage."""
         return dict(enumerate(self._schedule().placement))
+
+    def _tell_stages(self, placed: dict[int, int]) -> None:
+        for stage in self._all_stages:
+            stage.stage_index_to_group_rank = placed
 
     def _schedule(self) -> Schedule:
         """What runs: the order as it stands now, or with the transfers that it was given."""
@@ -204,6 +209,7 @@ class _PipelineSchedule(CustomFunctions):
                     f"stage_index_to_group_rank has stage {stage} on rank {rank}, but the order runs it on "
                     f"{f'rank {placed[stage]}' if stage in placed else 'no rank'}; give both the same placement"
                 )
+        self._tell_stages(placed)
         wanted = sorted(schedule.placement.stages_of(self.rank))
         if mine != wanted:
             raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")

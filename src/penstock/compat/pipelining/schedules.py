@@ -95,8 +95,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[Any]]) -> None:
         """With this, torch's schedule classes end their constructors: prove the order, and tell the stages."""
         placed = _validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = placed
+        self._tell_stages(placed)
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):

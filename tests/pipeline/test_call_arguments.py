@@ -41,7 +41,8 @@ class Pooled(nn.Module):
 
 def pipeline(model: Any = None, **options: Any) -> penstock.Pipeline:
     given = {"stages": 2, "microbatches": 2, "loss_fn": F.mse_loss, **options}
-    return penstock.Pipeline(model or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), **given)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model
+    return penstock.Pipeline(model, **given)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,10 @@ def test_targets_that_are_forgotten_or_passed_by_position() -> None:
 def test_a_target_of_another_kind() -> None:
     with pytest.raises(PeerFailure, match=r"the target is torch.int32, the output torch.float32; convert it"):
         pipeline(loss_fn=F.cross_entropy).step(X, target=torch.zeros(8, dtype=torch.int32))
+    with pytest.raises(PeerFailure, match=r"the target is torch.bool, .*target.float\(\) for values"):
+        pipeline(loss_fn=nn.BCEWithLogitsLoss()).step(X, target=Y > 0)
+    with pytest.raises(PeerFailure, match=r"the target is torch.int64, .*target.float\(\) for values"):
+        pipeline(loss_fn=nn.BCEWithLogitsLoss()).step(X, target=Y.long())
     with pytest.raises(PeerFailure, match=r"the target is on meta, the output on cpu; move it with target.to"):
         pipeline().step(X, target=Y.to("meta"))
 
@@ -144,6 +149,30 @@ def test_the_loss_of_a_step_has_been_gone_back_through() -> None:
 def test_a_wrapped_model_is_refused_by_its_wrapper() -> None:
     with pytest.raises(UsageError, match="the model is wrapped in DataParallel"):
         pipeline(nn.DataParallel(Scaled()), example=(X,))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
+def test_a_model_that_is_compiled_as_a_whole_has_nowhere_to_cut() -> None:
+    for model in (Scaled(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
+        with pytest.raises(
+            UsageError, match=r"compiled as a whole by torch\.compile, so that there is nowhere to cut it"
+        ):
+            pipeline(torch.compile(model), example=(X,))
+        with pytest.raises(UsageError, match=r"compiled as a whole by torch\.compile"):
+            penstock.GPipe(torch.compile(model), balance=2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
+def test_a_gpu_that_is_not_there() -> None:
+    for make in (lambda: pipeline(devices=["cuda:0", "cuda:1"]), lambda: penstock.GPipe(Scaled(), devices=["cuda:0"])):
+        with pytest.raises(UsageError, match="devices has cuda:0, but torch sees no GPU here"):
+            make()
+
+
+def test_parity_is_given_a_model_and_not_a_pipeline() -> None:
+    for given in ((pipeline(), {"stages": 2}), (Scaled(), pipeline())):
+        with pytest.raises(UsageError, match=r"parity\(\) makes its own Pipeline"):
+            penstock.parity(given[0], X, target=Y, pipeline=given[1])  # type: ignore[arg-type]
 
 
 def test_rows_that_are_not_the_batchs_name_the_way_to_split_them() -> None:

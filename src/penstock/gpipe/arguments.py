@@ -11,7 +11,8 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.pipeline.arguments import RULES
+from penstock.model.wrapped import refuse_compiled_model
+from penstock.pipeline.arguments import RULES, check_gpus
 from penstock.runtime.state.batch_norm import BATCH_NORMS
 
 __all__ = ["check_gpipe", "check_tangents"]
@@ -26,6 +27,7 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
         raise ModelError(f"GPipe wraps an nn.Module, and was given a {type(model).__name__}{wrap}")
     if isinstance(model, (nn.Sequential, nn.ModuleList)) and not len(model):
         raise ModelError(f"the model is an empty {type(model).__name__}; there is nothing to cut into stages")
+    refuse_compiled_model(model)
     if isinstance(model, kind):
         raise ModelError("the model is a GPipe already; wrap its .module, or put it into a larger model")
     lazy = (UninitializedParameter, UninitializedBuffer)
@@ -59,6 +61,7 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
         fits, would_work = RULES[name]
         if given[name] is not None and not fits(given[name]):
             raise UsageError(f"{name}={given[name]!r}: {would_work}")
+    check_gpus(given["devices"])
 
 
 def check_tangents(given: Any, parameters: Iterable[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Stages that the user has wrapped for data parallelism: what would reduce gradients at the wrong time is refused.
+"""Models and stages that the user has wrapped: what would reduce gradients at the wrong time, or hide the blocks.
 
 `DistributedDataParallel` takes one forward and one backward at a time. `fully_shard` reduces a stage's gradients when
 its backward ends, which under a split backward is before the weights' gradients are there: they would be lost.
@@ -16,8 +16,9 @@ from penstock.errors import UsageError
 from penstock.model.part import StagePart
 from penstock.schedule import Op, Schedule
 
-__all__ = ["refuse_wrapped", "refuse_wrapped_model"]
+__all__ = ["refuse_compiled_model", "refuse_wrapped", "refuse_wrapped_model"]
 
+DYNAMO = "torch._dynamo.eval_frame"  # slow to import, and there where a module was compiled
 FSDP = "torch.distributed.fsdp"  # slow to import; who has wrapped a module with it has imported it
 
 
@@ -28,6 +29,15 @@ def refuse_wrapped_model(model: Any) -> None:
         raise UsageError(
             f"the model is wrapped in {kind}, which goes by whole batches and not by microbatches; pass the plain "
             f"model that is its .module, and let the pipeline do it: mesh= with replicate='ddp' or 'fsdp'"
+        )
+
+
+def refuse_compiled_model(model: Any) -> None:
+    """Raise for a model that torch.compile has made one block of."""
+    if isinstance(model, getattr(sys.modules.get(DYNAMO), "OptimizedModule", ())):
+        raise UsageError(
+            "the model is compiled as a whole by torch.compile, so that there is nowhere to cut it; pass the model "
+            "that was compiled, and compile its blocks one by one: block.compile()"
         )
 
 

@@ -102,6 +102,11 @@ def parity(
     emits several tensors, whose gradients meet in another order: these may differ by a few roundings.
     The model itself is not touched. Ranks are threads.
     """
+    if isinstance(model, Pipeline) or not isinstance(pipeline, Mapping):
+        raise UsageError(
+            "parity() makes its own Pipeline: pass the model, and the other arguments as a dict: "
+            "parity(model, x, target=y, pipeline={'stages': 2, 'microbatches': 4, 'loss_fn': loss_fn})"
+        )
     if pipeline.get("batch_norm") == "exact":
         raise UsageError(
             "parity() goes microbatch by microbatch, and batch_norm='exact' normalises the batch as a whole; compare "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.wrapped import refuse_wrapped_model
+from penstock.model.wrapped import refuse_compiled_model, refuse_wrapped_model
 from penstock.optim.precision import precision_of
 from penstock.pipeline.call_arguments import check_loss_fn
 from penstock.runtime.batch.lengths import ByTokens
@@ -47,6 +47,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     for name, (fits, would_work) in RULES.items():
         if given[name] is not None and not fits(given[name]):
             raise UsageError(f"{name}={_shown(given[name])}: {would_work}")
+    check_gpus(given["devices"])
     if given["schedule"] is None or given["timeout"] is None:
         name = "schedule" if given["schedule"] is None else "timeout"
         raise UsageError(f"{name}=None: {RULES[name][1]}; or leave it out")
@@ -58,6 +59,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
         check_loss_fn(given["loss_fn"])
     _check_reduction(given)
     refuse_wrapped_model(model)
+    refuse_compiled_model(model)
     if not isinstance(model, (nn.Module, Sequence)) or isinstance(model, str):
         raise UsageError(f"model={model!r}: pass an nn.Module, or a list of stage modules")
     layers = model if isinstance(model, (nn.Sequential, nn.ModuleList, Sequence)) else None
@@ -70,6 +72,13 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     if given["speeds"] is not None and (cut_already or counted):
         why = "balance=[counts] says" if counted else "a list of stage modules says"
         raise UsageError(f"speeds= helps to find a cut, but {why} already where to cut; leave one of them out")
+
+
+def check_gpus(devices: Sequence[Any] | None) -> None:
+    """Devices that torch does not see here are an error of the call."""
+    named = [str(device) for device in devices or () if torch.device(device).type == "cuda"]
+    if named and not torch.cuda.is_available():
+        raise UsageError(f"devices has {named[0]}, but torch sees no GPU here; leave devices= out to run on the CPU")
 
 
 def _check_reduction(given: Mapping[str, Any]) -> None:

@@ -71,9 +71,12 @@ def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
         return f"the target is a {type(target).__name__} without tensors; pass a tensor, or pairs and dicts of tensors"
     if isinstance(error, (TypeError, AttributeError)) and not isinstance(output, Tensor):
         return f"the output is a {type(output).__name__}; pass a loss_fn that takes of it what the loss is of"
-    if any(word in str(error) for word in ("dtype", "scalar type", "not implemented for")):
+    if any(word in str(error) for word in ("dtype", "scalar type", "not implemented for", "be cast", "bool tensors")):
         kinds = [", ".join(sorted({str(leaf.dtype) for leaf in each})) for each in (targets, outputs)]
-        return f"the target is {kinds[0]}, the output {kinds[1]}; convert it, with target.long() for classes"
+        return (
+            f"the target is {kinds[0]}, the output {kinds[1]}; convert it, with target.long() "
+            f"for classes and target.float() for values"
+        )
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import multiprocessing
+import os
 import socket
 import sys
 import tempfile
@@ -101,6 +102,7 @@ def _enter(pipe: Connection, rank: int, ranks: int, place: str, file: str, name:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.setdefault("PENSTOCK_SECRET", "of the tests, and of no worth")  # some send what only a pickle holds
     try:
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
         answer = (True, _loaded(file, name)(*_unpacked(content)))

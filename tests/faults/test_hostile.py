@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import enum
 import json
 import os
 import pickle
@@ -11,7 +12,9 @@ import socket
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import MessageError, PenstockError
+from penstock.errors import MessageError, PeerFailure, PenstockError
 from penstock.messages import plain, secret
+from penstock.runtime.transport.base import Channel
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.bell import Bell
+from penstock.runtime.transport.failure.silence import Marks
+from penstock.runtime.transport.gloo.header import CHANGED, HEADER, MAGIC, Header, blank_header
+from penstock.runtime.transport.gloo.inbox import Inbox
+from penstock.runtime.transport.gloo.links import Incoming
 from penstock.runtime.transport.layout import encoding
+from penstock.runtime.transport.layout.layout import Book, Layout, flatten
 from penstock.runtime.transport.shared_memory.meeting import Place
 
 
@@ -57,20 +66,77 @@ def loads_of(path: str) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["verdict", "news", "alarm", "state", "call"])
+@pytest.mark.parametrize("kind", notes.PARTS)
 def test_what_no_rank_has_written_is_not_taken_from_the_store(kind: str, tmp_path: Path) -> None:
     for content in loads_of(str(tmp_path / "boom")):
         with pytest.raises(notes.Tampered):
-            notes.read(kind, content)
+            notes.read(kind, kind, content)
     assert not (tmp_path / "boom").exists()
+
+
+def test_a_note_that_is_copied_under_another_name_is_not_taken() -> None:
+    failure = PeerFailure(1, "its step failed, and the next one did not")
+    text = notes.write("penstock/0/news/3", failure).encode()
+    assert str(notes.read("news", "penstock/0/news/3", text)[0]) == str(failure)
+    for kind, name in (("news", "penstock/0/news/4"), ("verdict", "penstock/0/verdict")):
+        with pytest.raises(notes.Tampered):
+            notes.read(kind, name, text)
+
+
+def test_a_mark_that_is_written_again_excuses_no_silence() -> None:
+    store: dict[str, Any] = {}
+
+    def ask(method: str, *arguments: Any) -> Any:
+        if method == "set":
+            store[arguments[0]] = arguments[1].encode()
+            return None
+        return store[arguments[0]] if method == "get" else arguments[0][0] in store
+
+    stopped, other = (Marks("compiling", ask, str, rank, 2, fresh=0.05) for rank in (0, 1))
+    recorded = []
+    for _ in range(3):
+        stopped.tell(True)
+        recorded.append(dict(store))
+        assert other.anybody()
+    time.sleep(0.1)
+    for old in recorded:
+        store.update(old)
+        assert not other.anybody()
+    store["compiling/0"] = b"4"
+    with pytest.raises(notes.Tampered):
+        other.anybody()
+
+
+def test_a_pickle_is_read_only_from_a_peer_that_is_known(tmp_path: Path) -> None:
+    bomb = Bomb(str(tmp_path / "boom"))
+    values = Layout.of(flatten([torch.ones(1), bomb]), False).text
+    container = Layout.of(flatten(defaultdict(bomb.__reduce__()[0], a=torch.ones(1))), False).text
+    for text in (values, container):
+        with pytest.raises(MessageError, match="in a run without a secret"):
+            encoding.load(text, is_known=False)
+    assert not (tmp_path / "boom").exists()
+    Layout.load(values, is_known=True).build(torch.zeros(256, dtype=torch.uint8), (), None)
+    assert (tmp_path / "boom").exists()
+
+
+def test_a_changed_message_cannot_point_outside_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    inbox = Inbox(None, Book(), None)  # type: ignore[arg-type]
+    link = Incoming(Channel(0, 1, "F", 0, 1), 0)
+    for told in (0, 65, 1 << 40):
+        body, buffer = blank_header()
+        HEADER.pack_into(buffer, 0, MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1)
+        header = Header(MAGIC, CHANGED, 0, HEADER.size, 0, 0, 0, 0, 0, 1)
+        monkeypatch.setattr(inbox, "_follow", lambda *_, body=body: body)
+        with pytest.raises(MessageError, match=rf"a message of 64 bytes says that {told} of them are its layout"):
+            inbox._take_changed(link, 0, header)
 
 
 def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:
     for content in loads_of(str(tmp_path / "boom")):
         with pytest.raises(MessageError):
-            Place.read(content, 1)
+            Place.read("place/1", content, 1)
         with pytest.raises(MessageError):
-            encoding.load(content)
+            encoding.load(content, is_known=True)
         with pytest.raises((MessageError, plain.NotPlainError)):
             encoding.load_plain(content)
         with pytest.raises((MessageError, plain.NotPlainError)):
@@ -81,11 +147,14 @@ def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:
 def test_a_layout_makes_no_type_that_is_not_a_known_container() -> None:
     spec = ("collections:namedtuple", {"type": "subprocess:Popen"}, [None])
     with pytest.raises(MessageError, match=r"subprocess:Popen.*no named tuple"):
-        encoding.load(plain.dumps(("", spec, [None], b"", False)))
+        encoding.load(plain.dumps(("", spec, [None], b"", False)), is_known=True)
 
 
 def test_mutated_messages_are_read_or_refused() -> None:
     chance = random.Random(3)
+    for device in ("bogus", "cuda:99999999999"):
+        with pytest.raises(plain.NotPlainError, match="torch does not know"):
+            plain.loads(json.dumps({"$device": device}).encode())
     good = plain.dumps((3, {"a": (1, 2.5, None, "x" * 40)}, [torch.float32, b"bytes", {1, 2}, float("nan")]))
     for _ in range(2000):
         content = bytearray(good)
@@ -112,6 +181,10 @@ def test_a_secret_that_others_could_read_is_refused(tmp_path: Path, monkeypatch:
             assert secret.has_secret()
             assert secret.unsigned(secret.signed(b"words")) == b"words"
             assert secret.unsigned(b"0" * secret.CODE_BYTES + b"words") is None
+    path.write_text("\n")
+    secret._secret.cache_clear()
+    with pytest.raises(PenstockError, match="the file is empty"):
+        secret.has_secret()
     secret._secret.cache_clear()
 
 
@@ -126,6 +199,64 @@ def test_a_bell_hears_only_ranks_of_its_run() -> None:
         assert bell.wait(30)
     finally:
         bell.close()
+
+
+def test_a_flooded_bell_does_not_keep_the_watch_from_looking() -> None:
+    bell, quiet = Bell(f"penstock-test-{os.getpid()}"), threading.Event()
+
+    def flood() -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.setblocking(False)
+            while not quiet.is_set():
+                with suppress(BlockingIOError):
+                    stranger.sendto(b"!", bell._address)
+
+    floods = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
+    for thread in floods:
+        thread.start()
+    try:
+        start = time.monotonic()
+        for _ in range(20):
+            assert not bell.wait(0.01)
+        assert time.monotonic() - start < 20
+    finally:
+        quiet.set()
+        for thread in floods:
+            thread.join()
+        bell.close()
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Painter(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), Colour.RED
+
+
+class Seer(nn.Linear):
+    def forward(self, x: Any, colour: Any) -> Any:
+        return super().forward(x)
+
+
+def passes_an_enum(say: Callable[[Any], None], transport: str) -> None:
+    pipe = penstock.Pipeline(
+        [Painter(4, 4), Seer(4, 4)], microbatches=2, loss_fn=F.mse_loss, timeout=10, transport=transport
+    )
+    try:
+        pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        say("trained")
+    except PenstockError as error:
+        say(str(error))
+    pipe.close()
+
+
+def test_without_a_secret_only_processes_of_one_user_pass_each_other_pickles() -> None:
+    for transport, answer in (("shared", "trained"), ("distributed", "can only travel pickled")):
+        for ending in launch(2, passes_an_enum, transport):
+            assert len(ending.said) == 1, ending.error
+            assert answer in ending.said[0], ending.said
 
 
 def trains_beside_a_stranger(say: Callable[[Any], None], path: str) -> None:
@@ -143,7 +274,7 @@ def trains_beside_a_stranger(say: Callable[[Any], None], path: str) -> None:
             names += [
                 f"{root}/{word}"
                 for root in roots
-                for word in ("verdict", "alarm", "news/1", "state/0", "state/1", "call/0")
+                for word in ("verdict", "alarm", "news/1", "state/0", "state/1", "call/0", "seen/0", "compiling/0")
             ]
             for name in names:
                 number += 1

@@ -252,6 +252,13 @@ def _dtype(name: str, _: Any) -> torch.dtype:
     return found
 
 
+def _device(text: str, _: Any) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise NotPlainError(f"the device {text!r}, which torch does not know") from error
+
+
 _MARKS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     TENSOR: lambda name, tensor: tensor(name),
     "$array": lambda name, tensor: tensor(name).numpy(),
@@ -264,7 +271,7 @@ _MARKS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
     "$counter": lambda entries, tensor: Counter(_pairs(entries, tensor)),
     "$bytes": lambda text, _: base64.b64decode(text),
     "$dtype": _dtype,
-    "$device": lambda text, _: torch.device(text),
+    "$device": _device,
     "$path": lambda text, _: Path(text),
     "$action": lambda text, _: parse(text),
 }

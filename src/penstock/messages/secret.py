@@ -14,7 +14,6 @@ import hmac
 import os
 import stat
 from functools import lru_cache
-from pathlib import Path
 
 from penstock.errors import UsageError
 
@@ -32,13 +31,15 @@ def _secret() -> bytes:
     found = os.environ.get(VARIABLE, "").encode()
     if path:
         try:
-            with Path(path).open("rb") as file:
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid not in (os.getuid(), 0):
                     raise UsageError(
                         f"{FILE_VARIABLE}={path}: others may read it, or it is not yours; chmod 600 a file of your own"
                     )
                 found = file.read(4096).strip()
+                if not found:
+                    raise UsageError(f"{FILE_VARIABLE}={path}: the file is empty; openssl rand -hex 32 makes a secret")
         except OSError as error:
             raise UsageError(f"{FILE_VARIABLE}={path}: {error.strerror}") from error
     if found and len(found) < SHORTEST:

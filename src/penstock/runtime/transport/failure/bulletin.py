@@ -22,7 +22,7 @@ class Bulletin:
         self._ask = ask
         self._prefix = prefix
         self._rank, self._ranks = rank, ranks
-        self._said = ""  # about this rank's call
+        self._said: tuple[int, str] | None = None  # about this rank's call
 
     def key(self, name: str) -> str:
         """Where a note is in the store."""
@@ -30,7 +30,16 @@ class Bulletin:
 
     def _read(self, kind: str, number: int | None = None) -> tuple[Any, ...] | None:
         key = self.key(kind if number is None else f"{kind}/{number}")
-        return read(kind, self._ask("get", key)) if self._ask("check", [key]) else None
+        return read(kind, key, self._ask("get", key)) if self._ask("check", [key]) else None
+
+    def _write_first(self, name: str, *parts: Any) -> None:
+        """Unless there is one already."""
+        key = self.key(name)
+        self._ask("compare_set", key, "", write(key, *parts))
+
+    def _write(self, name: str, *parts: Any) -> None:
+        key = self.key(name)
+        self._ask("set", key, write(key, *parts))
 
     def verdict(self) -> PeerFailure | None:
         """The one that stands, if there is one."""
@@ -39,9 +48,8 @@ class Bulletin:
 
     def pronounce(self, failure: PeerFailure) -> PeerFailure:
         """Make it the verdict, where there is none; returns the one that stands."""
-        self._ask("compare_set", self.key("verdict"), "", write(failure))
-        standing: PeerFailure = read("verdict", self._ask("get", self.key("verdict")))[0]
-        return standing
+        self._write_first("verdict", failure)
+        return self.verdict() or failure
 
     def alarm(self) -> Alarm | None:
         """The one that stands, if there is one."""
@@ -50,11 +58,11 @@ class Bulletin:
 
     def raise_alarm(self, alarm: Alarm) -> None:
         """Unless there is one."""
-        self._ask("compare_set", self.key("alarm"), "", write(*alarm))
+        self._write_first("alarm", *alarm)
 
     def tell_news(self, step: int, failure: PeerFailure) -> None:
         """The step has failed; the first who says so is heard."""
-        self._ask("compare_set", self.key(f"news/{step}"), "", write(failure))
+        self._write_first(f"news/{step}", failure)
 
     def news(self, step: int) -> PeerFailure | None:
         """Why the step has failed, if it has."""
@@ -63,7 +71,7 @@ class Bulletin:
 
     def tell_state(self, state: State) -> None:
         """What this rank does."""
-        self._ask("set", self.key(f"state/{self._rank}"), write(*state))
+        self._write(f"state/{self._rank}", *state)
 
     def states(self, ranks: Iterable[int]) -> dict[int, State]:
         """What these ranks do, of those that have said it."""
@@ -72,23 +80,22 @@ class Bulletin:
 
     def tell_call(self, step: int, call: str) -> None:
         """In which call this rank is, after so many exchanges; said once."""
-        said = write(step, call)
-        if said != self._said:
-            self._ask("set", self.key(f"call/{self._rank}"), said)
-            self._said = said
+        if (step, call) != self._said:
+            self._write(f"call/{self._rank}", step, call)
+            self._said = step, call
 
     def calls(self, step: int) -> list[str]:
         """In which call each rank is, where all have said so after so many exchanges; else none."""
         keys = [self.key(f"call/{rank}") for rank in range(self._ranks)]
         if not self._ask("check", keys):
             return []
-        told = [read("call", self._ask("get", key)) for key in keys]
+        told = [read("call", key, self._ask("get", key)) for key in keys]
         return [call for _, call in told] if all(at == step for at, _ in told) else []
 
     def tell_read(self) -> None:
         """This rank has read the verdict."""
-        self._ask("set", self.key(f"seen/{self._rank}"), "1")
+        self._write(f"seen/{self._rank}")
 
     def have_read(self, ranks: Iterable[int]) -> bool:
         """Whether all these ranks have."""
-        return bool(self._ask("check", [self.key(f"seen/{rank}") for rank in ranks]))
+        return all(self._read("seen", rank) is not None for rank in ranks)

@@ -1,8 +1,8 @@
 """What ranks write into the store for each other: plain values with the run's code, and nothing that is ever executed.
 
 Whoever reaches the store's port may write to it. So a note is taken only where its code and its form show that a rank
-of this run wrote it; the texts of errors are cut short (`plain`), since who is to blame must be known even where a
-message has megabytes.
+of this run wrote it, and under this very name: a genuine note that somebody copies elsewhere is none. The texts of
+errors are cut short (`plain`), since who is to blame must be known even where a message has megabytes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,26 @@ from penstock.messages.secret import signed, unsigned
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Action
 
-__all__ = ["Alarm", "Tampered", "read", "write"]
+__all__ = ["STRANGER", "Alarm", "Tampered", "read", "write"]
 
-KEY = b"the store"
+KEY = b"the store: "
+LONGEST = 1024 * 1024  # characters of a note; texts in it are cut short
 PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by part
     "verdict": (PeerFailure,),
     "news": (PeerFailure,),
     "alarm": (int, Waiting | None, PeerFailure | None, bool),
     "state": (Waiting | None, str, Action | None, int, str),
     "call": (int, str),
+    "seen": (),
+    "mark": (int, bool),
+    "place": (str, str, str, str),
+    "apart": (str,),
+    "answer": (str,),
 }
+STRANGER = (
+    "that no rank of this run has written: the ranks have different secrets, or somebody else writes to it; see "
+    "docs/security.md for how to confine it"
+)
 
 
 class Tampered(Exception):
@@ -44,15 +54,17 @@ class Alarm(NamedTuple):
     heard: bool = False
 
 
-def write(*parts: Any) -> str:
-    """The text of a note."""
-    return base64.b64encode(signed(plain.dumps(parts), KEY)).decode()
+def write(name: str, *parts: Any) -> str:
+    """The text of the note that the store keeps under this name."""
+    return base64.b64encode(signed(plain.dumps(parts), KEY + name.encode())).decode()
 
 
-def read(kind: str, text: bytes) -> tuple[Any, ...]:
-    """The parts of a note that a rank of this run wrote; `Tampered` where none did."""
+def read(kind: str, name: str, text: bytes) -> tuple[Any, ...]:
+    """The parts of a note that a rank of this run wrote under this name; `Tampered` where none did."""
+    if len(text) > LONGEST:
+        raise Tampered(kind)
     try:
-        content = unsigned(base64.b64decode(text, validate=True), KEY)
+        content = unsigned(base64.b64decode(text, validate=True), KEY + name.encode())
         parts = None if content is None else plain.loads(content)
     except ValueError:
         parts = None

@@ -44,7 +44,7 @@ from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.compiling import is_compiling
-from penstock.runtime.transport.failure.notes import Alarm, Tampered
+from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
 from penstock.runtime.transport.failure.silence import Marks
 
 __all__ = ["Watch"]
@@ -183,8 +183,7 @@ class Watch:
                 except Tampered as error:
                     verdict = PeerFailure(
                         self._rank,
-                        f"the store of the process group holds a {error} that no rank of this run has written: "
-                        f"somebody else writes to it; see docs/security.md for how to confine it",
+                        f"the store of the process group holds a {error} {STRANGER}",
                     )
                 except Exception:
                     gone = time.monotonic()
@@ -258,8 +257,6 @@ class Watch:
     def _is_overdue(self, waiting: Waiting | None) -> bool:
         now = time.monotonic()
         if waiting is None or now - waiting.since < self._timeout / 2:
-            self._marks.forget()
-            self._compiling.forget()
             return False
         if self._compiling.anybody():
             self._compiled = now

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PeerFailure, UsageError
+from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.messages.secret import has_secret
 from penstock.runtime.transport.base import failure_from, wrong_message
 from penstock.runtime.transport.gloo.header import (
     CHANGED,
@@ -120,9 +121,13 @@ class Inbox:
 
     def _take_changed(self, link: Incoming, microbatch: int, header: Header) -> Any:
         body = self._follow(link, microbatch, header)
-        text_bytes = read_header(raw_header(body)).follows
+        text_bytes = read_header(raw_header(body)).follows if header.follows >= HEADER_BYTES else 0
+        if not 0 < text_bytes <= header.follows - HEADER_BYTES:
+            raise MessageError(
+                f"{link.edge}: a message of {header.follows} bytes says that {text_bytes} of them are its layout"
+            )
         text = ctypes.string_at(body.data_ptr() + header.follows - text_bytes, text_bytes)
-        layout = self._book.intern(text, lambda: Layout.load(text))
+        layout = self._book.intern(text, lambda: Layout.load(text, is_known=has_secret()))
         link.remember(header.ordinal, layout)
         return layout.all_packed().build(body, (), self._device)
 

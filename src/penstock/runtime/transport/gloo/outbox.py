@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import PeerFailure
+from penstock.errors import PeerFailure, UsageError
 from penstock.messages import plain
+from penstock.messages.secret import FILE_VARIABLE, has_secret
 from penstock.runtime.state.buffers import version_of
 from penstock.runtime.transport.gloo.header import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
 from penstock.runtime.transport.gloo.links import Following, Outgoing, Part, UnderWay
 from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
 
 __all__ = ["Outbox"]
@@ -65,6 +67,13 @@ class Outbox:
         else:
             taken = flatten(value)
             made, leaves = Layout.of(taken, self._operations.device_backend is not None), taken.items
+            if encoding.is_pickled(made.content) and not has_secret():
+                raise UsageError(
+                    f"stage {link.edge.source_stage} passes a value that can only travel pickled, over "
+                    f"torch.distributed and in a run without a secret: nobody could tell it from a stranger's. Set "
+                    f"{FILE_VARIABLE} on every host (docs/security.md), or pass tensors, numbers, text and containers "
+                    f"of these"
+                )
             layout = self._book.intern(made.text, lambda: made)
         packed = layout.all_packed()
         body = Frame(packed.frame_bytes + len(layout.text), packed.copies)

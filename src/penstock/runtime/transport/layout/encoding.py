@@ -3,7 +3,8 @@
 Layouts travel as plain values (see `plain`), of which reading makes nothing but what is registered: containers that
 this process has registered with torch's pytree too, and named tuples that it knows. The values beside the tensors are
 whatever the user's stage passes. Those that are plain travel so; the others, such as an enum or an object, are pickled,
-as torch's own object collectives do, with the code of the run's secret where there is one.
+as torch's own object collectives do, with the code of the run's secret. Without a secret, a pickle is read only where
+the kernel says that its sender is a process of the same user; torch.distributed knows nothing of its peers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.messages import plain
 from penstock.messages.secret import signed, unsigned
 from penstock.runtime.transport.layout.tensor_places import Slot
 
-__all__ = ["Content", "dump", "dump_plain", "load", "load_plain"]
+__all__ = ["Content", "dump", "dump_plain", "is_pickled", "load", "load_plain"]
 
 _PLAIN, _PICKLED = b"J", b"P"
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -30,6 +31,7 @@ _CONTAINERS = (tuple, list, set, frozenset)
 _FORMS: dict[str, type | None] = {"": None, "tensor": Tensor, "tuple": tuple, "list": list}
 _NAMES = {form: name for name, form in _FORMS.items()}
 _KEY = b"a value of a stage"
+NO_PICKLES = "a pickled value came over torch.distributed in a run without a secret, where anybody may have sent it"
 
 
 class Content(NamedTuple):
@@ -48,14 +50,28 @@ def dump(content: Content) -> bytes:
     return plain.dumps((_NAMES[content.form], _take_down(content.spec), slots, content.plain, content.device_link))
 
 
-def load(text: bytes) -> Content:
-    """From the text that a peer sent."""
+def load(text: bytes, is_known: bool) -> Content:
+    """From the text that a peer sent; only one that is known to be of this run, or of this user, may send pickles."""
     try:
         form, spec, slots, values, device_link = plain.loads(text)
         made = tuple(None if slot is None else _slot(*slot) for slot in slots)
-        return Content(_FORMS[form], _put_up(spec), made, bytes(values), bool(device_link))
+        if values[:1] == _PICKLED and not is_known:
+            raise ValueError(NO_PICKLES)
+        return Content(_FORMS[form], _put_up(spec, is_known), made, bytes(values), bool(device_link))
     except (plain.NotPlainError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise MessageError(f"a layout came that cannot be read: {error}") from error
+
+
+def is_pickled(content: Content) -> bool:
+    """Whether something of it has no plain form."""
+    return content.plain[:1] == _PICKLED or _has_pickle(content.spec)
+
+
+def _has_pickle(spec: Any) -> bool:
+    if spec is None or spec.type is None:
+        return False
+    is_plain = isinstance(spec.context, type) or _is_plain(spec.context)
+    return not is_plain or any(map(_has_pickle, spec.children()))
 
 
 def _slot(shape: Any, dtype: Any, requires_grad: Any, device: Any, stride: Any, *places: Any) -> Slot:
@@ -124,15 +140,17 @@ def _take_down(spec: Any) -> Any:
     return _name(spec.type), context, [_take_down(child) for child in spec.children()]
 
 
-def _put_up(parts: Any) -> Any:
+def _put_up(parts: Any, is_known: bool) -> Any:
     if parts is None:
         return pytree.treespec_leaf()
     name, context, children = parts
     kind = next((known for known in pytree.SUPPORTED_NODES if _name(known) == name), None)
     if kind is None:
         raise ValueError(f"a container {name!r}, which is not registered with torch's pytree here")
+    if "value" in context and context["value"][:1] == _PICKLED and not is_known:
+        raise ValueError(NO_PICKLES)
     found = _load_value(context["value"]) if "value" in context else _known_type(context["type"])
-    return pytree.TreeSpec(kind, found, [_put_up(child) for child in children])
+    return pytree.TreeSpec(kind, found, [_put_up(child, is_known) for child in children])
 
 
 def _name(kind: type) -> str:
@@ -144,7 +162,7 @@ def _known_type(name: str) -> type:
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = getattr(found, part, None)
+        found = getattr(found, "__dict__", {}).get(part)  # a lazy module would import by getattr
     is_named_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
     if isinstance(found, type) and (is_named_tuple or found in pytree.SUPPORTED_NODES):
         return found

@@ -122,9 +122,9 @@ class Layout:
         return cls(Content(leaves.form, leaves.spec, slots, _dump_plain(leaves.items, slots), device_link))
 
     @classmethod
-    def load(cls, text: bytes) -> Layout:
-        """From the text that a peer of this group sent."""
-        return cls(encoding.load(text), text)
+    def load(cls, text: bytes, is_known: bool) -> Layout:
+        """From the text that a peer sent; `is_known`: it has shown that it is of this run, or of this user."""
+        return cls(encoding.load(text, is_known), text)
 
     def all_packed(self) -> Layout:
         """The same value with nothing direct: how the first message of a new layout travels, in one piece."""

@@ -207,7 +207,7 @@ class Pair:
             return
         text = b"".join(self._parts.pop(number))
         if kind == LAYOUT:
-            self._layouts[number] = Layout.load(text).all_packed()
+            self._layouts[number] = Layout.load(text, is_known=True).all_packed()
         elif kind == LETTER:
             self.letters.append((step, text))
         else:

@@ -10,7 +10,6 @@ knocks is another user, or cannot make the code, and is turned away.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import secrets
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 from penstock.errors import MessageError
 from penstock.messages.secret import CODE_BYTES, code_of, is_ours
 from penstock.messages.store import Asker
+from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.forks import close_in_forks
 from penstock.runtime.transport.shared_memory.blocks import allocate
 
@@ -35,7 +35,6 @@ NONCE_BYTES = 32
 HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
 PATIENCE = 0.02
 ANSWER_SECONDS = 20.0  # for a process of the same user that has connected to show its code
-LONGEST_PLACE = 4096
 
 
 class Place(NamedTuple):
@@ -47,18 +46,12 @@ class Place(NamedTuple):
     device: str
 
     @classmethod
-    def read(cls, text: bytes, rank: int) -> Place:
-        """From the store, to which anybody who reaches it can write."""
+    def read(cls, name: str, text: bytes, rank: int) -> Place:
+        """From the store, where it has this name, and to which anybody who reaches it can write."""
         try:
-            parts = json.loads(text) if len(text) <= LONGEST_PLACE else None
-        except (ValueError, RecursionError):
-            parts = None
-        if not isinstance(parts, list) or len(parts) != 4 or not all(type(part) is str for part in parts):
-            raise MessageError(
-                f"the store says no place of rank {rank} but something that no rank has written: somebody else writes "
-                f"to it; see docs/security.md for how to confine it"
-            )
-        return cls(*parts)
+            return cls(*notes.read("place", name, text))
+        except notes.Tampered as error:
+            raise MessageError(f"under the place of rank {rank}, the store holds something {notes.STRANGER}") from error
 
     def apart(self, other: Place) -> str | None:
         """Why two ranks cannot share memory, or None."""
@@ -118,14 +111,15 @@ class Meeting:
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(PATIENCE)
         self.mine = Place(this_host(), address, secrets.token_hex(16), device)
-        store.set(self._key(f"place/{rank}"), json.dumps(self.mine))
+        store.set(self._key(f"place/{rank}"), notes.write(self._key(f"place/{rank}"), *self.mine))
 
     def place(self, rank: int) -> Place:
         """Where a rank is; waits until it has said so."""
         if rank == self._rank:
             return self.mine
         if rank not in self._places:
-            self._places[rank] = Place.read(self._read(f"place/{rank}", rank), rank)
+            name = f"place/{rank}"
+            self._places[rank] = Place.read(self._key(name), self._read(name, rank), rank)
         return self._places[rank]
 
     def neighbours(self) -> list[str]:
@@ -141,16 +135,28 @@ class Meeting:
         connection = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(PATIENCE)
-            connection.connect(b"\0" + place.address.encode())
+            self._knock(connection, peer, place.address)
             if _user(connection) != os.getuid():
                 raise PermissionError("its process belongs to another user")
             self._introduce(connection, peer, place.token)
         except OSError as error:
             connection.close()
             reason = f"rank {self._rank} cannot connect to rank {peer}: {error}"
-            self._store.set(self._key(f"apart/{peer}/{self._rank}"), reason)
+            name = self._key(f"apart/{peer}/{self._rank}")
+            self._store.set(name, notes.write(name, reason))
             return reason
         return connection
+
+    def _knock(self, connection: socket.socket, peer: int, address: str) -> None:
+        """Connect; strangers who knock and stay may leave no room, until the other end turns them away."""
+        start = time.monotonic()
+        while True:
+            try:
+                connection.connect(b"\0" + address.encode())
+                return
+            except BlockingIOError:
+                self._wait(peer, start)
+                time.sleep(PATIENCE / 10)
 
     def _introduce(self, connection: socket.socket, peer: int, token: str) -> None:
         """Show that this is a rank of the run, once the other end has; it answers when it comes to this."""
@@ -182,11 +188,18 @@ class Meeting:
         while peer not in self._accepted:
             if self._take_caller():
                 continue
-            reason = self._peek(f"apart/{self._rank}/{peer}")
+            name = f"apart/{self._rank}/{peer}"
+            reason = self._peek(name)
             if reason is not None:
-                return reason.decode(errors="replace")[:LONGEST_PLACE]
+                return self._why(self._key(name), reason, peer)
             self._wait(peer, start)
         return self._accepted.pop(peer)
+
+    def _why(self, name: str, text: bytes, peer: int) -> str:
+        try:
+            return str(notes.read("apart", name, text)[0])
+        except notes.Tampered as error:
+            raise MessageError(f"under the word of rank {peer}, the store holds something {notes.STRANGER}") from error
 
     def _take_caller(self) -> bool:
         """Let in whoever is a rank of the run; False if nobody called."""

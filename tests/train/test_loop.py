@@ -376,6 +376,21 @@ def test_a_dry_run_of_somebody_elses_configuration_imports_nothing(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("option", [[], ["model.options.trust_remote_code=true"]])
+def test_nor_does_it_run_the_code_of_a_models_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}')
+    (folder / "theirs.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["train", "model.source=huggingface:theirs", "--dry-run", *option])
+    assert result.exit_code == 2
+    assert "code from a model's folder is not run" in result.output
+    assert not (tmp_path / "ran").exists()
+
+
 def open_model(config: TrainConfig) -> nn.Module:
     from penstock.train.build import build_model
 

@@ -21,7 +21,7 @@ from penstock.runtime.loss.losses import own_loss
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
-from penstock.train.config.source import call_source, is_function
+from penstock.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.train.data.batches import Batch
 from penstock.train.gpt import build_gpt, token_loss
 
@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 Loss = Callable[..., Any]
+NO_FOLDER_CODE = (
+    "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
+    'model.source = "module:function"'
+)
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
@@ -51,9 +55,8 @@ def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
     source = config.model.source
     if source == "gpt":
         return build_gpt(gpt_options(config), config.data.sequence), token_loss
-    kind, _, name = source.partition(":")
-    if kind == "huggingface":
-        return _from_huggingface(name, config.model.options), token_loss
+    if source.startswith(HUGGINGFACE):
+        return _from_huggingface(source.removeprefix(HUGGINGFACE), config.model.options), token_loss
     if not is_function(source):
         raise UsageError(f'model.source is "{source}"; a function is written "module:function"')
     found = call_source("model.source", source, config.model.options)
@@ -66,13 +69,22 @@ def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
 
 
 def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
-    """A model of random weights from a configuration's name, or from a folder that holds one. Nothing is downloaded."""
+    """A model of random weights from a configuration's name, or from a folder that holds one.
+
+    Nothing is downloaded, and code that lies in the folder is not run, whatever the configuration says.
+    """
+    if "trust_remote_code" in options:
+        raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UsageError("huggingface models need the transformers package: pip install transformers") from None
     if Path(name, "config.json").is_file():
-        shape = AutoConfig.from_pretrained(name, local_files_only=True, **options)
+        try:
+            shape = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
+        except ValueError as error:
+            first = str(error).splitlines()[0]
+            raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
     elif name in CONFIG_MAPPING:
         shape = AutoConfig.for_model(name, **options)
     else:
@@ -83,7 +95,7 @@ def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
         )
     shape.use_cache = False
     try:
-        model: nn.Module = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]
+        model: nn.Module = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise UsageError(f"model.source: {name} is no language model: {str(error).splitlines()[0]}") from None
     return model.to(torch.float32)

@@ -14,14 +14,15 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.train.config.settings import TrainConfig
 
-__all__ = ["call_source", "functions_in", "is_function"]
+__all__ = ["HUGGINGFACE", "call_source", "functions_in", "is_function"]
 
+HUGGINGFACE = "huggingface:"  # what follows is the name of a configuration
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def is_function(text: str) -> bool:
     """Is `module:function` meant?"""
-    return FORM.fullmatch(text) is not None
+    return FORM.fullmatch(text) is not None and not text.startswith(HUGGINGFACE)
 
 
 def functions_in(config: TrainConfig) -> dict[str, str]:

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import penstock
 from penstock.checkpoint.disk.manifest import INDEX, MANIFEST, checksum_of, seal
 from penstock.errors import CheckpointError
 
+NUMBERS = "process-00000.safetensors"
 ODD: list[Any] = [
     None, True, -1, 0, 1, 2**62, 2**80, 1e308, float("inf"), "", "x", "../../etc/passwd", "float32", "qint8", "load",
     [], [-1], [2**40, 2**40], {}, {"$tensor": "no such"}, {"$tuple": 3}, {"$dtype": "load"}, {"$nothing": 1},
@@ -32,19 +32,33 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def pipeline() -> tuple[penstock.Pipeline, torch.optim.Optimizer]:
+class Data:
+    """Refuses, as data sets of users do, a state that it cannot read."""
+
+    def __init__(self) -> None:
+        self.order = [2, 0, 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order = [int(number) for number in state["order"]]
+
+
+def pipeline() -> tuple[penstock.Pipeline, torch.optim.Optimizer, dict[str, Any]]:
     torch.manual_seed(0)
     pipe = penstock.Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], microbatches=2, loss_fn=F.mse_loss)
-    return pipe, torch.optim.AdamW(pipe.parameters())
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    return pipe, optimizer, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10), "data": Data()}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("forged") / "whole"
-    pipe, optimizer = pipeline()
+    pipe, optimizer, parts = pipeline()
     pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
     optimizer.step()
-    penstock.save(path, pipe, optimizer, step=3, extra={"note": (1, 2.5)})
+    penstock.save(path, pipe, optimizer, step=3, extra={"note": (1, 2.5)}, **parts)
     pipe.close()
     return path
 
@@ -70,33 +84,40 @@ def changed(document: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 def reseal(path: Path, manifest: dict[str, Any]) -> None:
     """Right checksums for whatever is there."""
-    if isinstance(manifest.get("files"), dict) and INDEX in manifest["files"]:
-        index = path / INDEX
-        manifest["files"][INDEX] = [index.stat().st_size, checksum_of(index)]
+    listed = manifest.get("files")
+    for name in {INDEX, NUMBERS} & listed.keys() if isinstance(listed, dict) else ():
+        listed[name] = [(path / name).stat().st_size, checksum_of(path / name)]
     body = {name: value for name, value in manifest.items() if name not in ("checksum", "format", "version")}
     (path / MANIFEST).write_bytes(seal(body))
 
 
 def load(path: Path) -> CheckpointError | None:
     """The error, with the proof that nothing was loaded; None where it is a checkpoint like any other."""
-    pipe, optimizer = pipeline()
+    pipe, optimizer, parts = pipeline()
     before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    states = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    drawn = torch.get_rng_state()
     found = None
     try:
-        penstock.load(path, pipe, optimizer)
+        penstock.load(path, pipe, optimizer, **parts)
     except CheckpointError as error:
         found = error
     pipe.close()
     if found is not None:
         assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
         assert not optimizer.state
-        assert str(path.parent) in str(found)
+        assert states == {name: part.state_dict() for name, part in parts.items()}
+        assert torch.equal(drawn, torch.get_rng_state())
+        assert str(path) in str(found)
     return found
 
 
 @pytest.mark.parametrize("count", tiers(60, 2000))
 def test_any_value_in_any_place(count: int, saved: Path, tmp_path: Path) -> None:
     chance = random.Random(5)
+    content = (saved / NUMBERS).read_bytes()
+    length = 8 + int.from_bytes(content[:8], "little")
+    head = json.loads(content[8:length])
     manifest, index = (json.loads((saved / name).read_bytes()) for name in (MANIFEST, INDEX))
     refused = 0
     for number in range(count):
@@ -104,15 +125,44 @@ def test_any_value_in_any_place(count: int, saved: Path, tmp_path: Path) -> None
         shutil.copytree(saved, path)
         forged, document = copy.deepcopy(manifest), index
         for _ in range(chance.choice((1, 1, 2))):
-            if chance.random() < 0.3:
+            which = chance.random()
+            if which < 0.25:
                 forged = changed(forged, chance.choice(places(forged)[1:]), chance.choice(ODD))
-            else:
+            elif which < 0.75:
                 document = changed(document, chance.choice(places(document)), chance.choice(ODD))
+            elif which < 0.9:
+                written = json.dumps(changed(head, chance.choice(places(head)), chance.choice(ODD))).encode()
+                (path / NUMBERS).write_bytes(len(written).to_bytes(8, "little") + written + content[length:])
+            else:
+                odd = bytearray(content[: chance.randrange(1, 2 * len(content))])
+                odd[chance.randrange(min(len(odd), length))] = chance.randrange(256)
+                (path / NUMBERS).write_bytes(odd)
         (path / INDEX).write_text(json.dumps(document))
         reseal(path, forged)
         refused += load(path) is not None
         shutil.rmtree(path)
     assert refused > count // 3
+
+
+def test_what_a_user_s_own_part_refuses_loads_nothing(saved: Path, tmp_path: Path) -> None:
+    """Weights, optimizer and random numbers were already those of the checkpoint when the data refused its state."""
+    path = tmp_path / "refused"
+    shutil.copytree(saved, path)
+    index = json.loads((path / INDEX).read_bytes())
+    index["processes"][0]["data"]["order"] = ["first"]
+    (path / INDEX).write_text(json.dumps(index))
+    reseal(path, json.loads((path / MANIFEST).read_bytes()))
+    assert "data= does not take the state" in str(load(path))
+
+
+def test_one_tensor_named_many_times_is_not_read_many_times(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "repeated"
+    shutil.copytree(saved, path)
+    index = json.loads((path / INDEX).read_bytes())
+    index["processes"][0]["extra"] = [index["processes"][0]["generators"]["torch"]] * 100_000
+    (path / INDEX).write_text(json.dumps(index))
+    reseal(path, json.loads((path / MANIFEST).read_bytes()))
+    assert "the values of one process name tensors of" in str(load(path))
 
 
 def test_pieces_that_overlap(saved: Path, tmp_path: Path) -> None:
@@ -128,8 +178,8 @@ def test_pieces_that_overlap(saved: Path, tmp_path: Path) -> None:
     assert "overlap" in str(load(path))
 
 
-@pytest.mark.parametrize("name", [MANIFEST, INDEX])
-@pytest.mark.parametrize("kind", ["fifo", "folder", "deep", "link"])
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, NUMBERS])
+@pytest.mark.parametrize("kind", ["fifo", "folder", "deep", "link", "loop"])
 def test_what_is_no_file_of_a_checkpoint(kind: str, name: str, saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "odd"
     shutil.copytree(saved, path)
@@ -139,14 +189,12 @@ def test_what_is_no_file_of_a_checkpoint(kind: str, name: str, saved: Path, tmp_
         os.mkfifo(path / name)
     elif kind == "folder":
         (path / name).mkdir()
+    elif kind == "loop":
+        (path / name).symlink_to(path / name)
     elif kind == "link":
         (path / name).symlink_to("/dev/zero")
     else:
         (path / name).write_bytes(b"[" * 200_000)
-        if name == INDEX:
-            content = (path / name).read_bytes()
-            manifest["files"][INDEX] = [len(content), f"{zlib.crc32(content):08x}"]
-            (path / MANIFEST).write_bytes(
-                seal({k: v for k, v in manifest.items() if k not in ("checksum", "format", "version")})
-            )
+        if name != MANIFEST:
+            reseal(path, manifest)
     assert load(path) is not None

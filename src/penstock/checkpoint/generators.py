@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["restore_generators", "seed_generators", "states_of_generators"]
+__all__ = ["check_states", "restore_generators", "seed_generators", "states_of_generators"]
 
 
 def seed_generators(seed: int) -> None:
@@ -36,17 +37,38 @@ def states_of_generators() -> dict[str, Any]:
     return found
 
 
+def check_states(states: dict[str, Any]) -> None:
+    """Refuse states that no generator takes: they are given to generators that nobody uses."""
+    torch.Generator().set_state(states["torch"])
+    for state in states["cuda"]:
+        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
+            raise ValueError(f"the state of a CUDA generator is {str(state)[:40]}, not bytes")
+    random.Random().setstate(_of_python(states))
+    if "numpy" in states and "numpy" in sys.modules:
+        import numpy
+
+        copy.deepcopy(numpy.random.mtrand._rand).set_state(_of_numpy(states))  # of the same kind
+
+
 def restore_generators(states: dict[str, Any]) -> None:
     """Put them back; CUDA's only where there are as many devices."""
     torch.set_rng_state(states["torch"])
     if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])  # not run here: no GPU
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
+    random.setstate(_of_python(states))
     if "numpy" in states and "numpy" in sys.modules:
         import numpy
 
-        numpy.random.set_state(_exchanged(states["numpy"], torch.Tensor, torch.Tensor.numpy))
+        numpy.random.set_state(_of_numpy(states))
+
+
+def _of_python(states: dict[str, Any]) -> tuple[Any, ...]:
+    version, numbers, gauss = states["python"]
+    return version, tuple(numbers.tolist()), gauss
+
+
+def _of_numpy(states: dict[str, Any]) -> Any:
+    return _exchanged(states["numpy"], torch.Tensor, torch.Tensor.numpy)
 
 
 def _exchanged(state: Any, kind: type, other: Callable[[Any], Any]) -> Any:

@@ -252,11 +252,11 @@ def _dtype(name: str, _: Any) -> torch.dtype:
     return found
 
 
-def _device(text: str, _: Any) -> torch.device:
+def _device(name: str, _: Any) -> torch.device:
     try:
-        return torch.device(text)
+        return torch.device(str(name))
     except RuntimeError as error:
-        raise NotPlainError(f"the device {text!r}, which torch does not know") from error
+        raise NotPlainError(f"the device {str(name)[:40]!r}, which torch does not have") from error
 
 
 _MARKS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {

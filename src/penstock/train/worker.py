@@ -228,12 +228,18 @@ def train_here(job: Job, stop: Stop) -> int:
 
 def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:
     try:
-        return checkpointer.load(pipe, optimizer, **parts)
+        loaded = checkpointer.load(pipe, optimizer, **parts)
     except CheckpointError as error:  # of another model or optimizer; a damaged one would have been passed over
         raise UsageError(
             f"{error}\nto go on, the configuration must be of the same model, optimizer and precision; --fresh starts "
             f"over"
         ) from error
+    if not isinstance(loaded.config, dict) or not isinstance(loaded.extra, dict) or "skips" not in loaded.extra:
+        raise UsageError(
+            f"{loaded.path} was not saved by penstock train: it has no configuration or no count of skipped steps; "
+            f"choose another output, or start over with --fresh"
+        )
+    return loaded
 
 
 def _changed(before: Any, config: TrainConfig) -> list[str]:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.checkpoint.disk.values import decode, encode, same
-from penstock.errors import CheckpointError, UsageError
+from penstock.errors import UsageError
+from penstock.messages.plain import NotPlainError
 
 
 def through_json(value: Any) -> Any:
@@ -81,10 +82,12 @@ def test_what_only_a_pickle_could_hold_is_refused(value: Any) -> None:
 
 
 def test_a_kind_that_this_version_does_not_know_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"\$later"):
+    with pytest.raises(NotPlainError, match=r"\$later"):
         decode([{"$later": 1}], {}.__getitem__)
-    with pytest.raises(CheckpointError, match="save"):
+    with pytest.raises(NotPlainError, match="save"):
         decode({"$dtype": "save"}, {}.__getitem__)
+    with pytest.raises(NotPlainError, match="the device 'toaster'"):
+        decode({"$device": "toaster"}, {}.__getitem__)
 
 
 def test_the_states_of_torchs_schedulers_and_scaler_go_through() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_first, read_manifest
 from penstock.checkpoint.disk.values import decode, same
-from penstock.checkpoint.generators import restore_generators
+from penstock.checkpoint.generators import check_states, restore_generators
 from penstock.checkpoint.load.reading import Contents
 from penstock.checkpoint.load.restoring import fit_model, fit_optimizers
 from penstock.checkpoint.named_tensors import model_entries, optimizers_of
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "load_into", "say"]
 
+WRONG = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)  # what forged values cause
 ALIKE = ("processes", "placement", "replicas", "replicate", "tp")  # what a process's own state depends on
 logger = logging.getLogger("penstock.checkpoint")
 
@@ -56,11 +57,14 @@ def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loa
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
     contents, _ = processes.together(lambda: (Contents(path), None), path)
-    restoring, _ = processes.together(
-        lambda: (_restoring(pipe, given, contents, manifest.layout, processes.count), None), path
-    )
+    restoring, _ = processes.together(lambda: (_restoring(pipe, given, contents, manifest, processes), None), path)
+    try:
+        processes.together(restoring.hand_out, path)
+    except PenstockError:
+        restoring.take_back()
+        raise
     processes.together(lambda: (contents.fill(restoring.targets), None), path)
-    loaded, _ = processes.together(lambda: (restoring.finish(processes, manifest), None), path)
+    loaded, _ = processes.together(lambda: (restoring.finish(), None), path)
     return loaded
 
 
@@ -98,25 +102,31 @@ def _restoring(*arguments: Any) -> _Restoring:
         restoring = _Restoring(*arguments)
         restoring.rehearse()
         return restoring
-    except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+    except WRONG as error:
         if isinstance(error, PenstockError):
             raise
         path = arguments[2].path
-        raise CheckpointError(f"{path / INDEX} does not say what an index says: {error!r}", path=path) from error
+        raise CheckpointError(
+            f"{path / INDEX} does not say what an index says: {str(error)[:200]}", path=path
+        ) from error
 
 
 class _Restoring:
-    """A checkpoint that fits: `targets` are to be filled, then `finish` hands out the rest."""
+    """A checkpoint that fits. What may refuse its state gets it first; then `targets` are filled; then `finish`."""
 
-    def __init__(self, pipe: Pipeline, given: Given, contents: Contents, layout: Mapping[str, Any], count: int) -> None:
+    def __init__(
+        self, pipe: Pipeline, given: Given, contents: Contents, manifest: Manifest, processes: Processes
+    ) -> None:
         self._pipe, self._given, self._contents = pipe, given, contents
+        self._manifest, self._processes = manifest, processes
+        self._before: list[tuple[Any, Any]] = []  # who has a new state, and the one of before
         self._plains: list[dict[str, Any]] = contents.index["processes"]
         first = self._plains[0]
         self._clock = [int(first["clock"][name]) for name in ("seed", "step", "evaluations")]
-        self._extra, self._generators = first["extra"], [plain["generators"] for plain in self._plains]
+        self._extra = first["extra"]
         self._joined = _joined(self._plains)
-        here = layout_of(pipe, count)
-        self._alike = all(here[name] == layout.get(name) for name in ALIKE)
+        here = layout_of(pipe, processes.count)
+        self._alike = all(here[name] == manifest.layout.get(name) for name in ALIKE)
         self.targets = fit_model(pipe, contents, self._joined["model"], self._alike)
         optimizers = optimizers_of(given.optimizer)
         self._fit = fit_optimizers(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
@@ -132,38 +142,73 @@ class _Restoring:
 
     def rehearse(self) -> None:
         """Read all plain values once, before anything is changed: what cannot be read is an error now."""
-        known, nothing = self._contents.tensors, torch.empty(0)
+        most, nothing = self._contents.bytes, torch.empty(0)
+        asked = 0
 
         def stand_in(key: str) -> Tensor:
-            if key not in known:
-                raise CheckpointError(
-                    f"{self._contents.path}: the index has no tensor {key!r}", path=self._contents.path
-                )
+            nonlocal asked
+            asked += self._contents.bytes_of(key)
+            if asked > most:
+                raise ValueError(f"the values of one process name tensors of {asked} bytes; the files have {most}")
             return nothing
 
-        for plain in self._plains:
+        for plain in (*self._plains, {"config": self._manifest.config}):
+            asked = 0
             for value in plain.values():
                 decode(value, stand_in)
+        self._generators, self._whose = self._states()
+        if self._generators is not None:
+            check_states(self._generators)
+
+    def _states(self) -> tuple[Any, str]:
+        """Of the generators: each process its own where the layout is the same; else the one that all had, if any."""
+        saved = [plain["generators"] for plain in self._plains]
+        if self._alike:
+            return decode(saved[self._processes.number], self._contents.tensor), "own"
+        states = [decode(each, self._contents.tensor) for each in saved]
+        if all(same(states[0], other) for other in states[1:]):
+            return states[0], "one for all"
+        return None, "left alone"
 
     def _tensor(self, key: str) -> Tensor:
         return self.targets[key] if key in self.targets else self._contents.tensor(key)
 
-    def finish(self, processes: Processes, manifest: Manifest) -> Loaded:
-        """The optimizer, then all that has a state of its own, then the random numbers."""
-        pipe, given, first = self._pipe, self._given, self._plains[0]
+    def hand_out(self) -> tuple[None, None]:
+        """To the scheduler, the scaler and the data: code of others, which may refuse what it is given."""
+        own = self._plains[self._processes.number] if self._alike else {}
+        for name in ("scheduler", "scaler", "data"):
+            part = getattr(self._given, name)
+            if part is None:
+                continue
+            plains = [own, *self._plains] if name == "data" else self._plains
+            state = decode(next(plain[name] for plain in plains if name in plain), self._contents.tensor)
+            self._before.append((part, copy.deepcopy(part.state_dict())))
+            try:
+                part.load_state_dict(state)
+            except WRONG as error:
+                raise CheckpointError(
+                    f"{self._contents.path}: {name}= does not take the state that was saved of it: {error!r}",
+                    path=self._contents.path,
+                ) from error
+        return None, None
+
+    def take_back(self) -> None:
+        """As if `hand_out` had never been called."""
+        for part, state in self._before:
+            part.load_state_dict(state)
+
+    def finish(self) -> Loaded:
+        """The optimizer, then the random numbers."""
+        pipe, manifest = self._pipe, self._manifest
         _take_extra_state(pipe, self._joined["model"], self._tensor)
         pipe.state.loaded()
         pipe.zero_grad()  # gradients of other values than these
         if self._fit is not None:
             self._fit.finish(self._tensor)
-        for name in ("scheduler", "scaler"):
-            if getattr(given, name) is not None:
-                getattr(given, name).load_state_dict(decode(first[name], self._tensor))
-        if given.data is not None:
-            own = self._plains[processes.number] if self._alike else {}
-            found = own if "data" in own else next(plain for plain in self._plains if "data" in plain)
-            given.data.load_state_dict(decode(found["data"], self._tensor))
-        pipe.deployment.clock.seed, pipe.deployment.clock.step, pipe.deployment.clock.evaluations = self._clock
+        if self._generators is not None:
+            restore_generators(self._generators)
+        clock = pipe.deployment.clock
+        clock.seed, clock.step, clock.evaluations = self._clock
         return Loaded(
             step=manifest.step,
             path=self._contents.path,
@@ -171,7 +216,7 @@ class _Restoring:
             config=decode(manifest.config, self._tensor),
             layout=dict(manifest.layout),
             same_layout=self._alike,
-            generators=_restore_generators(self._generators, processes, self._alike, self._tensor),
+            generators=self._whose,
             versions=dict(manifest.versions),
         )
 
@@ -204,15 +249,3 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
             full = holding.names.get(name, name)
             if full in wanted:
                 holder.set_extra_state(decode(saved[full], tensor))
-
-
-def _restore_generators(saved: list[Any], processes: Processes, alike: bool, tensor: Any) -> str:
-    """Each process its own where the layout is the same; else all the one state that all had, if they had one."""
-    if alike:
-        restore_generators(decode(saved[processes.number], tensor))
-        return "own"
-    states = [decode(each, tensor) for each in saved]
-    if all(same(states[0], other) for other in states[1:]):
-        restore_generators(states[0])
-        return "one for all"
-    return "left alone"

@@ -59,6 +59,7 @@ class Contents:
             need = math.prod(shape) * self._metadata[key].properties.dtype.itemsize
             if need > sizes[name]:
                 raise ValueError(f"{name} has {sizes[name]} bytes, and a piece of {key} in it is to have {need}")
+        self.bytes = sum(sizes.values())
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, on the CPU."""
@@ -66,10 +67,19 @@ class Contents:
 
     def room(self, key: str) -> Tensor:
         """Memory for one whole tensor."""
+        found = self._of(key)
+        return torch.empty(found.size, dtype=found.properties.dtype)
+
+    def bytes_of(self, key: str) -> int:
+        """What one whole tensor takes."""
+        found = self._of(key)
+        return math.prod(found.size) * found.properties.dtype.itemsize
+
+    def _of(self, key: str) -> TensorStorageMetadata:
         found = self._metadata.get(key)
         if found is None:
             raise CheckpointError(f"{self.path}: the index has no tensor {key!r}", path=self.path)
-        return torch.empty(found.size, dtype=found.properties.dtype)
+        return found
 
     def fill(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read into these tensors, each under its key; shapes and types were compared before."""

@@ -167,7 +167,7 @@ def test_the_losses_of_a_step_are_small() -> None:
 
     def look(action: Any, context: Any) -> None:
         context.run(action)
-        sizes.extend(loss.untyped_storage().nbytes() for loss in last.losses.values())
+        sizes.extend(loss.untyped_storage().nbytes() for loss in last.computations.losses.values())
 
     pipe.register(Op.B, look)
     pipe.step(x, target=y)

@@ -234,7 +234,7 @@ def outputs_that_do_not_fit() -> list[str]:
             except PeerFailure as failure:
                 found += [] if "of different structure" in str(failure) else [str(failure)]
         found += [name for name, each in pipe.named_parameters() if each.grad is not None]
-        tracked = dict(nn.ModuleList(pipe.crew.modules().values()).named_buffers())
+        tracked = dict(nn.ModuleList(pipe.deployment.ranks.modules().values()).named_buffers())
         return found + [name for name, each in tracked.items() if name.endswith("tracked") and each != 0]
 
 

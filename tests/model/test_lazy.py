@@ -83,7 +83,7 @@ def test_the_cut_is_that_of_the_model_in_memory(stages: int) -> None:
     with piped(Tied(), ids(), stages=stages) as eager, piped(model, ids(), stages=stages) as lazily:
         names = [[sorted(part.names.values()) for part in pipe.deployment.split.parts] for pipe in (eager, lazily)]
         assert names[0] == names[1]
-        assert eager.split.topology == lazily.split.topology
+        assert eager.deployment.split.topology == lazily.deployment.split.topology
 
 
 @pytest.mark.parametrize(

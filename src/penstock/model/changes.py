@@ -57,7 +57,7 @@ class Changes:
             _Hooks(copied, self._where),
         ]
         for part in parts:  # what was set since the cut, by a state that was loaded or moved here
-            part.follow(self._settings.all())
+            part.begin(self._settings.all())
 
     def follow(self) -> bool:
         """Before a step: what was set on the model reaches its stages. Whether anything was."""

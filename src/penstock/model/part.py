@@ -76,6 +76,10 @@ class StagePart(Protocol):
         """Parameters and buffers of other stages may have no values here any more."""
         ...
 
+    def begin(self, settings: Sequence[Change]) -> None:
+        """Before the first step: all attributes of the user's modules, some of which may be others than at the cut."""
+        ...
+
     def follow(self, changes: Sequence[Change]) -> None:
         """Before a step: these attributes of the user's modules are others now, or, of parameters, of another type."""
         ...

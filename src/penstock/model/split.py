@@ -107,6 +107,9 @@ class Part:
     def settle(self) -> None:
         """Nothing of it depends on other stages' values."""
 
+    def begin(self, settings: Sequence[Change]) -> None:
+        """The user's own modules run here."""
+
     def follow(self, changes: Sequence[Change]) -> None:
         """The user's own modules run here."""
 

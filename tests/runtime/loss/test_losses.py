@@ -29,7 +29,7 @@ def gradients(pipe: penstock.Pipeline) -> list[Tensor]:
 
 def whole(pipe: penstock.Pipeline, loss: Any) -> tuple[Tensor, list[Tensor]]:
     """The loss and the gradients that the model gives without a pipeline."""
-    model = nn.Sequential(*pipe.crew.modules().values())
+    model = nn.Sequential(*pipe.deployment.ranks.modules().values())
     pipe.zero_grad()
     value = loss(model)
     value.backward()
@@ -143,7 +143,7 @@ def test_losses_are_by_number_whatever_the_order_of_the_schedule() -> None:
     order = Schedule.from_text("0F2 0F0 0F3 0F1 0B2 0B0 0B3 0B1")
     pipe = penstock.Pipeline(stages(1), schedule=order, loss_fn=F.mse_loss)
     result = pipe.step(x, target=y)
-    model = next(iter(pipe.crew.modules().values()))
+    model = next(iter(pipe.deployment.ranks.modules().values()))
     wanted = [F.mse_loss(model(a), b).detach() for a, b in zip(x.split(2), y.split(2), strict=True)]
     close(list(result.losses), wanted)
 
@@ -156,7 +156,7 @@ def test_without_loss_fn_the_last_stage_gives_the_loss_in_training_and_in_evalua
     pipe = penstock.Pipeline([*stages(), Loss()], microbatches=3)
     x, y = torch.randn(7, 6).double(), torch.randn(7, 6).double()
     result = pipe.step(x, labels=y)
-    body = nn.Sequential(*list(pipe.crew.modules().values())[:-1])
+    body = nn.Sequential(*list(pipe.deployment.ranks.modules().values())[:-1])
     close(result.loss, F.mse_loss(body(x), y).detach())
     close(pipe.evaluate(x, labels=y).loss, F.mse_loss(body(x), y).detach())
 

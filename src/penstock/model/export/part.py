@@ -269,6 +269,10 @@ class GraphPart:
         places = [(name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers(remove_duplicate=False)]
         self._buffers = {name: (holders[path], leaf, holders[path]._buffers[leaf]) for name, path, leaf in places}
 
+    def begin(self, settings: Sequence[Change]) -> None:
+        """What was set since the capture needs another one."""
+        self.follow(settings)
+
     def follow(self, changes: Sequence[Change]) -> None:
         """Another buffer in the user's model takes its place here; other settings need another capture."""
         replaced = False

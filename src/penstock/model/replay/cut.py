@@ -64,11 +64,12 @@ def _assemble(
     weights: Sequence[Weight],
     cuts: Sequence[int],
     defaults: Mapping[str, Any],
+    shapes: Shapes | None = None,
 ) -> Split:
-    """The stages for these cuts; `recut` of the result makes those for others."""
+    """The stages for these cuts; `recut` of the result makes those for others, with what is known of shapes by then."""
     modules = dict(model.named_modules())
     plan = plan_stages(recording, cuts)
-    shapes = Shapes(modules)
+    shapes = shapes or Shapes(modules)
     owned = _owners(units, plan)
     loose = _loose(model, plan, owned)
     parts = tuple(
@@ -85,7 +86,7 @@ def _assemble(
         weights=tuple(weights),
         cuts=tuple(cuts),
         allowed=tuple(_starts(modules, recording)[1:]),
-        recut=lambda others: _assemble(model, units, recording, weights, others, defaults),
+        recut=lambda others: _assemble(model, units, recording, weights, others, defaults, shapes),
         order=tuple(model.state_dict(keep_vars=True)),
         origin=origin_of(model),
     )

@@ -147,11 +147,16 @@ class ReplayPart:
 
     def follow(self, changes: Sequence[Change]) -> None:
         """What was set on the user's modules, on their copies; buffers that the user replaced, in the stage's own."""
-        self._outside.follow_buffers()
+        self.begin(changes)
         if changes:
-            self._twins.follow(changes, self._between)
-            self._followed.clear()
             self._shapes.forget()
+
+    def begin(self, settings: Sequence[Change]) -> None:
+        """As `follow`, but what units return for the example is still known: the recording is of the same settings."""
+        self._outside.follow_buffers()
+        if settings:
+            self._twins.follow(settings, self._between)
+            self._followed.clear()
 
     def fault(self) -> str:
         """A mode in which the model's forward was not looked at may need another plan."""

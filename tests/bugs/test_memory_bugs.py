@@ -621,6 +621,7 @@ def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     pipe.zero_grad()
     copied: list[Tensor] = []
     monkeypatch.setattr(ownership, "copy_like", lambda tensor: copied.append(tensor) or tensor.clone())
+    monkeypatch.setattr(ownership, "copies", lambda tensors: pytest.fail(f"{len(tensors)} tensors were copied"))
     monkeypatch.setattr(ownership, "_tensors_of", lambda module: pytest.fail("the stage's tensors were looked for"))
     pipe.step(x)
     assert not copied

@@ -117,21 +117,27 @@ def with_penalty(**options: Any) -> str:
         return attempt(lambda: pipe.step(x, target=y))
 
 
-def with_closure(kind: type, **options: Any) -> tuple[str, list[str]]:
-    """A plain function that trains what is in its closure: the error, and the warnings."""
+def with_closure(kind: type, after: int = 0, **options: Any) -> tuple[str, list[str]]:
+    """A plain function that trains what is in its closure, after some calls: the error, and the warnings."""
     (model, _), (x, y) = made(), batch()
     log_var: Any = torch.zeros((), dtype=torch.float64, requires_grad=True)
     log_var = nn.Parameter(log_var.detach()) if kind is nn.Parameter else log_var
 
+    calls = []
+
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return torch.exp(-log_var) * F.mse_loss(output, target) + log_var
+        calls.append(None)
+        loss = F.mse_loss(output, target)
+        return loss if len(calls) <= after else torch.exp(-log_var) * loss + log_var
 
     with (
         penstock.Pipeline(model, stages=2, microbatches=M, loss_fn=loss_fn, timeout=30, **options) as pipe,
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
-        said = attempt(lambda: pipe.step(x, target=y))
+        said = ""
+        for _ in range(1 + after):  # after each call, a step more is enough
+            said = said or attempt(lambda: pipe.step(x, target=y))
     return said, [str(each.message) for each in caught if "which no stage holds" in str(each.message)]
 
 
@@ -152,6 +158,7 @@ def on_ranks() -> dict[str, Any]:
         "penalty": with_penalty(),
         "parameter": with_closure(nn.Parameter),
         "tensor": with_closure(Tensor),
+        "later": with_closure(nn.Parameter, 4 * M),
     }
 
 
@@ -165,7 +172,7 @@ def test_on_processes_it_is_the_last_ranks_and_others_are_told_of_what_no_stage_
         told = r"stage 1 or its loss_fn computes with [01]\.(weight|bias), a parameter of rank 0 \(stage 0\)"
         assert re.search(told, found["penalty"])
         assert "weight_decay" in found["penalty"]
-    for kind in ("parameter", "tensor"):
+    for kind in ("parameter", "tensor", "later"):
         assert first[kind] == ("", [])
         said, warned = last[kind]
         assert said == ""
@@ -179,6 +186,7 @@ def on_replicas() -> dict[str, Any]:
     return {
         **{kind: trained(mesh=mesh, replicate=kind) for kind in ("ddp", "fsdp")},
         "closure": with_closure(nn.Parameter, mesh=mesh)[0],
+        "later": with_closure(nn.Parameter, 4 * M, mesh=mesh)[0],
     }
 
 
@@ -188,7 +196,8 @@ def test_replicas_reduce_it_and_refuse_what_they_cannot() -> None:
             own = {name: value for name, value in told[kind].items() if name != "loss_fn.mean"}
             agrees(own, plain(replicas=2))
             assert ("loss_fn.log_var" in own) == (number >= 2)
-        assert "trains log_var of shape (), which no stage holds: each replica would train its own" in told["closure"]
+        for kind in ("closure", "later"):  # the second was trained apart in every replica, without a word
+            assert "trains log_var of shape (), which no stage holds: each replica would train its own" in told[kind]
 
 
 def test_in_one_process_a_closure_and_a_penalty_work_as_ever() -> None:

@@ -6,14 +6,15 @@ is well. On processes another stage's parameter is an old copy, whose gradient n
 stage is trained by this rank alone, apart from its replicas, and is in no norm and no checkpoint.
 
 A leaf that is no `nn.Parameter` may be made by the forward itself, for a gradient inside of it. One that comes up in
-two graphs is not.
+two graphs is not. A loss function that names parameters which no stage holds, and has not used them yet, is looked at
+in every graph, since it may begin at any time.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -62,16 +63,27 @@ def _look(
 ) -> None:
     held = [parameter for each in (stage, *beside) for parameter in each.holds.parameters()]
     known = {id(leaf) for leaf in [*held, *(leaf for leaves in record.leaves.values() for leaf in leaves)]}
-    ends = [edge for edges in record.roots.values() for edge in edges] + record.extra
-    ends += [] if record.loss is None else [record.loss]
-    for leaf in leaves_in_graph(edge.node for edge in ends):
+    for leaf in leaves_in_graph(_ends(record)):
         if id(leaf) not in known and isinstance(leaf, nn.Parameter) != (id(leaf) in seen):
             name = _name_in(loss_fn, leaf) if stage.is_last else ""
             _tell(stage, f"{name or 'a tensor'} of shape {tuple(leaf.shape)}", homes.get(id(leaf)), replicated)
         seen[id(leaf)] = leaf  # held, so that its id stays its own
     stage.looks += 1
     if stage.looks == LOOKS:
-        stage.look = None
+        later = {} if not stage.is_last else {id(leaf): name for name, leaf in _at_hand(loss_fn) if leaf.requires_grad}
+        later = {key: name for key, name in later.items() if key not in homes and key not in seen}
+        stage.look = partial(_look_for, stage, later, replicated) if later else None
+
+
+def _look_for(stage: Stage, later: dict[int, str], replicated: bool, record: Record) -> None:
+    for leaf in leaves_in_graph(_ends(record)):
+        if id(leaf) in later:
+            _tell(stage, f"{later.pop(id(leaf))} of shape {tuple(leaf.shape)}", None, replicated)
+
+
+def _ends(record: Record) -> list[Any]:
+    edges = [edge for edges in record.roots.values() for edge in edges] + record.extra
+    return [edge.node for edge in (*edges, *([] if record.loss is None else [record.loss]))]
 
 
 def _tell(stage: Stage, what: str, home: Home | None, replicated: bool) -> None:
@@ -98,13 +110,16 @@ def _tell(stage: Stage, what: str, home: Home | None, replicated: bool) -> None:
 
 def _name_in(function: Any, leaf: Tensor) -> str:
     """The name of a variable of the function that is the tensor, or of a module that has it."""
+    return next((name for name, other in _at_hand(function) if other is leaf), "")
+
+
+def _at_hand(function: Any) -> Iterator[tuple[str, Tensor]]:
+    """Leaves in the variables of a function, or of modules in them."""
     if not inspect.isfunction(function):
-        return ""
+        return
     found = inspect.getclosurevars(function)
     for name, value in {**found.globals, **found.nonlocals}.items():
-        if value is leaf:
-            return name
-        for inner, parameter in value.named_parameters() if isinstance(value, nn.Module) else ():
-            if parameter is leaf:
-                return f"{name}.{inner}"
-    return ""
+        if isinstance(value, Tensor) and value.is_leaf:
+            yield name, value
+        elif isinstance(value, nn.Module):
+            yield from ((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())

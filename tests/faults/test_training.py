@@ -151,17 +151,22 @@ def test_a_stall_an_exit_and_too_many_failures(tmp_path: Path, wanted: list[floa
 
 
 @pytest.mark.slow
-def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(tmp_path: Path, wanted: list[float]) -> None:
-    """Two agents, as two hosts have, with one rank each; they find each other by torchrun's own rendezvous."""
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(
+    tmp_path: Path, wanted: list[float], rendezvous: str
+) -> None:
+    """Two agents, as two hosts have, with one rank each; they find each other by one of torchrun's own ways."""
     prepare(tmp_path)
     place = f"localhost:{free_port()}"
-    module = ["--max-restarts=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=two", "-m", "penstock"]
+    meet = [f"--rdzv-backend={rendezvous}", f"--rdzv-endpoint={place}", "--rdzv-id=two"]
+    module = ["--max-restarts=2", *meet, "-m", "penstock", "train"]
     settings = [*TINY, "output=run", "training.steps=24", plan((11, 1, "kill"))]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *module, "train"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     agents = []
     for host in range(2):
         with (tmp_path / f"host{host}.txt").open("wb") as log:
-            agents.append(subprocess.Popen([*command, *settings], cwd=tmp_path, stdout=log, stderr=log))
+            whole = [*command, f"--node-rank={host}", *module, *settings]
+            agents.append(subprocess.Popen(whole, cwd=tmp_path, stdout=log, stderr=log))
     try:
         codes = [agent.wait(200) for agent in agents]
     finally:

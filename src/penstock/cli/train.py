@@ -107,7 +107,7 @@ def _start(config: TrainConfig, items: list[str], again: str, resume: bool) -> i
     from penstock.train.launch.launch import launch, torchrun_command
     from penstock.train.worker import Job
 
-    write(f"on several hosts, on each: {torchrun_command(config, items)}\n")
+    write(f"on several hosts, on each with its NUMBER from 0: {torchrun_command(config, items)}\n")
     return launch(Job(config, again, resume), _say)
 
 

@@ -93,6 +93,7 @@ def test_the_command_for_several_hosts_has_all_ranks() -> None:
     config = load_config(None, ["pipeline.ranks=3", "launch.max_restarts=2"])
     command = torchrun_command(config, ["my run.toml", "seed=2"])
     assert "--nnodes=3 --nproc-per-node=1 --max-restarts=2" in command
+    assert "rdzv" not in command, "torchrun's c10d rendezvous unpickles what anybody who reaches it has written"
     assert command.endswith("-m penstock train 'my run.toml' seed=2")
     replicas = load_config(None, ["pipeline.ranks=3", "mesh.replicas=2"])
     assert "--nnodes=2 --nproc-per-node=3" in torchrun_command(replicas, [])

@@ -236,7 +236,7 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
 
 
 def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
-    """How the same run starts on several hosts."""
+    """How the same run starts on several hosts; torchrun's c10d rendezvous would unpickle what anybody sends it."""
     ranks = config.pipeline.ranks * config.mesh.replicas
     hosts = 2 if ranks % 2 == 0 else ranks
     parts = [
@@ -244,11 +244,12 @@ def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
         f"--nnodes={hosts}",
         f"--nproc-per-node={ranks // hosts}",
         f"--max-restarts={config.launch.max_restarts}",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=FIRST_HOST:29400",
+        "--node-rank=NUMBER",
+        "--master-addr=FIRST_HOST",
+        "--master-port=29400",
         "-m",
         "penstock",
         "train",
         *arguments,
     ]
-    return " ".join(part if part.startswith("--rdzv") else shlex.quote(part) for part in parts)
+    return shlex.join(parts)

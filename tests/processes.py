@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+SECRET = "of the tests, and of no worth"  # without one, what only a pickle holds would not travel by gloo
 LIMIT = 100.0  # seconds for all that one call runs
 
 
@@ -102,7 +103,7 @@ def _enter(pipe: Connection, rank: int, ranks: int, place: str, file: str, name:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.setdefault("PENSTOCK_SECRET", "of the tests, and of no worth")  # some send what only a pickle holds
+    os.environ.setdefault("PENSTOCK_SECRET", SECRET)
     try:
         dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
         answer = (True, _loaded(file, name)(*_unpacked(content)))

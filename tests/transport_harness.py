@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
+import os
 import pickle
 import runpy
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deadlines import TIMEOUT
-from processes import free_port, is_stopped
+from processes import SECRET, free_port, is_stopped
 
 from penstock.errors import PeerFailure
 
@@ -168,6 +169,7 @@ def _child(
     sys.modules["scenarios"] = module
     sys.path.insert(0, str(Path(__file__).parent))
     spec.loader.exec_module(module)
+    os.environ.setdefault("PENSTOCK_SECRET", SECRET)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     transport = (SharedMemoryTransport if kind.startswith("shared") else DistributedTransport)(timeout=timeout)
     try:

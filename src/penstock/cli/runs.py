@@ -19,7 +19,7 @@ def find_run(source: str) -> Path | None:
     """The recorded run that is meant, if one is; None for a schedule's name or file."""
     path = Path(source)
     if path.is_dir():
-        found = [entry for entry in sorted(path.glob("*.json")) if _is_run(entry)]
+        found = [entry for entry in sorted(path.glob("*.json")) if entry.is_file() and _is_run(entry)]
         if len(found) != 1:
             names = ", ".join(entry.name for entry in found[:SHOWN]) or "none"
             raise UsageError(f"{source} holds {len(found)} recorded runs ({names}); name the file that is meant")

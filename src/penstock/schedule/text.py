@@ -19,6 +19,7 @@ from typing import Any
 from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.facts import check_facts, taken
+from penstock.schedule.files import MOST_STAGES, read_file
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, Row, actions_of, skips_seen
@@ -130,15 +131,14 @@ def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -
     """Read `.csv` or `.json`, and see whether it is for the stated `facts`; all faults at once."""
     path = Path(path)
     kind = _kind(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise NotationError(f"{path.name} is not text in UTF-8: {error}") from error
+    text = read_file(path)
     if kind == ".csv":
         schedule = from_csv(text, taken(facts))
     else:
         taken(facts)
         schedule = from_json(text)
+    if schedule.stages > MOST_STAGES:
+        raise ScheduleError(f"{path.name} has {schedule.stages:,} stages; at most {MOST_STAGES:,} are read")
     found = check_facts(schedule, facts, whole=kind == ".json")
     if check:
         found += [fault for fault in schedule.shape_faults() if fault not in found]

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.schedule.action import Action, parse
+from penstock.schedule.files import MOST_CELLS, read_file
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import from_json as schedule_from_json
 from penstock.schedule.text import to_json as schedule_to_json
@@ -28,6 +29,7 @@ __all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
 FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20
+NUMBERS = 5 * MOST_CELLS  # of a file: five for each span
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 
@@ -38,11 +40,7 @@ def save(timeline: Timeline, path: str | PathLike[str]) -> None:
 
 def load(path: str | PathLike[str]) -> Timeline:
     """Read what `save` wrote."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise NotationError(f"{Path(path).name} is not text in UTF-8: {error}") from error
-    return from_json(text)
+    return from_json(read_file(path, cells=NUMBERS))
 
 
 def is_timeline(text: str) -> bool:

@@ -20,8 +20,10 @@ from penstock.schedule import Costs, Schedule, Timeline, build, lower, simulate,
 
 WORDS = [
     "", ",", "\n", "\r", '"', "0F0", "-1F0", "0F-1", "0F99999999999999999999", "99999999F0", "0F" + "9" * 5000, "²F0",
-    "(0F0;0B0)OVERLAP_F_B", "((0F0;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "0SEND_F1", "3UNSHARD", "\x00", "\ufeff", "\x1b[2J",
-    "null", "true", "-1", "1e999", "NaN", "Infinity", "[", "]", "{", "}", "[" * 3000, '{"a":' * 3000, "2000000000", "[[0,0]]",
+    "(0F0;0B0)OVERLAP_F_B", "((0F0;0B0)OVERLAP_F_B;0B0)OVERLAP_F_B", "0SEND_F1", "3UNSHARD", "\x00", "\ufeff",
+    "\x1b[2J",
+    "null", "true", "-1", "1e999", "NaN", "Infinity", "[", "]", "{", "}", "[" * 3000, '{"a":' * 3000, "2000000000",
+    "[[0,0]]",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.model.replay.recording.calls import Recording
@@ -30,11 +31,18 @@ def checksum(value: Any) -> int:
     found = zlib.crc32(repr(plain).encode())
     for tensor in tensors_in(value):
         found = zlib.crc32(str((tensor.dtype, tuple(tensor.shape))).encode(), found)
-        if tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested):
+        if _has_numbers(tensor):
             dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             size = dense.numel() * dense.element_size()
             found = zlib.crc32((ctypes.c_char * size).from_address(dense.data_ptr()), found) if size else found
     return found
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Whether its numbers lie in memory: not on the meta device, and not inside of a function transform."""
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 
 def same_twice(record: Callable[[], Recording]) -> Recording:

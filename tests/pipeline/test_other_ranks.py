@@ -368,3 +368,36 @@ def test_after_the_first_step_a_rank_has_memory_for_its_share_only() -> None:
     for before, after in on_processes(2, of_a_large_model):
         assert before > 200
         assert after == pytest.approx(before / 2, rel=0.001)
+
+
+class Late(nn.Module):
+    """A buffer that the first forward makes, so that it is there only on the rank that runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(W)), nn.Parameter(torch.randn(W))
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return (x - self.mean) * self.one + self.other
+
+
+def filled_with_late_buffers() -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Late() for _ in range(4)))
+    with penstock.Pipeline(
+        model, stages=4, ranks=2, schedule="interleaved-1f1b", microbatches=2, loss_fn=F.mse_loss
+    ) as pipe:
+        pipe.step(torch.randn(ROWS, W), target=torch.randn(ROWS, W))
+        pipe.zero_grad()
+        expected = pipe.full_state_dict()
+        pipe.fill_model()
+        found = model.state_dict()
+        return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_buffer_that_a_forward_made_is_filled_too() -> None:
+    # ranks went by the names that each had for itself: every value behind the buffer came into another's place
+    assert on_processes(2, filled_with_late_buffers) == [True, True]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from penstock.errors import PeerFailure
+from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.engine.report import failure_of
 from penstock.runtime.transport import Channel, Transport
 
@@ -32,6 +32,7 @@ def carry(
             take(name, give(name))
         return
     items = list(items)
+    _check_alike(transport.exchange([name for name, _, _ in items]))
     sent = dict.fromkeys(sorted({(s, t) for _, s, targets in items for t in targets if s != t}), 0)
     numbers = {ends: number for number, ends in enumerate(sent)}
     transport.open([Channel(source, target, "F", source, target) for source, target in numbers])
@@ -56,3 +57,14 @@ def carry(
         transport.abort(failure_of(transport.rank, error, None))  # the others wait for what is not going to come
         raise
     transport.exchange(None)
+
+
+def _check_alike(told: Sequence[Sequence[str]]) -> None:
+    """Values go by their order, so that a name which one rank does not know would give all others the wrong ones."""
+    odd = sorted({name for names in told for name in set(names).symmetric_difference(told[0])})
+    if odd:
+        known = [rank for rank, names in enumerate(told) if odd[0] in names]
+        raise UsageError(
+            f"{odd[0]} is known on ranks {known} of {len(told)} only, as a buffer that a forward makes is: register it "
+            f"in __init__, as a tensor, so that it is there on every rank"
+        )

@@ -18,6 +18,7 @@ from penstock.errors import UsageError
 from penstock.model.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.split import Holding, Split
 from penstock.pipeline.carry import carry
+from penstock.runtime.state.memory import copy_like
 from penstock.schedule import Placement
 
 if TYPE_CHECKING:
@@ -99,14 +100,19 @@ class OtherRanks:
             )
         if transport is None:
             return
-        placement = deployment.placement
-        owners = owners_of(deployment.split, placement)
-        own = held_on(deployment.split, placement, transport.rank)
+        own = held_on(deployment.split, deployment.placement, transport.rank)
+        owners: dict[str, list[int]] = {}  # as each rank says: a forward may have made buffers, which are on one only
+        for source, names in enumerate(deployment.world.told(call, list(own))):
+            for name in names:
+                owners.setdefault(name, []).append(source)
         every = {name: held for holding in deployment.split.holdings() for name, held in _held_by(holding)}
 
         def take(name: str, value: Any) -> None:
-            held = every[name]
-            if isinstance(held, nn.Module):
+            held = every.get(name)
+            if held is None:
+                holder, _, place = name.rpartition(".")
+                _module_at(deployment.split, holder).register_buffer(place, copy_like(value))
+            elif isinstance(held, nn.Module):
                 held.set_extra_state(value)
             elif home_of(held) is not None:
                 with torch.no_grad():
@@ -182,6 +188,15 @@ def _held_by(holding: Holding) -> Iterator[tuple[str, Held]]:
     for place, holder in module.named_modules(remove_duplicate=False):
         if type(holder).get_extra_state is not nn.Module.get_extra_state:
             yield names[f"{place}._extra_state" if place else "_extra_state"], holder
+
+
+def _module_at(split: Split, name: str) -> nn.Module:
+    """The module that has this name in the whole model."""
+    for holding in split.holdings():
+        for path, module in holding.module.named_modules():
+            if holding.names.get(f"{path}.x" if path else "x") == f"{name}.x":
+                return module
+    raise AssertionError(name)
 
 
 def owners_of(split: Split, placement: Placement) -> dict[str, set[int]]:

@@ -192,9 +192,11 @@ def _held_by(holding: Holding) -> Iterator[tuple[str, Held]]:
 
 def _module_at(split: Split, name: str) -> nn.Module:
     """The module that has this name in the whole model."""
+    wanted = f"{name}.x" if name else "x"
     for holding in split.holdings():
+        module: nn.Module
         for path, module in holding.module.named_modules():
-            if holding.names.get(f"{path}.x" if path else "x") == f"{name}.x":
+            if holding.names.get(f"{path}.x" if path else "x") == wanted:
                 return module
     raise AssertionError(name)
 

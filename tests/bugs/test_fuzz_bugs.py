@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bugs.small import WIDTH, batch, check, linears, pipeline
+from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -159,3 +160,23 @@ def test_predict_needs_no_arguments_of_the_loss() -> None:
         assert pipe.predict(x).shape == x.shape
         with pytest.raises(UsageError, match="missing a required argument: 'scale'"):
             pipe.evaluate(x, target=y)
+
+
+def names_on_this_rank() -> list[str]:
+    stages = linears(4)
+    stages[3] = stages[1]
+    with pipeline(stages) as pipe:
+        return [name for name, _ in pipe.named_parameters()]
+
+
+def test_a_layer_on_two_ranks_goes_by_its_first_name_on_both() -> None:
+    """A list of stages, or an nn.Sequential, had the name of the later place on the rank that has only that.
+
+    So a parameter had another name there than in the model, on threads, and where a model is cut by its forward.
+    """
+    stages = linears(4)
+    stages[3] = stages[1]
+    want = [name for name, _ in nn.ModuleList(stages).named_parameters()]
+    first, second = on_processes(2, names_on_this_rank)
+    assert first == want[:4]
+    assert second == [*want[4:], *want[2:4]]

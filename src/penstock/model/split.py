@@ -252,7 +252,17 @@ def split_model(
         )
         for index, module in enumerate(modules)
     )
-    return Split(parts, topology, how, model)
+    return Split(parts, topology, how, model, aliases=_aliases(modules, names))
+
+
+def _aliases(modules: Sequence[nn.Module], names: Sequence[Names]) -> dict[str, str]:
+    """A parameter that stands in several places goes by its first name, also on a rank that has only a later one."""
+    first: dict[int, str] = {}
+    found = {}
+    for module, own in zip(modules, names, strict=True):
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            found[own[name]] = first.setdefault(id(parameter), own[name])
+    return {name: known for name, known in found.items() if name != known}
 
 
 def _check_list(modules: Sequence[Any], stages: int | None, balance: Sequence[int] | None) -> None:

@@ -64,11 +64,13 @@ def drawn(seed: int, settings: argparse.Namespace) -> Case:
 
 
 def told(case: Case, outcome: Outcome, settings: argparse.Namespace) -> None:
-    seed = case.seed
+    seed, first = case.seed, outcome
+    print(f"\n{'=' * 100}\nseed {seed}: {first.kind}: {first.text}", flush=True)
     if not settings.whole:
-        case = shrink(case, outcome, run)
+        case = shrink(case, first, run)
         outcome = run([case])[0]
-    print(f"\n{'=' * 100}\nseed {seed}: {outcome.kind}: {outcome.text}")
+        print(f"the smallest: {outcome.kind}: {outcome.text}" if outcome.bad else "run again, it did not differ")
+        outcome = outcome if outcome.bad else first
     for name, text in outcome.differences[:8]:
         print(f"    {name}: {text}")
     print(f"{case}\n\n{program(case)}", flush=True)

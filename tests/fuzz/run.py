@@ -123,7 +123,7 @@ def run_on_processes(cases: Sequence[Case]) -> list[Outcome]:
             outcomes[number] = want
         else:
             wanted[number] = want
-    told = on_processes(ranks, run_on_rank, [cases[number] for number in wanted], limit=60 + 10 * len(wanted))
+    told = on_processes(ranks, run_on_rank, [cases[number] for number in wanted], limit=60 + 30 * len(wanted))
     for place, (number, want) in enumerate(wanted.items()):
         haves = [rank[place] for rank in told]
         worst = [have for have in haves if isinstance(have, Outcome)]

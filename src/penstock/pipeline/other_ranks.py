@@ -96,7 +96,7 @@ class OtherRanks:
         if any(deployment.world.told(call, bool(deployment.replicas.replaced))):
             raise UsageError(
                 "the stages' parameters are sharded or spread over ranks, and the model has the parts in their place; "
-                "load deployment.full_state_dict() into a new model instead"
+                "load pipe.full_state_dict() into a new model instead"
             )
         if transport is None:
             return

@@ -10,7 +10,8 @@ in the store of the process group:
 
 - A rank whose peer's connection closed raises an alarm that names that peer. The first alarm
   and the first verdict stand, by the store's compare-and-set, so all ranks name the same culprit.
-- A rank that has waited for longer than the timeout raises an alarm that names nobody. All ranks
+- A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine
+  so busy that this thread itself hardly ran meanwhile, it waits for up to three. All ranks
   then say what they do and for whom they wait, if for anybody. The chain from the alarmed rank
   ends at the culprit: a rank that does not answer (stopped, or gone), or answers that it waits for
   nobody (busy in its own code); a chain that closes is a deadlock.
@@ -58,6 +59,8 @@ CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
 SLOW = 4  # a store is silent only where it is so many times slower than it was
 TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
 MOST_SECONDS = 10.0  # for what takes a busy machine longer
+STARVED = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
+PATIENCE = 3  # timeouts, at most, that such a rank waits
 
 
 class Watch:
@@ -101,6 +104,8 @@ class Watch:
         self._marks = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
         self._compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
         self._compiled = float("-inf")  # until when some rank was seen to
+        self._looks = 0  # of this thread, since the main thread waits as it does now
+        self._watched: Waiting | None = None
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: threading.Event | Bell = bell or threading.Event()
@@ -256,12 +261,15 @@ class Watch:
 
     def _is_overdue(self, waiting: Waiting | None) -> bool:
         now = time.monotonic()
+        self._looks, self._watched = self._looks + 1 if waiting == self._watched else 0, waiting
         if waiting is None or now - waiting.since < self._timeout / 2:
             return False
         if self._compiling.anybody():
             self._compiled = now
         patience = OUTSIDE_SECONDS if self._marks.anybody() else 0.0
-        return now - max(waiting.since, self._compiled) > self._timeout + patience
+        waited = now - max(waiting.since, self._compiled) - patience
+        starved = self._looks < STARVED * self._timeout / self._beat
+        return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""

@@ -16,6 +16,7 @@ from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
 from penstock.train.config.source import functions_in
+from penstock.train.parent import die_with_parent
 
 if TYPE_CHECKING:
     from penstock.train.config.settings import TrainConfig
@@ -59,6 +60,8 @@ def train(
     Ranks are local processes, started again from the newest checkpoint when one fails. Under torchrun each process is a
     rank, on any number of hosts. Ctrl-C finishes the step, saves and leaves; twice leaves at once.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()  # torchrun's agent, which may go while torch is being loaded
     config, _ = read_config(items)
     if resume and fresh:
         raise UsageError("--resume goes on with the run, --fresh removes it; give one of them")

@@ -7,15 +7,11 @@ before it goes, because the launcher sees only exit codes, and names the culprit
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
 import os
 import re
-import select
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,6 +53,7 @@ from penstock.train.launch.meeting import new_prefix
 from penstock.train.loop import Ending, Trainer
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite
+from penstock.train.parent import die_with
 from penstock.train.progress import Progress, of_time
 from penstock.train.run_folder import RunFolder, write_json
 from penstock.train.stopping import INTERRUPTED, Stop
@@ -66,7 +63,6 @@ from penstock.view.run import Run
 __all__ = ["FINAL", "Job", "enter", "log_as", "note_path", "read_note", "ready_path", "train_here"]
 
 FINAL = 3  # exit code: starting again would end in the same way
-PR_SET_PDEATHSIG = 1
 log = logging.getLogger("penstock.train")
 
 
@@ -119,31 +115,6 @@ def _leave_fork_server() -> None:
         server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
 
 
-def die_with(launcher: int) -> None:
-    """No orphans: when the launcher is gone, by whatever means, so is this process.
-
-    The kernel ends it when its parent goes, stopped or stuck as it may be. But the parent may be a fork server, which
-    goes a while after the launcher; so a thread waits for the launcher itself as well.
-    """
-    parent = os.getppid()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    try:
-        ended = os.pidfd_open(launcher)
-    except ProcessLookupError:
-        os._exit(1)
-    except (OSError, AttributeError):  # a kernel older than 5.3
-        return
-    if os.getppid() != parent:  # it went before it could be watched
-        os._exit(1)
-    threading.Thread(target=_wait_and_die, args=(ended,), name="penstock-launcher", daemon=True).start()
-
-
-def _wait_and_die(ended: int) -> None:
-    select.select([ended], [], [])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> None:
     cause, culprit = f"{type(error).__name__}: {error}", rank
     place: dict[str, Any] = {}
@@ -172,8 +143,6 @@ def train_here(job: Job, stop: Stop) -> int:
     config, folder = job.config, RunFolder(Path(job.config.output))
     processes = config.pipeline.workers == "processes" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     rank = int(os.environ.get("RANK", "0")) if processes else 0
-    if processes and not job.launcher and "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun's agent
     with _group(config, processes):
         seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
         data = open_data(config)

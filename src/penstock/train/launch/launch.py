@@ -163,7 +163,9 @@ def launch(job: Job, say: Say) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     ranks = config.pipeline.ranks * config.mesh.replicas
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["penstock.train.worker"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["penstock.train.fork_server", "penstock.train.worker"]
+    )
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,

@@ -169,14 +169,14 @@ def job(folder: Path, *settings: str) -> Iterator[Job]:
         running.close()
 
 
-def undisturbed(folder: Path, steps: int) -> list[float]:
+def undisturbed(folder: Path, steps: int, replicas: int = 1) -> list[float]:
     """The losses of the same training on processes that nobody touches."""
     prepare(folder)
-    on_processes(2, train_in, str(folder), steps)
+    on_processes(2 * replicas, train_in, str(folder), steps, replicas)
     return [line["loss"] for line in read_metrics(folder / "run" / "metrics.jsonl")]
 
 
-def train_in(folder: str, steps: int) -> None:
+def train_in(folder: str, steps: int, replicas: int) -> None:
     import torch.distributed as dist
 
     from penstock.train.config.read import load_config
@@ -186,8 +186,9 @@ def train_in(folder: str, steps: int) -> None:
     from penstock.train.worker import train_here
 
     os.chdir(folder)
-    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": "2"}
-    config = load_config(None, [*TINY, "output=run", f"training.steps={steps}", "checkpoint.every=0"])
+    os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    settings = ["output=run", f"training.steps={steps}", "checkpoint.every=0", f"mesh.replicas={replicas}"]
+    config = load_config(None, [*TINY, *settings])
     if dist.get_rank() == 0:
         RunFolder(Path(config.output)).prepare(config, resume=False, fresh=False)
     dist.barrier()

@@ -44,6 +44,7 @@ BENCHES = {
     "page": Bench("", ("a page of one run",), "spans", {1920}, 2),
     "schedules": Bench("", ("CPU seconds", "torch / ours", "goals for 8 x 32 x 2"), "who", {"ours", "torch"}, 4),
     "search": Bench("", ("searched within a cap",), "best family", {"zb-v x2"}, 0),
+    "soak": Bench("", ("4 processes, sizes", "flat: the maximum"), "rank", {0, 1, 2, 3}, 4),
     "throughput": Bench(
         TWO, ("transformer blocks", "large messages", "ranks as threads"), "schedule", {"1f1b", "zb-v"}, 14
     ),

@@ -20,7 +20,7 @@ import penstock
 from penstock.errors import MessageError, ModelError, PeerFailure, RunError
 from penstock.group.world import World
 from penstock.runtime.engine import ranks as crew
-from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.computations import Computations
 from penstock.schedule import Op
 
 mse = nn.functional.mse_loss
@@ -153,16 +153,17 @@ def test_a_loss_that_is_no_scalar_is_told_like_any_other_error() -> None:
 
 def test_an_error_after_the_last_action_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are summed when all is done, while the others wait for the end of the step."""
-    right = Executor._sum_losses
+    right = Computations.sum_losses
 
-    def wrong(self: Executor) -> None:
+    def wrong(self: Computations) -> None:
         right(self)
-        if self.rank == 2:
+        if self is third:
             boom()
 
     with pipeline() as pipe:
+        third = pipe.deployment.ranks.executors[2].computations
         with monkeypatch.context() as patch:
-            patch.setattr(Executor, "_sum_losses", wrong)
+            patch.setattr(Computations, "sum_losses", wrong)
             failure = fail(pipe)
         assert (failure.rank, failure.action) == (2, None)
         assert isinstance(failure.__cause__, Boom)

@@ -423,7 +423,7 @@ def test_arguments_that_cannot_work_are_refused() -> None:
     split = penstock.by_tokens(16, sequences=(0, "target"))
     ids, lengths, _, labels = batch()
     with tagger(split=split) as pipe:
-        with pytest.raises(ModelError, match="name the output among by_tokens' sequences"):
+        with pytest.raises(PeerFailure, match="name the output among by_tokens' sequences"):
             pipe.predict(ids, lengths=lengths)
         pipe.step(ids, lengths=lengths, target=labels)
     slip = penstock.by_tokens(16, sequences=(0, "taget"))

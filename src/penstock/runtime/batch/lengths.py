@@ -265,21 +265,19 @@ class PlanSplitter(Splitter):
         return None if self.total is None else [len(rows) for rows in self._plan.rows]
 
 
+NAME_IT = (
+    "name the output among by_tokens' sequences, such as sequences=(0, 'output'), to have it padded, or return "
+    "something without that dimension"
+)
+
+
 def merge_by_plan(outputs: Sequence[Any], dim: Any, plan: Plan, along: int | None) -> Any:
     """Outputs of all microbatches as one, in the order of the batch's rows; padded with zeros along `along`."""
     if along is not None:
         outputs = [
             pytree.tree_map_only(Tensor, lambda each: _widened(each, along, max(plan.widths)), o) for o in outputs
         ]
-    try:
-        joined = merge(outputs, dim)
-    except RuntimeError as error:
-        if "Sizes of tensors must match" not in str(error):
-            raise
-        raise ModelError(
-            "the outputs of microbatches are not equally wide; name the output among by_tokens' sequences, such as "
-            "sequences=(0, 'output'), to have it padded, or return something without that dimension"
-        ) from error
+    joined = merge(outputs, dim, NAME_IT)
     rows = len(plan.inverse)
 
     def in_order(value: Tensor) -> Tensor:

@@ -330,9 +330,15 @@ def _name(label: str | int) -> str:
     return f"argument {label}" if isinstance(label, int) else f"{label!r}"
 
 
-def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
+PAD = "pad them to one size in the model, or take them as a list with batch_dims={'output': None}"
+
+
+def merge(outputs: Sequence[Any], dim: Any = 0, remedy: str = PAD) -> Any:
     """Outputs of all microbatches as one: tensors joined along `dim` (one number, or one for each leaf), scalars
-    stacked. A leaf that has no rows (None), or is no tensor, is itself where all agree, else the list of all."""
+    stacked. A leaf that has no rows (None), or is no tensor, is itself where all agree, else the list of all.
+
+    `remedy` is what the error says to do about tensors of different sizes.
+    """
     leaves, specs = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         raise ModelError(
@@ -340,7 +346,7 @@ def merge(outputs: Sequence[Any], dim: Any = 0) -> Any:
             f"one; return the same for every microbatch, or leave outputs=True out"
         )
     dims = dims_of_leaves("output", dim, outputs[0], len(leaves[0]))
-    joined = [_join(column, at) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
+    joined = [_join(column, at, remedy) for column, at in zip(zip(*leaves, strict=True), dims, strict=True)]
     return pytree.tree_unflatten(joined, specs[0])
 
 
@@ -349,7 +355,7 @@ def _structure(outputs: Sequence[Any]) -> str:
     return " and ".join(list(found)[:2])
 
 
-def _join(column: Sequence[Any], dim: int | None) -> Any:
+def _join(column: Sequence[Any], dim: int | None, remedy: str) -> Any:
     first = column[0]
     if isinstance(first, Tensor) and dim is not None:
         shapes = [tuple(value.shape) for value in column]
@@ -357,8 +363,7 @@ def _join(column: Sequence[Any], dim: int | None) -> Any:
         if len(others) > 1:
             raise ModelError(
                 f"microbatches gave outputs of shapes {', '.join(map(str, dict.fromkeys(shapes)))}, which cannot be "
-                f"joined along dimension {dim}; pad them to one size in the model, or take them as a list with "
-                f"batch_dims={{'output': None}}"
+                f"joined along dimension {dim}; {remedy}"
             )
         return torch.stack(tuple(column)) if first.dim() == 0 else torch.cat(tuple(column), dim)
     same = torch.equal if isinstance(first, Tensor) else operator.eq

@@ -207,6 +207,8 @@ def marks(pieces: list[Tensor]) -> dict[str, list[float]]:
     That is 0 in masks and of padding, numbers below 0, 255 in images, nan; and the mean, of weights and lengths.
     """
     flat = torch.cat(pieces)
+    if flat.is_meta:
+        return {}
     found = {"0": flat == 0}
     if flat.is_floating_point():
         found |= {"nan": flat.isnan(), "mean": flat.nan_to_num()}

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import penstock
-from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.runtime.batch.lengths import ByTokens, Plan, PlanSplitter
 from penstock.runtime.batch.microbatch import split_batch
 from penstock.schedule import build

@@ -9,6 +9,7 @@ states of generators are compared, numpy's as well, whose calls cannot be watche
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import random
 import sys
@@ -53,13 +54,16 @@ def watched_calls(where: Where) -> Iterator[None]:
             if what and not frame.f_code.co_filename.startswith(_TORCH):
                 found.append((str(where), what))
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
     with where.watched():
+        gc.disable()  # what is called when garbage is collected (`gc.callbacks`) would be taken for the model's
         sys.setprofile(look)
         try:
             yield
         finally:
             sys.setprofile(before)
+            if collects:
+                gc.enable()
     if found:
         raise _hidden(*found[0])
 

@@ -11,7 +11,7 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.messages import plain
 from penstock.runtime.batch.fingerprint import Detail
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.replication import Said
+from penstock.runtime.engine.replication import ReplicaReport
 from penstock.runtime.engine.report import StepReport
 from penstock.runtime.transport.base import Channel
 from penstock.runtime.transport.failure.blame import Waiting
@@ -28,7 +28,7 @@ VALUES: list[Any] = [
     Detail("", "float32 (4,)", 7, (1.0, 2.0)),
     Begun(0, 1.5),
     StepReport({"cost": 1.0}, 0.5, [0.25, 0.75], torch.float64, told=(True, {0: 17, ("loss", "w"): 3})),
-    Said(loss=1.0, count=2, more=((1, 2), None)),
+    ReplicaReport(loss=1.0, count=2, more=((1, 2), None)),
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 from penstock.errors import ModelError
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import Batch
+from penstock.train.data.batches import DataBatch
 from penstock.train.loop import Trainer
 from penstock.train.metrics import read_metrics
 from penstock.train.run_folder import RunFolder
@@ -103,7 +103,7 @@ def test_shuffled_data_go_on_in_the_middle_of_a_round(
 def test_ranks_that_were_given_other_batches_are_named() -> None:
     rows = torch.randn(8, 300)
     batch, same, other = (
-        Batch((each,), {"mask": rows > 0}, rows[:, 1:].bfloat16(), 8) for each in (rows, rows.clone(), rows.flip(0))
+        DataBatch((each,), {"mask": rows > 0}, rows[:, 1:].bfloat16(), 8) for each in (rows, rows.clone(), rows.flip(0))
     )
     assert batch.mark() == same.mark() != other.mark()
     assert batch.mark(1) != batch.mark(2)

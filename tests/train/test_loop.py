@@ -465,9 +465,9 @@ def test_fp16_finds_its_scale_and_keeps_it_when_the_run_goes_on(tmp_path: Path, 
 
 
 def test_a_batch_is_shared_by_replicas_row_by_row() -> None:
-    from penstock.train.data.batches import Batch
+    from penstock.train.data.batches import DataBatch
 
-    batch = Batch((torch.arange(8).reshape(4, 2),), {"mask": torch.ones(4), "scale": 2.0}, torch.arange(4), 8)
+    batch = DataBatch((torch.arange(8).reshape(4, 2),), {"mask": torch.ones(4), "scale": 2.0}, torch.arange(4), 8)
     halves = [batch.share(number, 2) for number in range(2)]
     assert [half.target.tolist() for half in halves] == [[0, 1], [2, 3]]
     assert [half.kwargs["mask"].shape[0] for half in halves] == [2, 2]

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.disk.directory import Directory, Place, Single, sees
+from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, Single, sees
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
 from penstock.checkpoint.disk.tensors import Body
 from penstock.checkpoint.load.loading import Loaded, load_into, say
@@ -104,7 +104,7 @@ class Checkpointer:
 
     def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving | None:
         """All processes: what is saved, by whom and where. None where earlier saves must be seen to first."""
-        made: list[Place] = []
+        made: list[CheckpointFolder] = []
 
         def look() -> tuple[tuple[Saved, Any], Any]:
             if not self._collect(AT_ONCE - 1, 0.0) or self._failed is not None:
@@ -125,7 +125,7 @@ class Checkpointer:
             steps = [each for _, each, _, _ in told]
             if len(set(steps)) > 1:
                 raise UsageError(f"the processes were given different steps to save: {steps}")
-            where = Place(*told[0][3])
+            where = CheckpointFolder(*told[0][3])
             if not self._seen:
                 processes.together(lambda: (None, sees(where.temporary, processes.number)), where.final)
                 self._seen = True

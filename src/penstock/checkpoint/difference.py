@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.checkpoint.disk.manifest import damages, read_manifest
-from penstock.checkpoint.load.reading import Contents
+from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.errors import CheckpointError
 
 __all__ = ["Change", "Difference", "compare"]
@@ -58,15 +58,15 @@ def compare(one: str | os.PathLike[str], other: str | os.PathLike[str], *, every
     return Difference(found.steps, found.changes, same, found.config)
 
 
-def _opened(path: Path) -> tuple[Any, Contents]:
+def _opened(path: Path) -> tuple[Any, CheckpointContents]:
     manifest = read_manifest(path)
     wrong = list(damages(path, manifest, sums=True))
     if wrong:
         raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
-    return manifest, Contents(path)
+    return manifest, CheckpointContents(path)
 
 
-def _change(key: str, left: Contents, right: Contents) -> Change | None:
+def _change(key: str, left: CheckpointContents, right: CheckpointContents) -> Change | None:
     ours, theirs = left.tensors.get(key), right.tensors.get(key)
     if ours is None or theirs is None:
         return Change(key, f"only in {right.path.name if ours is None else left.path.name}")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest, damages, read_manifest
-from penstock.checkpoint.disk.tensors import Entry, Layout, streamed, write_file
-from penstock.checkpoint.load.reading import Contents
+from penstock.checkpoint.disk.tensors import FileLayout, TensorEntry, streamed, write_file
+from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.save.saving import sync_directory
 from penstock.errors import CheckpointError, UsageError
 
@@ -63,24 +63,24 @@ def export(
     wrong = list(damages(path, manifest, sums=True))
     if wrong:
         raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
-    return _Export(Contents(path), manifest, dtype).write(goal, file_bytes)
+    return _Export(CheckpointContents(path), manifest, dtype).write(goal, file_bytes)
 
 
 class _Export:
-    def __init__(self, contents: Contents, manifest: Manifest, dtype: str | None) -> None:
+    def __init__(self, contents: CheckpointContents, manifest: Manifest, dtype: str | None) -> None:
         self._contents = contents
         self._origin: Mapping[str, Any] | None = manifest.origin
         self._dtype = dtype
         self._entries = [self._entry(key) for key in sorted(contents.tensors) if key.startswith("model.")]
 
-    def _entry(self, key: str) -> Entry:
+    def _entry(self, key: str) -> TensorEntry:
         saved = self._contents.tensors[key]
         own = getattr(torch, saved["dtype"])
         shape = tuple(saved["shape"])
         wanted = FLOATS[self._dtype] if self._dtype is not None and own.is_floating_point else own
-        return Entry(key.removeprefix("model."), wanted, shape, (0,) * len(shape))
+        return TensorEntry(key.removeprefix("model."), wanted, shape, (0,) * len(shape))
 
-    def _value_of(self, entry: Entry) -> Tensor:
+    def _value_of(self, entry: TensorEntry) -> Tensor:
         return self._contents.tensor(f"model.{entry.key}").to(entry.dtype)
 
     def write(self, goal: Path, file_bytes: int | None) -> Exported:
@@ -128,8 +128,8 @@ class _Export:
             names.append("config.json")
         return names
 
-    def _write_weights(self, file: Path, entries: list[Entry]) -> None:
-        layout = Layout(entries, {"format": "pt"})
+    def _write_weights(self, file: Path, entries: list[TensorEntry]) -> None:
+        layout = FileLayout(entries, {"format": "pt"})
         write_file(file, _chained(layout.header, streamed(layout, self._value_of)))
 
 
@@ -138,9 +138,9 @@ def _chained(header: bytes, pieces: Any) -> Any:
     yield from pieces
 
 
-def _parts(entries: list[Entry], most: int | None) -> list[list[Entry]]:
+def _parts(entries: list[TensorEntry], most: int | None) -> list[list[TensorEntry]]:
     """Files of at most so many bytes each, in order; a larger tensor has a file for itself."""
-    parts: list[list[Entry]] = [[]]
+    parts: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
         if most is not None and parts[-1] and size + entry.bytes > most:

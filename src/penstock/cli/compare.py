@@ -32,7 +32,7 @@ HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to ra
 
 
 @dataclass(frozen=True)
-class Entry:
+class Compared:
     """One family at the sizes that were asked for."""
 
     family: Family
@@ -86,16 +86,16 @@ def compare(
 
 def _entry(
     family: Family, ranks: int, microbatches: int, stages_per_rank: int | None, times: list[float], hop: float
-) -> Entry:
+) -> Compared:
     loops = family.layout == "loop" and family.stages_per_rank > 1
     schedule = build(family.name, ranks, microbatches, stages_per_rank if loops else None)
     share = schedule.placement.stages_per_rank
     forward, backward_input, weight = (time / share for time in times)
     timeline = simulate(schedule, Costs(forward=forward, input=backward_input, weight=weight, hop=hop))
-    return Entry(family, schedule, timeline.makespan, timeline.bubble, max(timeline.peak_activations) / share)
+    return Compared(family, schedule, timeline.makespan, timeline.bubble, max(timeline.peak_activations) / share)
 
 
-def _figures(entry: Entry) -> dict[str, float]:
+def _figures(entry: Compared) -> dict[str, float]:
     return {
         "makespan": entry.makespan,
         "idle_share": entry.idle_share,
@@ -103,17 +103,17 @@ def _figures(entry: Entry) -> dict[str, float]:
     }
 
 
-def _best(entries: list[Entry]) -> dict[str, float]:
+def _best(entries: list[Compared]) -> dict[str, float]:
     """The lowest of each figure among the families that train."""
     training = [_figures(entry) for entry in entries if not entry.schedule.forward_only]
     return {name: min(figures[name] for figures in training) for name in training[0]}
 
 
-def _is_best(entry: Entry, name: str, best: dict[str, float]) -> bool:
+def _is_best(entry: Compared, name: str, best: dict[str, float]) -> bool:
     return not entry.schedule.forward_only and _figures(entry)[name] <= best[name] * (1 + ROUNDING) + ROUNDING
 
 
-def _cells(entry: Entry, best: dict[str, float]) -> Iterator[str]:
+def _cells(entry: Compared, best: dict[str, float]) -> Iterator[str]:
     yield entry.family.name
     yield str(entry.stages_per_rank)
     shown = {
@@ -125,7 +125,7 @@ def _cells(entry: Entry, best: dict[str, float]) -> Iterator[str]:
         yield f"[bold green]{text} *[/]" if _is_best(entry, name, best) else f"{text}  "
 
 
-def _write_table(ranks: int, microbatches: int, entries: list[Entry], best: dict[str, float]) -> None:
+def _write_table(ranks: int, microbatches: int, entries: list[Compared], best: dict[str, float]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("family", no_wrap=True)
     for heading in ("stages\na rank", "makespan", "idle\nshare", "peak\nactivations"):
@@ -140,7 +140,7 @@ def _write_table(ranks: int, microbatches: int, entries: list[Entry], best: dict
     write("\n".join([f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}", *filter(None, lines), ""]))
 
 
-def _note(entries: list[Entry], work: float) -> str:
+def _note(entries: list[Compared], work: float) -> str:
     words = [
         "* best of the families that train",
         f"work of one rank without waiting: {number(work)}",
@@ -151,7 +151,7 @@ def _note(entries: list[Entry], work: float) -> str:
     return "; ".join(words)
 
 
-def _document(ranks: int, microbatches: int, entries: list[Entry], best: dict[str, float]) -> dict[str, Any]:
+def _document(ranks: int, microbatches: int, entries: list[Compared], best: dict[str, float]) -> dict[str, Any]:
     families = [
         {
             "family": entry.family.name,

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import RunError
 from penstock.model.part import StagePart
-from penstock.runtime.backward.record import Record
+from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.backward.split import leaves_in_graph
 from penstock.runtime.engine.stage import Stage, Turn
 
@@ -48,7 +48,7 @@ class AttachedStage(Stage):
 
     # -- forward
 
-    def _look_at_graph(self, record: Record, kind: str) -> None:
+    def _look_at_graph(self, record: GraphRecord, kind: str) -> None:
         if kind == "recomputing":
             return
         # a walk costs less than a hundredth of the forward
@@ -61,7 +61,7 @@ class AttachedStage(Stage):
 
     # -- backward
 
-    def _go_back(self, microbatch: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    def _go_back(self, microbatch: int, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         arrived = [leaf for leaves in record.leaves.values() for leaf in leaves]
         entered = [leaf for leaves in self.pieces for leaf in leaves] if record.whole else self.pieces[microbatch]
         wanted = (*arrived, *entered, *self.parameters)

@@ -1,6 +1,6 @@
 """The calls of a model whose stages are attached to the user's graph: see `attached_stage`.
 
-A `Call` is one forward: what its stages left for its backward, and what that needs to be the same again.
+A `ForwardCall` is one forward: what its stages left for its backward, and what that needs to be the same again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.errors import PeerFailure, RunError
 from penstock.gpipe.attached_stage import AttachedStage, Weights, check_weights, modes_as, muted
 from penstock.gpipe.graph_nodes import Outputs, Stages
 from penstock.model.split import Split
-from penstock.runtime.backward.record import Record
+from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.batch.microbatch import Batch, count_for, merge, split_batch
 from penstock.runtime.engine.ranks import Clock, LocalRanks
 from penstock.runtime.engine.report import StepInput
@@ -84,7 +84,7 @@ class Calls:
         attached = torch.is_grad_enabled()
         batch = split_batch(count, args, kwargs, None, {}, self.batch_dims, attached=attached)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self.checkpoint]
-        call = Call(self, batch, recomputed if training and attached else 0)
+        call = ForwardCall(self, batch, recomputed if training and attached else 0)
         with self.turn:
             outputs = call.forward(attached)
         if attached:
@@ -92,7 +92,7 @@ class Calls:
         return merge(outputs, self.batch_dims.get("output", 0))
 
 
-class Call:
+class ForwardCall:
     """One forward of the model, and later its backward."""
 
     def __init__(self, calls: Calls, batch: Batch, recomputed: int) -> None:
@@ -103,7 +103,7 @@ class Call:
         self._wanted = [[leaf for leaf in leaves if _wants(leaf)] for leaves, _ in self._given]  # by microbatch
         self._pieces: list[list[list[Tensor]]] = []  # the same, for each rank its own
         self._parameters: list[list[Tensor]] = []  # by rank
-        self._records: list[dict[int, Record]] | None = None  # by rank; None: there is no backward (any more)
+        self._records: list[dict[int, GraphRecord]] | None = None  # by rank; None: there is no backward (any more)
         self.outputs: list[Tensor] = []  # those that want a gradient
         self.arrived: Sequence[Tensor | None] = ()  # the gradients of these
         self._seed = _seed_here()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from penstock.gpipe.calls import Call
+    from penstock.gpipe.calls import ForwardCall
 
 __all__ = ["Outputs", "Stages"]
 
@@ -23,7 +23,7 @@ class Stages(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *sources: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ForwardCall, *sources: Tensor) -> Tensor:
         ctx.call = call
         return torch.zeros(())
 
@@ -38,7 +38,7 @@ class Outputs(torch.autograd.Function):
     """The outputs of a call; its backward only takes their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, token: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: ForwardCall, token: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         outputs, call.outputs = tuple(call.outputs), []

@@ -1,6 +1,6 @@
 """A model cut into stages, as the runtime sees it: parts, and which feeds which.
 
-Whatever way a model is cut, the result is one `Split`: a `Part` for each stage and the
+Whatever way a model is cut, the result is one `Split`: a `ModulePart` for each stage and the
 topology of the values that cross. A part is called with what arrived from each producing
 stage and answers with what each consuming stage gets; the runtime never looks inside. Here is
 the way that needs no look at the model: lists of stage modules, and `nn.Sequential` by position.
@@ -24,7 +24,7 @@ from penstock.model.settings import Change, Settings
 from penstock.model.shared_layers import SharedState, refuse_torn_norms
 from penstock.schedule.topology import Topology
 
-__all__ = ["OUTPUT", "Holding", "Part", "Routed", "Split", "more_than_its_layers", "split_model"]
+__all__ = ["OUTPUT", "Holding", "ModulePart", "Routed", "Split", "more_than_its_layers", "split_model"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Routed:
     to: Mapping[int, Any] = field(default_factory=dict)
 
 
-class Part:
+class ModulePart:
     """One stage of a list or a Sequential: `module`, and how to call it.
 
     `names` maps the module's own parameter and buffer names to those of the whole model.
@@ -240,7 +240,7 @@ def split_model(
     topology = Topology.chain(len(modules), skips)
     entrances = _positional(modules[0])
     parts = tuple(
-        Part(
+        ModulePart(
             index,
             module,
             names[index],

@@ -1,8 +1,8 @@
 """A line to the ranks that stand beside this one on another axis, with the same promises as between stages.
 
-torch's collectives move the tensors. What they lack is an answer when a member fails: who waits in one, waits. So a
-`Link` keeps, on the same process group, the watch that pipelines have: a rank that is lost is named by all others, and
-a rank that must leave makes those that wait for it leave too, by the group's verdict.
+torch's collectives move the tensors. What they lack is an answer when a member fails: who waits in one, waits. So an
+`AxisLink` keeps, on the same process group, the watch that pipelines have: a rank that is lost is named by all others,
+and a rank that must leave makes those that wait for it leave too, by the group's verdict.
 
 On the dp axis the numbers of the group are replicas, and all members have the same rank in their pipelines: failures
 are told in these words.
@@ -27,14 +27,14 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.watch import SETTLE_SECONDS
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 
-__all__ = ["Link"]
+__all__ = ["AxisLink"]
 
 LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
 SOON = 2.0
 SLACK = 10.0  # and the backend's own timeout is the last resort
 
 
-class Link:
+class AxisLink:
     """This rank's end. `word` is what the members are called; `unseen`: code that is not ours waits for them."""
 
     def __init__(

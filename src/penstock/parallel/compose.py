@@ -17,7 +17,7 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.group.facts import compared
 from penstock.model.replaced import mark_replaced
 from penstock.model.replay.part import ReplayPart
-from penstock.parallel.axis_link import Link
+from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
 from penstock.parallel.reduce import Reducer, make_equal
 from penstock.parallel.replicas import Replicas
@@ -42,7 +42,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     modules = {index: stage.module for index, stage in executor.stages.items()}
     with_loss = {index: stage.holds for index, stage in executor.stages.items()}
     links = {
-        axis: Link(axes.group(axis), pipe.deployment.world.timeout, transport, word, unseen=axis == "tp")
+        axis: AxisLink(axes.group(axis), pipe.deployment.world.timeout, transport, word, unseen=axis == "tp")
         for axis, word in (("dp", "replica"), ("tp", "shard"))
         if axes.size(axis) > 1
     }
@@ -134,7 +134,7 @@ def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int
     return tied | {each for each in every if not each.dim() or not each.numel()}
 
 
-def _agree(pipe: Pipeline, link: Link, wanted: Composition) -> None:
+def _agree(pipe: Pipeline, link: AxisLink, wanted: Composition) -> None:
     """The copies of a stage must have been given the same pipeline, and get the same random numbers."""
     facts = pipe.facts()
     facts["tensor_plan"] = (str(wanted.plan), "")

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
-from penstock.parallel.axis_link import Link
+from penstock.parallel.axis_link import AxisLink
 from penstock.schedule import Op, Schedule
 
 __all__ = ["BUCKET_BYTES", "Reducer", "local_of", "make_equal", "part_of"]
@@ -103,7 +103,7 @@ class Reducer:
         self,
         modules: Mapping[int, nn.Module],
         names: Mapping[int, str],
-        link: Link | None,
+        link: AxisLink | None,
         managed: Iterable[nn.Parameter] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
@@ -232,7 +232,7 @@ class Reducer:
             bucket.flat = bucket.work = None
 
 
-def make_equal(tensors: Iterable[Tensor], link: Link, bucket_bytes: int = BUCKET_BYTES) -> None:
+def make_equal(tensors: Iterable[Tensor], link: AxisLink, bucket_bytes: int = BUCKET_BYTES) -> None:
     """All members take the values of the first, as they must have to begin with."""
     devices: dict[Any, list[Tensor]] = {}
     for tensor in tensors:

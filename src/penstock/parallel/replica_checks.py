@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.parallel.axis_link import Link
+from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.reduce import Reducer, local_of
 from penstock.parallel.tensor import plain_parameters
 from penstock.runtime.batch.comparison import different_batches
@@ -44,8 +44,8 @@ class Checks:
         executor: Executor,
         reducer: Reducer,
         sharded: Iterable[nn.Parameter],
-        link: Link | None,
-        shards: Link | None,
+        link: AxisLink | None,
+        shards: AxisLink | None,
     ) -> None:
         self._executor = executor
         self._reducer = reducer

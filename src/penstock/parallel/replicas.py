@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import PeerFailure
-from penstock.parallel.axis_link import Link
+from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.reduce import Reducer, local_of, make_equal, part_of
 from penstock.parallel.replica_checks import Checks
 from penstock.parallel.sharded import Sharder
 from penstock.parallel.spread_norms import Norms
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.replication import Alone, Said, said_by
+from penstock.runtime.engine.replication import Alone, ReplicaReport, said_by
 from penstock.runtime.engine.report import StepReport, failure_of
 from penstock.runtime.transport.base import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
@@ -44,12 +44,12 @@ class Replicas(Alone):
     def __init__(
         self,
         executor: Executor,
-        link: Link | None,
+        link: AxisLink | None,
         reducer: Reducer,
         sharder: Sharder | None,
         norms: Norms,
         weighing: Callable[[], str],
-        shards: Link | None = None,
+        shards: AxisLink | None = None,
         loss_parallel: bool = False,
     ) -> None:
         self._executor = executor
@@ -130,7 +130,7 @@ class Replicas(Alone):
         self._comparisons -= 1
         told = self._link.exchange(value)
         for each in told:
-            if isinstance(each, Said):
+            if isinstance(each, ReplicaReport):
                 self._comparisons, self._met = 0, True  # that was its last word in this step
                 raise each.failure or PeerFailure(self._executor.rank, "a replica has no loss in this call; others do")
         return told
@@ -139,7 +139,7 @@ class Replicas(Alone):
         """In a step that has failed: others may wait to compare."""
         if self._comparisons and self._link is not None and self._failure is not None:
             self._comparisons, self._met = 0, True
-            self._link.exchange(Said(failure=self._link.named(self._failure)))
+            self._link.exchange(ReplicaReport(failure=self._link.named(self._failure)))
 
     # -- around it
 
@@ -193,7 +193,7 @@ class Replicas(Alone):
     def _present(self) -> tuple[int, int]:
         return self._reducer.present, 0 if self._sharder is None else self._sharder.present
 
-    def _meet(self, mine: Said) -> list[Said]:
+    def _meet(self, mine: ReplicaReport) -> list[ReplicaReport]:
         """The end of the step, for all replicas; raises the first failure of another."""
         if self._link is None:
             return [mine]
@@ -239,7 +239,7 @@ class Replicas(Alone):
             return
         with suppress(PeerFailure):
             if not self._met:
-                link.exchange(Said(failure=failure))
+                link.exchange(ReplicaReport(failure=failure))
             if self._weighs and self._total is not None:
                 self._summed()
             self._reducer.discard()

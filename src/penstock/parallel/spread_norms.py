@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.optim.norms import join_norms, norm_of
-from penstock.parallel.axis_link import Link
+from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.reduce import local_of
 
 __all__ = ["Norms"]
@@ -24,7 +24,7 @@ __all__ = ["Norms"]
 class Norms:
     """The links of this rank, by axis; those that are missing have nothing spread over them."""
 
-    def __init__(self, links: Mapping[str, Link]) -> None:
+    def __init__(self, links: Mapping[str, AxisLink]) -> None:
         self._links = dict(links)
 
     def of(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:

@@ -23,7 +23,7 @@ from penstock.parallel.tensor_plan import TensorPlan
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.loss.module import LOSS, StageAndLoss
 
-__all__ = ["Carried", "SpreadValues", "module_names", "plain_parameters", "spread"]
+__all__ = ["SpreadPart", "SpreadValues", "module_names", "plain_parameters", "spread"]
 
 
 def module_names(part: StagePart) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _join(places: Sequence[tuple[nn.Module, str, str]]) -> None:
         module._parameters[name] = values[0]
 
 
-class Carried:
+class SpreadPart:
     """A DTensor on its way: this rank's part of it, and how it is spread."""
 
     __slots__ = ("local", "placements", "shape", "stride")
@@ -101,9 +101,9 @@ class Carried:
 
 
 pytree.register_pytree_node(
-    Carried,
+    SpreadPart,
     lambda value: ([value.local], (value.placements, value.shape, value.stride)),
-    lambda leaves, context: Carried(next(iter(leaves)), *context),
+    lambda leaves, context: SpreadPart(next(iter(leaves)), *context),
     serialized_type_name="penstock.Carried",
 )
 
@@ -124,10 +124,10 @@ class SpreadValues:
         """DTensors of this rank's mesh in the place of parts."""
         if type(value) is Tensor:
             return value
-        return pytree.tree_map(self._unpacked, value, is_leaf=lambda each: isinstance(each, Carried))
+        return pytree.tree_map(self._unpacked, value, is_leaf=lambda each: isinstance(each, SpreadPart))
 
     def _unpacked(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Carried):
+        if not isinstance(leaf, SpreadPart):
             return leaf
         placements = [_placement(text) for text in leaf.placements]
         wants = leaf.local.requires_grad
@@ -151,7 +151,7 @@ def _packed(value: Tensor) -> Any:
         local.requires_grad_()
     if not isinstance(value, DTensor):
         return local
-    return Carried(local, tuple(map(_text, value.placements)), torch.Size(value.shape), tuple(value.stride()))
+    return SpreadPart(local, tuple(map(_text, value.placements)), torch.Size(value.shape), tuple(value.stride()))
 
 
 def _text(placement: Placement) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.fingerprint import Key, Seen, look
-from penstock.runtime.batch.lengths import ByTokens, Plan, PlanSplitter, merge_by_plan
+from penstock.runtime.batch.lengths import ByTokens, LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, merge, split_batch
 from penstock.runtime.batch.result import StepResult, loss_value
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
@@ -72,7 +72,7 @@ class Batches:
         self._recompute = recompute
         self._by_tokens = by_tokens
         self._least = least  # microbatches, where their number follows from the batch
-        self._plan: Plan | None = None  # for the batch that runs
+        self._plan: LengthPlan | None = None  # for the batch that runs
         self._checked_keywords: set[frozenset[str]] = set()
         self._checked_loss_kwargs: set[frozenset[str]] = set()
         self._passed: set[str | int] = set()  # labels of `dims` that some call has had
@@ -229,7 +229,7 @@ class Batches:
         fixed = call.training and by_tokens.max_tokens is None
         least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._least
 
-        def find() -> Plan | None:
+        def find() -> LengthPlan | None:
             if call.args or call.kwargs:
                 self._check_keywords(call.kwargs)
                 takes = [part.takes for part in deployment.split.parts]

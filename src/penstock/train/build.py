@@ -22,7 +22,7 @@ from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
-from penstock.train.data.batches import Batch
+from penstock.train.data.batches import DataBatch
 from penstock.train.gpt import build_gpt, token_loss
 
 __all__ = [
@@ -116,7 +116,7 @@ def build_pipeline(
     config: TrainConfig,
     model: nn.Module,
     loss: Loss | None,
-    batch: Batch,
+    batch: DataBatch,
     *,
     ranks: int | None = None,
     balance: Any = None,
@@ -154,7 +154,7 @@ def build_pipeline(
     )
 
 
-def example_of(batch: Batch, microbatches: int) -> tuple[Any, ...] | dict[str, Any]:
+def example_of(batch: DataBatch, microbatches: int) -> tuple[Any, ...] | dict[str, Any]:
     """The first microbatch, near enough: what the model is looked at with."""
 
     def piece(value: Any) -> Any:

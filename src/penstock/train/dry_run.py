@@ -18,11 +18,11 @@ from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["DryRun", "make_plan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DryRun:
     """What a dry run found out."""
 
     table: str
@@ -55,7 +55,7 @@ def _megabytes(count: float) -> str:
     return f"{count / 1e6:,.{0 if count >= 1e8 else 1}f} MB"
 
 
-def make_plan(config: TrainConfig) -> Plan:
+def make_plan(config: TrainConfig) -> DryRun:
     """Build and measure."""
     data = open_data(config)
     batch = data.first().share(0, config.mesh.replicas)
@@ -67,7 +67,7 @@ def make_plan(config: TrainConfig) -> Plan:
         stages = _measured(config, pipe, example_of(batch, config.pipeline.microbatches))
         schedule = pipe.schedule
         if stages is None:
-            return Plan(f"{table}\n\n{how}", data.words, schedule, simulate(schedule), False, ())
+            return DryRun(f"{table}\n\n{how}", data.words, schedule, simulate(schedule), False, ())
         times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
         kept = [float(sum(weight.activation_bytes for weight in weights)) for weights in stages]
         timeline = simulate(schedule, Costs(forward=times, input=times, weight=times, activation=kept))
@@ -75,7 +75,7 @@ def make_plan(config: TrainConfig) -> Plan:
         parts = config.mesh.replicas if config.mesh.replicate == "fsdp" else 1
         for stage, weights in enumerate(stages):
             memory[schedule.placement.rank_of(stage)] += sum(weight.state_bytes for weight in weights) / parts
-        return Plan(f"{table}\n\n{how}", data.words, schedule, timeline, True, tuple(memory))
+        return DryRun(f"{table}\n\n{how}", data.words, schedule, timeline, True, tuple(memory))
 
 
 def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tuple[Weight, ...]] | None:

@@ -21,7 +21,7 @@ from penstock.pipeline import Pipeline, StepResult
 from penstock.schedule import Timeline
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import Batch, Batches
+from penstock.train.data.batches import DataBatch, DataBatches
 from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.progress import Pace, Progress, Reading, memory_now
@@ -52,7 +52,7 @@ class Trainer:
         pipe: Pipeline,
         optimizer: torch.optim.Optimizer,
         rate: LambdaLR,
-        data: Batches,
+        data: DataBatches,
         checkpointer: Checkpointer,
         scaler: GradScaler | None,
         folder: RunFolder,
@@ -127,7 +127,7 @@ class Trainer:
         """Forward, backward and update: (loss, norm of the gradients, learning rate, tokens)."""
         passes = self.config.training.accumulate
         loss, tokens = 0.0, 0
-        batches: list[Batch] = []
+        batches: list[DataBatch] = []
         self._mark = 0
         for number in range(passes):
             batch = self.data.at(self.step * passes + number)
@@ -167,15 +167,15 @@ class Trainer:
         self.skips += 1
         return True
 
-    def _mine(self, batch: Batch) -> Batch:
+    def _mine(self, batch: DataBatch) -> DataBatch:
         mesh = self.pipe.composition.axes.mesh
         return batch if mesh is None else batch.share(mesh.get_local_rank("dp"), self.config.mesh.replicas)
 
-    def _pass(self, batch: Batch) -> StepResult:
+    def _pass(self, batch: DataBatch) -> StepResult:
         mine = self._mine(batch)
         return self.pipe.step(*mine.args, target=mine.target, **mine.kwargs)
 
-    def _not_finite(self, loss: float, norm: float, batch: Batch) -> None:
+    def _not_finite(self, loss: float, norm: float, batch: DataBatch) -> None:
         """A step that must not reach the weights: left out, or the end."""
         self.skips += 1
         what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")

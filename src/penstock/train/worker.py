@@ -48,7 +48,7 @@ from penstock.train.build import (
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import Batches, open_data
+from penstock.train.data.batches import DataBatches, open_data
 from penstock.train.launch.meeting import new_prefix
 from penstock.train.loop import Ending, Trainer
 from penstock.train.metrics import Metrics
@@ -238,7 +238,7 @@ def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
 
 
-def _pipeline(config: TrainConfig, folder: RunFolder, data: Batches, processes: bool) -> Pipeline:
+def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, processes: bool) -> Pipeline:
     """Cut as the run was when it began, where that was measured: other cuts sum in another order."""
     model, loss = build_model(config)
     stages, balance, replicas = stages_of(config), None, config.mesh.replicas

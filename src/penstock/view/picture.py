@@ -13,7 +13,7 @@ from penstock.schedule import Span, Timeline
 from penstock.view.figures import COLOURS, MEANINGS, idle_shares, percent, time_text
 from penstock.view.run import Run, same_unit
 
-__all__ = ["Box", "Picture", "Words", "picture"]
+__all__ = ["Picture", "Rectangle", "Words", "picture"]
 
 WIDTH = 960
 MARGIN, TOP, ROW, GAP, LETTER = 16, 14, 24, 3, 6.6
@@ -21,7 +21,7 @@ GUTTER, IDLE_COLUMN = 58, 56
 TICKS = 8
 
 
-class Box(NamedTuple):
+class Rectangle(NamedTuple):
     """A filled rectangle; `colour` is a name of the theme or a colour of an op."""
 
     x: float
@@ -49,13 +49,13 @@ class Picture(NamedTuple):
     width: float
     height: float
     title: str
-    shapes: tuple[Box | Words, ...]
+    shapes: tuple[Rectangle | Words, ...]
 
 
 def picture(runs: Sequence[Run], width: float = WIDTH) -> Picture:
     """All runs, one below the other, on one scale where they have one unit."""
     shared = max((run.timeline.makespan for run in runs), default=0.0) if same_unit(runs) else 0.0
-    shapes: list[Box | Words] = []
+    shapes: list[Rectangle | Words] = []
     y = float(TOP)
     for run in runs:
         shapes += _run(run, y, width, shared)
@@ -64,7 +64,7 @@ def picture(runs: Sequence[Run], width: float = WIDTH) -> Picture:
     return Picture(width, y + 24, " / ".join(run.label for run in runs), tuple(shapes))
 
 
-def _run(run: Run, y: float, width: float, shared: float) -> Iterator[Box | Words]:
+def _run(run: Run, y: float, width: float, shared: float) -> Iterator[Rectangle | Words]:
     timeline = run.timeline
     whole = shared or timeline.makespan or 1.0
     left, plot = MARGIN + GUTTER, width - 2 * MARGIN - GUTTER - IDLE_COLUMN
@@ -74,7 +74,7 @@ def _run(run: Run, y: float, width: float, shared: float) -> Iterator[Box | Word
     y += 26
     for rank, (row, idle) in enumerate(zip(timeline.by_rank, idle_shares(timeline), strict=True)):
         yield Words(MARGIN, y + (ROW - GAP) / 2, f"rank {rank}", "soft")
-        yield Box(left, y, plot, ROW - GAP, "idle")
+        yield Rectangle(left, y, plot, ROW - GAP, "idle")
         for span in row:
             yield from _span(span, timeline, left, plot / whole, y)
         yield Words(width - MARGIN, y + (ROW - GAP) / 2, percent(idle.total), "soft", "end")
@@ -82,17 +82,17 @@ def _run(run: Run, y: float, width: float, shared: float) -> Iterator[Box | Word
     for number in range(TICKS + 1):
         x = left + plot * number / TICKS
         anchor = "start" if number == 0 else "end" if number == TICKS else "middle"
-        yield Box(x - 0.5, y, 1, 5, "soft")
+        yield Rectangle(x - 0.5, y, 1, 5, "soft")
         if number % 2 == 0:
             yield Words(x, y + 14, time_text(whole * number / TICKS, timeline.unit), "soft", anchor)
 
 
-def _span(span: Span, timeline: Timeline, left: float, scale: float, y: float) -> Iterator[Box | Words]:
+def _span(span: Span, timeline: Timeline, left: float, scale: float, y: float) -> Iterator[Rectangle | Words]:
     x, width = left + (span.start - timeline.start) * scale, span.length * scale
     gap = 1.0 if width > 4 else 0.0
     colour = COLOURS.get(span.action.op, "#999999")
     length = time_text(span.length, timeline.unit)
-    yield Box(x, y, width - gap, ROW - GAP, colour, f"{span.action}, {length}")
+    yield Rectangle(x, y, width - gap, ROW - GAP, colour, f"{span.action}, {length}")
     action = span.action
     for name in (str(action), f"{action.op}{action.microbatch}", f"{action.microbatch}"):
         if len(name) * LETTER + 2 <= width - gap and action.pair is None:
@@ -100,13 +100,13 @@ def _span(span: Span, timeline: Timeline, left: float, scale: float, y: float) -
             return
 
 
-def _legend(runs: Sequence[Run], y: float) -> Iterator[Box | Words]:
+def _legend(runs: Sequence[Run], y: float) -> Iterator[Rectangle | Words]:
     there = {span.action.op for run in runs for span in run.timeline.spans}
     x = float(MARGIN)
     for op, colour in COLOURS.items():
         if op in there:
             letter = "FB" if op.is_pair else op.name
-            yield Box(x, y, 18, 16, colour)
+            yield Rectangle(x, y, 18, 16, colour)
             yield Words(x + 9, y + 8, letter, "#111111", "middle", bold=True)
             yield Words(x + 24, y + 8, MEANINGS[op], "soft")
             x += 24 + len(MEANINGS[op]) * LETTER + 22

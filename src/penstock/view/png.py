@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from penstock.view.picture import Box, Picture, Words, picture
+from penstock.view.picture import Picture, Rectangle, Words, picture
 from penstock.view.run import Run
 
 __all__ = ["png", "render", "save_png"]
@@ -135,7 +135,7 @@ def render(drawn: Picture) -> bytes:
     """Any picture as PNG, at twice its size."""
     canvas = _Canvas(round(drawn.width * SCALE), round(drawn.height * SCALE))
     for shape in drawn.shapes:
-        if isinstance(shape, Box):
+        if isinstance(shape, Rectangle):
             canvas.box(shape)
         else:
             canvas.words(shape)
@@ -158,7 +158,7 @@ class _Canvas:
             for row in self.rows[max(0, top) : max(0, bottom)]:
                 row[3 * left : 3 * right] = stripe
 
-    def box(self, box: Box) -> None:
+    def box(self, box: Rectangle) -> None:
         left, top = round(box.x * SCALE), round(box.y * SCALE)
         right = max(left + 1, round((box.x + box.width) * SCALE))
         self.fill(left, top, right, round((box.y + box.height) * SCALE), _colour(box.colour))

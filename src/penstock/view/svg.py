@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.view.figures import printable
-from penstock.view.picture import Box, Picture, Words, picture
+from penstock.view.picture import Picture, Rectangle, Words, picture
 from penstock.view.run import Run
 
 __all__ = ["save_svg", "svg"]
@@ -38,7 +38,7 @@ def render(drawn: Picture) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{name}">',
         f"<title>{name}</title><style>{STYLE.strip()}</style>",
         f'<rect class="ground" width="{drawn.width:g}" height="{drawn.height:g}"/>',
-        *(_box(shape) if isinstance(shape, Box) else _words(shape) for shape in drawn.shapes),
+        *(_box(shape) if isinstance(shape, Rectangle) else _words(shape) for shape in drawn.shapes),
         "</svg>\n",
     ]
     return "\n".join(lines)
@@ -52,7 +52,7 @@ def _paint(colour: str) -> str:
     return f'fill="{colour}"' if colour.startswith("#") else f'class="{colour}"'
 
 
-def _box(box: Box) -> str:
+def _box(box: Rectangle) -> str:
     place = f'x="{box.x:.2f}" y="{box.y:.2f}" width="{max(box.width, 0.1):.2f}" height="{box.height:.2f}"'
     title = f"<title>{_safe(box.title)}</title>" if box.title else ""
     return f"<rect {place} {_paint(box.colour)}>{title}</rect>" if title else f"<rect {place} {_paint(box.colour)}/>"

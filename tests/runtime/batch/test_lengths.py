@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import penstock
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
-from penstock.runtime.batch.lengths import ByTokens, Plan, PlanSplitter
+from penstock.runtime.batch.lengths import ByTokens, LengthPlan, PlanSplitter
 from penstock.runtime.batch.microbatch import split_batch
 from penstock.schedule import build
 
@@ -325,7 +325,7 @@ def test_a_mask_or_a_function_may_say_how_long_rows_are() -> None:
     assert all(plan == plans[0] for plan in plans)
     holes = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0]])
     plan = penstock.by_tokens(lengths="mask").plan((), {"mask": holes}, 2, True)
-    assert plan == Plan(((1,), (0,)), (1, 4))  # up to the last that counts
+    assert plan == LengthPlan(((1,), (0,)), (1, 4))  # up to the last that counts
 
 
 def test_the_number_of_microbatches_follows_the_batch() -> None:
@@ -374,7 +374,7 @@ def test_plans_hold_every_row_once_and_the_heaviest_is_as_light_as_can_be(
     check_plan(capped, lengths)
 
 
-def check_plan(plan: Plan, lengths: list[int]) -> None:
+def check_plan(plan: LengthPlan, lengths: list[int]) -> None:
     assert sorted(row for rows in plan.rows for row in rows) == list(range(len(lengths)))
     for rows, width in zip(plan.rows, plan.widths, strict=True):
         assert width == max(1, max(lengths[row] for row in rows))

@@ -13,11 +13,11 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.train.config.read import load_config
-from penstock.train.data.batches import Batches, IterableBatches, TokenBatches, open_data
+from penstock.train.data.batches import DataBatches, IterableBatches, TokenBatches, open_data
 from penstock.train.data.tokens import find_files, read_tokens, stdlib_files
 
 
-def opened(*changes: str) -> Batches:
+def opened(*changes: str) -> DataBatches:
     return open_data(load_config(None, changes))
 
 

@@ -20,12 +20,12 @@ from penstock.checkpoint.disk.manifest import checkpoints_in, folder_name, newes
 from penstock.checkpoint.save.saving import remove
 from penstock.errors import CheckpointError
 
-__all__ = ["Directory", "Place", "Single", "sees"]
+__all__ = ["CheckpointFolder", "Directory", "Single", "sees"]
 
 SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
 
 
-class Place(NamedTuple):
+class CheckpointFolder(NamedTuple):
     """Where a checkpoint is written, what it will be called, and its number."""
 
     temporary: Path
@@ -33,10 +33,10 @@ class Place(NamedTuple):
     serial: int
 
 
-def _made(final: Path, serial: int) -> Place:
+def _made(final: Path, serial: int) -> CheckpointFolder:
     temporary = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
     temporary.mkdir()
-    return Place(temporary, final, serial)
+    return CheckpointFolder(temporary, final, serial)
 
 
 class Directory:
@@ -49,7 +49,7 @@ class Directory:
         self._lock = Lock(path)
         self._serial = 0
 
-    def place(self, step: int, planned: Set[str]) -> Place:
+    def place(self, step: int, planned: Set[str]) -> CheckpointFolder:
         """For the next checkpoint; its hidden directory is made here. `planned` are names of saves under way."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock.take():
@@ -95,7 +95,7 @@ class Single(Directory):
         super().__init__(final.parent, None, None)
         self._final = final
 
-    def place(self, step: int, planned: Set[str]) -> Place:
+    def place(self, step: int, planned: Set[str]) -> CheckpointFolder:
         if os.path.lexists(self._final):
             raise CheckpointError(
                 f"{self._final} is there already; choose another path, or delete it first", path=self._final

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 
-__all__ = ["TYPES", "Body", "Entry", "Layout", "name_of_type", "streamed", "write_file"]
+__all__ = ["TYPES", "Body", "FileLayout", "TensorEntry", "name_of_type", "streamed", "write_file"]
 
 TYPES = {
     torch.float64: "F64",
@@ -47,7 +47,7 @@ PIECE = 8 * 2**20  # bytes that are written and summed at a time: they stay in t
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A piece of a tensor as the file has it: `shape` of the piece, `offsets` of the piece in the whole tensor."""
 
     key: str
@@ -69,10 +69,10 @@ def name_of_type(dtype: torch.dtype, key: str) -> str:
     return name
 
 
-class Layout:
+class FileLayout:
     """Where each entry stands in the body, and the header that says so."""
 
-    def __init__(self, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+    def __init__(self, entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> None:
         self.entries = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
         self.begins: list[int] = []
         header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -98,7 +98,7 @@ class Body:
         self._memory: mmap.mmap | None = None
         self._flat = torch.empty(0, dtype=torch.uint8)
 
-    def fill(self, layout: Layout, value_of: Callable[[Entry], Tensor]) -> None:
+    def fill(self, layout: FileLayout, value_of: Callable[[TensorEntry], Tensor]) -> None:
         """Copy every entry into its place; memory is asked for only where there is not enough."""
         self.reserve(layout.bytes)
         for entry, begin in zip(layout.entries, layout.begins, strict=True):
@@ -113,7 +113,7 @@ class Body:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB and not for 4 KiB
             self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def put(self, begin: int, entry: Entry, value: Tensor) -> None:
+    def put(self, begin: int, entry: TensorEntry, value: Tensor) -> None:
         """Copy one entry to its place."""
         if entry.bytes:
             self._flat[begin : begin + entry.bytes].view(entry.dtype).view(entry.shape).copy_(value)
@@ -128,7 +128,7 @@ class Body:
         self._memory = None
 
 
-def streamed(layout: Layout, value_of: Callable[[Entry], Tensor]) -> Iterator[memoryview]:
+def streamed(layout: FileLayout, value_of: Callable[[TensorEntry], Tensor]) -> Iterator[memoryview]:
     """The body of a file without a copy of all of it: one tensor at a time passes through the memory of the largest."""
     scratch = Body()
     largest = max(layout.entries, key=lambda entry: entry.bytes, default=None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_first, read_manifest
 from penstock.checkpoint.disk.values import decode, same
 from penstock.checkpoint.generators import check_states, restore_generators
-from penstock.checkpoint.load.reading import Contents
+from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.load.restoring import fit_model, fit_optimizers
 from penstock.checkpoint.named_tensors import model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
@@ -56,7 +56,7 @@ def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loa
     pipe.deployment.ranks.settle()
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
-    contents, _ = processes.together(lambda: (Contents(path), None), path)
+    contents, _ = processes.together(lambda: (CheckpointContents(path), None), path)
     restoring, _ = processes.together(lambda: (_restoring(pipe, given, contents, manifest, processes), None), path)
     try:
         processes.together(restoring.hand_out, path)
@@ -115,7 +115,7 @@ class _Restoring:
     """A checkpoint that fits. What may refuse its state gets it first; then `targets` are filled; then `finish`."""
 
     def __init__(
-        self, pipe: Pipeline, given: Given, contents: Contents, manifest: Manifest, processes: Processes
+        self, pipe: Pipeline, given: Given, contents: CheckpointContents, manifest: Manifest, processes: Processes
     ) -> None:
         self._pipe, self._given, self._contents = pipe, given, contents
         self._manifest, self._processes = manifest, processes

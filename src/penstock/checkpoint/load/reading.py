@@ -29,10 +29,10 @@ from penstock.checkpoint.disk.manifest import PLAIN_NAME, read_index
 from penstock.checkpoint.disk.tensors import TYPES
 from penstock.errors import CheckpointError
 
-__all__ = ["Contents"]
+__all__ = ["CheckpointContents"]
 
 
-class Contents:
+class CheckpointContents:
     """What a checkpoint holds: `index` as it was read, and its tensors on demand."""
 
     def __init__(self, path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.checkpoint.disk.values import TENSOR, decode, same
-from penstock.checkpoint.load.reading import Contents
+from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.named_tensors import (
     Optimizers,
     class_of,
@@ -32,7 +32,7 @@ __all__ = ["fit_model", "fit_optimizers"]
 
 
 def fit_model(
-    pipe: Pipeline, contents: Contents, plain: Mapping[str, Any], replicas_alike: bool = True
+    pipe: Pipeline, contents: CheckpointContents, plain: Mapping[str, Any], replicas_alike: bool = True
 ) -> dict[str, Tensor]:
     """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs."""
     tensors, path = contents.tensors, contents.path
@@ -69,7 +69,7 @@ def fit_model(
     return targets
 
 
-def names_in(pipe: Pipeline, contents: Contents) -> tuple[dict[str, str], list[str]]:
+def names_in(pipe: Pipeline, contents: CheckpointContents) -> tuple[dict[str, str], list[str]]:
     """Tied parameters that were saved under another of their names, by the one they have here; and what is wrong.
 
     Which of its names comes first can depend on the way of cutting: in a graph, on where the module that reads it went.
@@ -99,7 +99,9 @@ def _all_names(pipe: Pipeline) -> Iterable[str]:
 class OptimizerFit:
     """What the optimizers here take from a checkpoint: `targets` are to be filled, then `finish` is called."""
 
-    def __init__(self, pipe: Pipeline, optimizers: Optimizers, contents: Contents, plain: Mapping[str, Any]) -> None:
+    def __init__(
+        self, pipe: Pipeline, optimizers: Optimizers, contents: CheckpointContents, plain: Mapping[str, Any]
+    ) -> None:
         self.targets: dict[str, Tensor] = {}
         self._optimizers = optimizers
         self._state = plain["state"]
@@ -169,7 +171,7 @@ class OptimizerFit:
 
 
 def fit_optimizers(
-    pipe: Pipeline, optimizers: Optimizers, contents: Contents, plain: Mapping[str, Any] | None
+    pipe: Pipeline, optimizers: Optimizers, contents: CheckpointContents, plain: Mapping[str, Any] | None
 ) -> OptimizerFit:
     """Compare the optimizers with those of a checkpoint."""
     path = contents.path

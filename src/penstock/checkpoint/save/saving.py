@@ -24,8 +24,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, MANIFEST, seal
-from penstock.checkpoint.disk.tensors import Body, Entry, streamed, write_file
-from penstock.checkpoint.save.write_plan import Plan, file_of
+from penstock.checkpoint.disk.tensors import Body, TensorEntry, streamed, write_file
+from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 
 __all__ = ["GivenUp", "Saving", "remove", "sync_directory"]
@@ -49,7 +49,7 @@ class Saving:
     final: Path
     number: int
     count: int
-    plan: Plan
+    plan: WritePlan
     plain: Mapping[str, Any]
     document: Mapping[str, Any]  # of the manifest, but for its files
     lost: Callable[[], Exception | None]
@@ -57,7 +57,7 @@ class Saving:
     body: Body | None = None
     _pieces: Callable[[], Iterable[memoryview]] = list
 
-    def copy(self, body: Body, value_of: Callable[[Entry], Tensor]) -> None:
+    def copy(self, body: Body, value_of: Callable[[TensorEntry], Tensor]) -> None:
         """Take the values; on the thread that trains. All that comes later may then happen beside it."""
         self.body = body
         try:
@@ -67,7 +67,7 @@ class Saving:
             raise
         self._pieces = lambda: [body.view(self.plan.layout.bytes)]
 
-    def read_from(self, value_of: Callable[[Entry], Tensor]) -> None:
+    def read_from(self, value_of: Callable[[TensorEntry], Tensor]) -> None:
         """Take the values while writing, without a copy of all of them."""
         self._pieces = lambda: streamed(self.plan.layout, value_of)
 

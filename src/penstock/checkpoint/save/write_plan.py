@@ -23,16 +23,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from penstock.checkpoint.disk.tensors import Entry, Layout, name_of_type
+from penstock.checkpoint.disk.tensors import FileLayout, TensorEntry, name_of_type
 from penstock.errors import UsageError
 
-__all__ = ["Plan", "Planner"]
+__all__ = ["Planner", "WritePlan"]
 
 
-class Plan:
+class WritePlan:
     """What this process writes, and where each tensor of all processes is."""
 
-    def __init__(self, layout: Layout, items: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+    def __init__(self, layout: FileLayout, items: Mapping[str, Any], tensors: dict[str, Any]) -> None:
         self.layout = layout
         self.items = items
         self.tensors = tensors  # key -> type, shape, chunks: as the index has it
@@ -44,7 +44,7 @@ class Planner:
     def __init__(self) -> None:
         self._planner: DefaultSavePlanner | None = None
         self._local: SavePlan | None = None
-        self._plan: Plan | None = None
+        self._plan: WritePlan | None = None
         self._signature = ""
 
     def look(self, tensors: Mapping[str, Tensor]) -> str:
@@ -62,7 +62,7 @@ class Planner:
         self._planner, self._local, self._signature = planner, local, signature
         return signature if changed else ""
 
-    def agree(self, changed: bool, process: int, exchange: Callable[[Any], list[Any]]) -> Plan:
+    def agree(self, changed: bool, process: int, exchange: Callable[[Any], list[Any]]) -> WritePlan:
         """The plan; collective where `changed`, which all processes must say alike."""
         assert self._planner is not None
         assert self._local is not None
@@ -72,7 +72,7 @@ class Planner:
             self._plan = _plan_of(plans, metadata.state_dict_metadata, process)
         return self._plan
 
-    def value_of(self, entry: Entry) -> Tensor:
+    def value_of(self, entry: TensorEntry) -> Tensor:
         """The tensor, or this process's shard of it, that an entry is a copy of."""
         assert self._planner is not None
         assert self._plan is not None
@@ -110,10 +110,10 @@ def file_of(process: int) -> str:
     return f"process-{process:05d}.safetensors"
 
 
-def _plan_of(plans: list[SavePlan], metadata: Mapping[str, Any], process: int) -> Plan:
+def _plan_of(plans: list[SavePlan], metadata: Mapping[str, Any], process: int) -> WritePlan:
     homes: dict[tuple[str, tuple[int, ...]], str] = {}
     mine: dict[str, Any] = {}
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     for number, plan in enumerate(plans):
         for item in plan.items:
             offsets = tuple(item.index.offset or ())
@@ -126,7 +126,7 @@ def _plan_of(plans: list[SavePlan], metadata: Mapping[str, Any], process: int) -
                 mine[item.index.fqn] = item
                 data = item.tensor_data
                 assert data is not None
-                entries.append(Entry(item.index.fqn, data.properties.dtype, tuple(data.chunk.sizes), offsets))
+                entries.append(TensorEntry(item.index.fqn, data.properties.dtype, tuple(data.chunk.sizes), offsets))
     tensors = {}
     for key, found in metadata.items():
         assert isinstance(found, TensorStorageMetadata)
@@ -142,10 +142,10 @@ def _plan_of(plans: list[SavePlan], metadata: Mapping[str, Any], process: int) -
                 for chunk in found.chunks
             ],
         }
-    return Plan(Layout(entries, _sharding(entries)), mine, tensors)
+    return WritePlan(FileLayout(entries, _sharding(entries)), mine, tensors)
 
 
-def _sharding(entries: list[Entry]) -> dict[str, str]:
+def _sharding(entries: list[TensorEntry]) -> dict[str, str]:
     """What torch's own HuggingFaceStorageReader looks for, so that plain DCP reads our files too."""
     info = {entry.key: {"saved_offsets": list(entry.offsets)} for entry in entries}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}

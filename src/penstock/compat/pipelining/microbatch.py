@@ -123,7 +123,7 @@ def one_each(
     )
 
 
-class Absent:
+class NotPassed:
     """Stands, as a class, for an argument that a microbatch does not have though others have it."""
 
 
@@ -143,16 +143,16 @@ def as_arguments(
         for number, each in enumerate(given):
             if not isinstance(each, kind):
                 raise UsageError(f"{name}[{number}] is a {type(each).__name__}; pass a {kind.__name__} of arguments")
-    args = [Microbatches(column) for column in zip_longest(*(arg_mbs or ()), fillvalue=Absent)]
+    args = [Microbatches(column) for column in zip_longest(*(arg_mbs or ()), fillvalue=NotPassed)]
     names = dict.fromkeys(name for each in kwarg_mbs or () for name in each)
-    kwargs = {name: Microbatches(each.get(name, Absent) for each in kwarg_mbs or ()) for name in names}
+    kwargs = {name: Microbatches(each.get(name, NotPassed) for each in kwarg_mbs or ()) for name in names}
     return args, kwargs, None if target_mbs is None else Microbatches(target_mbs)
 
 
 def present(batch: Batch) -> Batch:
     """The same batch without what single microbatches do not have."""
-    batch.args = [tuple(value for value in args if value is not Absent) for args in batch.args]
-    batch.kwargs = [{name: value for name, value in kw.items() if value is not Absent} for kw in batch.kwargs]
+    batch.args = [tuple(value for value in args if value is not NotPassed) for args in batch.args]
+    batch.kwargs = [{name: value for name, value in kw.items() if value is not NotPassed} for kw in batch.kwargs]
     return batch
 
 

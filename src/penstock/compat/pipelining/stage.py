@@ -17,7 +17,7 @@ from penstock.compat.pipelining.chunks import ByChunk
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.messages.collective import all_gather
 
-__all__ = ["Elsewhere", "PipelineStage", "all_stages", "as_tree"]
+__all__ = ["PipelineStage", "RemoteStage", "all_stages", "as_tree"]
 
 
 class _PipelineStageBase(ByChunk):
@@ -87,7 +87,7 @@ class PipelineStage(_PipelineStageBase):
             raise UsageError(f"the submodule of stage {stage_index} is a {type(submodule).__name__}; pass an nn.Module")
 
 
-class Elsewhere(nn.Module):
+class RemoteStage(nn.Module):
     """Stands for a stage of another rank: its names, shapes and dtypes, without memory."""
 
     def __init__(self, held: Sequence[Held]) -> None:
@@ -185,7 +185,7 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], 
             f"{first.num_stages} stages must be on exactly one"
         )
     own = {stage.stage_index: stage.submod for stage in stages}
-    return [own[index] if index in own else Elsewhere(told[owners[index][0]][2][index]) for index in owners]
+    return [own[index] if index in own else RemoteStage(told[owners[index][0]][2][index]) for index in owners]
 
 
 def _all_or_none(trains: Sequence[bool]) -> None:

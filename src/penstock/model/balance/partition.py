@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 from penstock.errors import ModelError, UsageError
 from penstock.schedule.placement import Placement
 
-__all__ = ["ROUNDING", "Ends", "Problem", "Run", "Weights", "classic", "pose", "speeds_of"]
+__all__ = ["ROUNDING", "Ends", "PartitionProblem", "Stretch", "Weights", "classic", "pose", "speeds_of"]
 
 Weights = Sequence[float] | Sequence[Sequence[float]]  # a number a piece; or for each stage a row of them
 
@@ -32,7 +32,7 @@ Ends = list[int]  # the boundaries between stages, with 0 and the number of atom
 
 
 @dataclass(frozen=True)
-class Problem:
+class PartitionProblem:
     """Atoms, which no cut takes apart, to be dealt out to stages in order."""
 
     sums: tuple[list[float], ...]  # by stage: what the first n atoms weigh there, on its rank
@@ -91,10 +91,10 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """Neighbouring stages on different ranks, between two boundaries: a classic problem."""
 
-    problem: Problem
+    problem: PartitionProblem
     stages: range
     first: int
     last: int
@@ -155,12 +155,12 @@ class Run:
         return table[self.last][0], list(table[self.last][2])
 
 
-def classic(problem: Problem, slack: float = 0.0) -> Ends | None:
+def classic(problem: PartitionProblem, slack: float = 0.0) -> Ends | None:
     """The best cut where every rank has one stage, None where there is none.
 
     Loads within `slack` of the best count as equal, and bytes decide.
     """
-    whole = Run(problem, range(problem.stages), 0, problem.atoms, problem.base)
+    whole = Stretch(problem, range(problem.stages), 0, problem.atoms, problem.base)
     most = max(sums[-1] for sums in problem.sums) + max(problem.base)
     if not whole.fits(most):
         return None
@@ -181,7 +181,7 @@ def pose(
     speeds: Sequence[float] | None,
     fixed: Iterable[int],
     base: Sequence[float] | None,
-) -> tuple[Problem, list[int]]:
+) -> tuple[PartitionProblem, list[int]]:
     """The problem that arguments of `best_cuts` make, checked; and the piece that each boundary is before."""
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         raise UsageError(f"stages={stages!r}: a model has at least 1 stage")
@@ -199,7 +199,7 @@ def pose(
     if len(base) != stages:
         raise UsageError(f"base has {len(base)} entries for {stages} stages")
     carried = [sum(base[stage] for stage in placement.stages_of(r)) / speeds[r] for r in range(placement.ranks)]
-    problem = Problem(
+    problem = PartitionProblem(
         sums=_sums(rows, placement, speeds, places),
         ranks=placement.by_stage,
         base=tuple(carried),

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from penstock.model.balance.partition import ROUNDING, Ends, Problem, Run, classic
+from penstock.model.balance.partition import ROUNDING, Ends, PartitionProblem, Stretch, classic
 from penstock.model.balance.two_stages import Verdict, takes, two_rounds
 
 __all__ = ["lightest"]
@@ -29,14 +29,15 @@ STEPS = 600_000  # of one search: less than a second
 BETTER = 1 - 3 * ROUNDING
 
 
-def lightest(problem: Problem, slack: float = 0.0) -> tuple[Ends, bool] | None:
+def lightest(problem: PartitionProblem, slack: float = 0.0) -> tuple[Ends, bool] | None:
     """The best cut found, and whether its largest load is proved to be the least; None where there is no cut.
 
     Loads within `slack` of the best count as equal, and bytes decide.
     """
     count = problem.stages
     speeds = tuple(problem.speeds[rank] for rank in problem.ranks)
-    begin = classic(Problem(problem.sums, tuple(range(count)), (0.0,) * count, speeds, problem.crossing, problem.walls))
+    ranks, loads = tuple(range(count)), (0.0,) * count
+    begin = classic(PartitionProblem(problem.sums, ranks, loads, speeds, problem.crossing, problem.walls))
     if begin is None:
         return None
     ends = _improve(problem, begin)
@@ -47,7 +48,7 @@ def lightest(problem: Problem, slack: float = 0.0) -> tuple[Ends, bool] | None:
     return _Search(problem, bound, ends).run(problem.bytes(ends)) or ends, exact
 
 
-def _bisect(problem: Problem, best: Ends) -> Ends:
+def _bisect(problem: PartitionProblem, best: Ends) -> Ends:
     """For two rounds: halve the gap between what is known and what cannot be, with the quick sweep."""
     low = _floor(problem)
     while (high := max(problem.loads(best))) - low > CLOSE * high:
@@ -59,7 +60,7 @@ def _bisect(problem: Problem, best: Ends) -> Ends:
     return best
 
 
-def _shake(problem: Problem, best: Ends) -> Ends:
+def _shake(problem: PartitionProblem, best: Ends) -> Ends:
     """Move some cuts, improve again, keep the best."""
     chance = random.Random(0)
     for _ in range(min(SHAKES, 1 + SHAKE_WORK // (problem.atoms * problem.stages))):
@@ -71,7 +72,7 @@ def _shake(problem: Problem, best: Ends) -> Ends:
     return best
 
 
-def _settle(problem: Problem, best: Ends) -> tuple[Ends, bool]:
+def _settle(problem: PartitionProblem, best: Ends) -> tuple[Ends, bool]:
     """Look for something better until there is none, or until the budget is spent."""
     while max(problem.loads(best)) > _floor(problem) * (1 + ROUNDING):
         bound = max(problem.loads(best)) * BETTER
@@ -86,7 +87,7 @@ def _settle(problem: Problem, best: Ends) -> tuple[Ends, bool]:
     return best, True
 
 
-def _floor(problem: Problem) -> float:
+def _floor(problem: PartitionProblem) -> float:
     """No cut is lighter: the whole shared out evenly; and the heaviest atom with the lightest beside it."""
     carried = sum(base * speed for base, speed in zip(problem.base, problem.speeds, strict=True))
     even = (problem.least[0] + carried) / sum(problem.speeds)
@@ -96,7 +97,7 @@ def _floor(problem: Problem) -> float:
     return math.ceil(floor / problem.grain) * problem.grain if problem.grain else floor
 
 
-def _improve(problem: Problem, ends: Ends) -> Ends:
+def _improve(problem: PartitionProblem, ends: Ends) -> Ends:
     """Solve every run of stages on different ranks, the others held still, until none gets better."""
     runs = _runs(problem.ranks)
     again = True
@@ -112,7 +113,7 @@ def _improve(problem: Problem, ends: Ends) -> Ends:
     return ends
 
 
-def _fewer_bytes(problem: Problem, ends: Ends, bound: float) -> Ends:
+def _fewer_bytes(problem: PartitionProblem, ends: Ends, bound: float) -> Ends:
     """The same with bytes: within the bound, fewer of them."""
     for stages in _runs(problem.ranks) * 2:
         run, _ = _held_still(problem, ends, stages)
@@ -136,16 +137,16 @@ def _runs(ranks: Sequence[int]) -> list[range]:
     return found
 
 
-def _held_still(problem: Problem, ends: Ends, stages: range) -> tuple[Run, float]:
+def _held_still(problem: PartitionProblem, ends: Ends, stages: range) -> tuple[Stretch, float]:
     """The run of `stages`, and its ranks' largest load now."""
     loads = problem.loads(ends)
     now = max(loads[problem.ranks[stage]] for stage in stages)
     for stage in stages:
         loads[problem.ranks[stage]] -= problem.sums[stage][ends[stage + 1]] - problem.sums[stage][ends[stage]]
-    return Run(problem, stages, ends[stages.start], ends[stages.stop], loads), now
+    return Stretch(problem, stages, ends[stages.start], ends[stages.stop], loads), now
 
 
-def _shaken(ends: Ends, chance: random.Random, problem: Problem) -> Ends:
+def _shaken(ends: Ends, chance: random.Random, problem: PartitionProblem) -> Ends:
     """Some cuts moved a little way, where that leaves every stage an atom and no wall behind."""
     ends = list(ends)
     for place in range(1, len(ends) - 1):
@@ -159,7 +160,7 @@ def _shaken(ends: Ends, chance: random.Random, problem: Problem) -> Ends:
 class _Search:
     """Depth first over the ends of stages; `left` counts down the steps, 0 means it was cut off."""
 
-    def __init__(self, problem: Problem, bound: float, near: Ends) -> None:
+    def __init__(self, problem: PartitionProblem, bound: float, near: Ends) -> None:
         self.problem = problem
         self.bound = bound * (1 + ROUNDING)
         self.near = near
@@ -186,7 +187,7 @@ class _Search:
             return True
         if stage >= self.alone:
             self.left -= (problem.stages - stage) * (problem.atoms - start)
-            run = Run(problem, range(stage, problem.stages), start, problem.atoms, self.loads)
+            run = Stretch(problem, range(stage, problem.stages), start, problem.atoms, self.loads)
             bound = self.bound / (1 + ROUNDING)
             found = None
             if run.fits(bound):

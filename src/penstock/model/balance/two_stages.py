@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from penstock.model.balance.partition import ROUNDING, Ends, Problem
+from penstock.model.balance.partition import ROUNDING, Ends, PartitionProblem
 
 __all__ = ["Verdict", "takes", "two_rounds"]
 
@@ -36,7 +36,7 @@ class Verdict(Enum):
     UNKNOWN = "not decided"
 
 
-def takes(problem: Problem) -> bool:
+def takes(problem: PartitionProblem) -> bool:
     """Are there two rounds, in a loop or a V, and no cut that must be somewhere?"""
     half = problem.stages // 2
     first, second = problem.ranks[:half], problem.ranks[half:]
@@ -44,7 +44,7 @@ def takes(problem: Problem) -> bool:
     return not walled and len(set(first)) == half and second in (first, first[::-1])
 
 
-def two_rounds(problem: Problem, bound: float, steps: int, quick: bool = False) -> tuple[Verdict, Ends | None]:
+def two_rounds(problem: PartitionProblem, bound: float, steps: int, quick: bool = False) -> tuple[Verdict, Ends | None]:
     """A cut within `bound`, or that there is none; not decided where the steps run out, or in the quick sweep alone."""
     half = problem.stages // 2
     turns = problem.ranks[half:] == problem.ranks[:half][::-1]
@@ -57,7 +57,7 @@ def two_rounds(problem: Problem, bound: float, steps: int, quick: bool = False) 
 
 
 class _Sweep:
-    def __init__(self, problem: Problem, bound: float, steps: int, keep_all: bool) -> None:
+    def __init__(self, problem: PartitionProblem, bound: float, steps: int, keep_all: bool) -> None:
         self.problem = problem
         self.left = steps
         self.keep_all = keep_all

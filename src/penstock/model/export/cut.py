@@ -13,7 +13,7 @@ from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
 from penstock.model.export.cut_places import choose_cuts, find_cuts, modules_of
 from penstock.model.export.operations import Values
-from penstock.model.export.part import GraphPart, Program, Programs, StageState, all_tensors
+from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageState, all_tensors
 from penstock.model.export.proof import runs
 from penstock.model.export.stages import build_stages
 from penstock.model.lazy import is_lazy
@@ -45,7 +45,7 @@ def split_by_graph(
     tensors = all_tensors(model)
     cuts = choose_cuts(values, tensors, wanted, balance, split_at)
     program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts)))
-    programs = Programs(model, arguments, cuts, program)
+    programs = GraphPrograms(model, arguments, cuts, program)
     programs.held = _holders(model, tensors, program)
     programs.prove(args, kwargs)
     parts = tuple(_part(index, model, tensors, programs) for index in range(wanted))
@@ -56,7 +56,7 @@ def split_by_graph(
     return Split(parts, programs.topology, how, model, order=order, origin=origin_of(model))
 
 
-def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Programs) -> GraphPart:
+def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: GraphPrograms) -> GraphPart:
     saved = set(model.state_dict(keep_vars=True))
     module = StageState()
     here: dict[int, str] = {}

@@ -23,12 +23,12 @@ from penstock.model.export.operations import Values, size_in_bytes
 from penstock.model.replay.plan import min_max_cuts
 from penstock.model.use_names import name_and_use
 
-__all__ = ["Cut", "choose_cuts", "find_cuts", "modules_of"]
+__all__ = ["GraphCut", "choose_cuts", "find_cuts", "modules_of"]
 
 NEARLY = 1.1  # a cut where less crosses is taken if the heaviest stage grows by no more than this
 
 
-class Cut(NamedTuple):
+class GraphCut(NamedTuple):
     """A stage begins with the first use of a parameter, or with a module's first operation; or with a later one."""
 
     kind: str  # "parameter" or "module"
@@ -51,13 +51,13 @@ def choose_cuts(
     stages: int,
     balance: str | Sequence[int] | None,
     split_at: Sequence[str],
-) -> list[Cut]:
+) -> list[GraphCut]:
     """The cuts before stages 1, 2, ... as the user asked for them."""
     if split_at:
         if len(split_at) != stages - 1:
             raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
         named = map(name_and_use, split_at)
-        return [Cut("parameter" if name in tensors else "module", name, use) for name, use in named]
+        return [GraphCut("parameter" if name in tensors else "module", name, use) for name, use in named]
     pieces = _pieces(values, tensors)
     if balance is not None and not isinstance(balance, str):
         return _by_count(pieces, stages, balance)
@@ -77,24 +77,24 @@ def choose_cuts(
         calm = min_max_cuts(weights, stages, thin, crossing)
         if _heaviest(weights, calm) <= NEARLY * _heaviest(weights, best):
             best = calm
-    return [Cut("parameter", pieces[number].parameter) for number in best]
+    return [GraphCut("parameter", pieces[number].parameter) for number in best]
 
 
 def _heaviest(weights: list[float], cuts: list[int]) -> float:
     return max(sum(weights[first:last]) for first, last in zip([0, *cuts], [*cuts, len(weights)], strict=True))
 
 
-def _by_count(pieces: list[_Piece], stages: int, balance: Sequence[int]) -> list[Cut]:
+def _by_count(pieces: list[_Piece], stages: int, balance: Sequence[int]) -> list[GraphCut]:
     if sum(balance) != len(pieces) or len(balance) != stages or min(balance) < 1:
         raise ModelError(
             f"balance={list(balance)} has {len(balance)} entries and sums to {sum(balance)}, but the model is to have "
             f"{stages} stages and its graph {len(pieces)} operations with parameters of their own; each needs a stage"
         )
     starts = [sum(balance[:stage]) for stage in range(1, stages)]
-    return [Cut("parameter", pieces[number].parameter) for number in starts]
+    return [GraphCut("parameter", pieces[number].parameter) for number in starts]
 
 
-def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[Cut]) -> list[int]:
+def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCut]) -> list[int]:
     """The positions of the cuts in this capture: the first operations of stages 1, 2, ..."""
     pieces = {piece.parameter: piece for piece in _pieces(values, tensors)}
     taken = _inseparable(values)
@@ -119,7 +119,7 @@ def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[Cut]) -
     return places
 
 
-def _later_use(values: Values, tensors: dict[str, Tensor], cut: Cut) -> int | None:
+def _later_use(values: Values, tensors: dict[str, Tensor], cut: GraphCut) -> int | None:
     """The operation that reads a parameter for that time, under whichever of its names."""
     parameters, wanted = values.capture.parameters, tensors[cut.name]
     uses = [

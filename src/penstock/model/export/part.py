@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.export.capture import Capture, capture
 from penstock.model.export.containers import Arguments, is_channels_last, put_together, settled, take_apart
-from penstock.model.export.cut_places import Cut, find_cuts
+from penstock.model.export.cut_places import GraphCut, find_cuts
 from penstock.model.export.operations import Values
 from penstock.model.export.proof import prove, runs
 from penstock.model.export.stages import StageGraph, build_stages
@@ -31,7 +31,7 @@ from penstock.model.replay.tree import OWN
 from penstock.model.settings import Change, Settings, value_key
 from penstock.schedule.topology import Topology
 
-__all__ = ["GraphPart", "Program", "Programs", "StageState", "all_tensors"]
+__all__ = ["GraphPart", "GraphPrograms", "Program", "StageState", "all_tensors"]
 
 MOST_CAPTURES = 16  # of one setting, and settings: one that changes at every step would capture for ever
 
@@ -57,14 +57,14 @@ class Program:
     autocast: Any = field(default_factory=_autocast)  # under which it was captured: its types are in the graph
 
 
-class Programs:
+class GraphPrograms:
     """The captures of one model, shared by its parts.
 
     A capture holds for what the model was set to: the modes of its modules, their plain attributes, the types and
     shapes of its buffers. The graph has all of that built in, so that each such setting has captures of its own.
     """
 
-    def __init__(self, model: nn.Module, arguments: Arguments, cuts: Sequence[Cut], first: Program) -> None:
+    def __init__(self, model: nn.Module, arguments: Arguments, cuts: Sequence[GraphCut], first: Program) -> None:
         self._model = model
         self._arguments = arguments
         self._cuts = cuts
@@ -255,7 +255,7 @@ class GraphPart:
     captured = True
 
     def __init__(
-        self, index: int, model: nn.Module, programs: Programs, module: StageState, aliases: Mapping[str, str]
+        self, index: int, model: nn.Module, programs: GraphPrograms, module: StageState, aliases: Mapping[str, str]
     ) -> None:
         self.index = self.stream = index
         self.module: nn.Module = module

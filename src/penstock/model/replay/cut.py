@@ -16,7 +16,7 @@ from penstock.model.lazy import is_lazy
 from penstock.model.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
-from penstock.model.replay.plan import Plan, plan_stages, torn_by
+from penstock.model.replay.plan import StagePlan, plan_stages, torn_by
 from penstock.model.replay.recording.calls import Leaf, Recording
 from penstock.model.replay.recording.record import record
 from penstock.model.replay.recording.units import find_units
@@ -244,7 +244,7 @@ def _crossing(recording: Recording) -> list[float]:
     return bytes_at
 
 
-def _owners(units: list[str], plan: Plan) -> list[list[str]]:
+def _owners(units: list[str], plan: StagePlan) -> list[list[str]]:
     """Each unit with the stages that call it; one that nobody calls stays with its neighbour before it."""
     owned: list[list[str]] = [plan.units_of(stage) for stage in range(plan.stages)]
     called = {unit for names in owned for unit in names}
@@ -257,7 +257,7 @@ def _owners(units: list[str], plan: Plan) -> list[list[str]]:
     return owned
 
 
-def _loose(model: nn.Module, plan: Plan, owned: list[list[str]]) -> list[dict[str, Tensor]]:
+def _loose(model: nn.Module, plan: StagePlan, owned: list[list[str]]) -> list[dict[str, Tensor]]:
     """What a stage has beside its units: the parameters and buffers that its glue reads; all others are stage 0's."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     every: dict[str, Tensor] = {**parameters, **buffers}

@@ -33,7 +33,7 @@ from penstock.model.replay.keeping.guard import Guard
 from penstock.model.replay.keeping.sinks import Sinks
 from penstock.model.replay.owned import Outside, StageUnits
 from penstock.model.replay.paths import diverged, stale
-from penstock.model.replay.plan import GLUE, Plan
+from penstock.model.replay.plan import GLUE, StagePlan
 from penstock.model.replay.recording.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.recording.marks import Absent
 from penstock.model.replay.recording.tensors import differ, flatten, tensors_in, unflatten
@@ -79,7 +79,7 @@ class ReplayPart:
         self,
         index: int,
         model: nn.Module,
-        plan: Plan,
+        plan: StagePlan,
         shapes: Shapes,
         owned: list[str],
         loose: dict[str, Tensor],

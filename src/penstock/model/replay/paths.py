@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.calls import Call
+from penstock.model.replay.recording.calls import UnitCall
 
 __all__ = ["diverged", "stale"]
 
@@ -19,7 +19,7 @@ def stale(what: str) -> ModelError:
     )
 
 
-def diverged(calls: Sequence[Call], what: str, number: int) -> ModelError:
+def diverged(calls: Sequence[UnitCall], what: str, number: int) -> ModelError:
     """Another call, or another result of one, than the plan has in that place."""
     due = f"{calls[number].unit} was due" if number < len(calls) else "no further call was due"
     return ModelError(

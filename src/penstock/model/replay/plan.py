@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.calls import PARAMETER, STATE, Mark, Recording, State
+from penstock.model.replay.recording.calls import PARAMETER, STATE, KeptState, Mark, Recording
 from penstock.schedule.topology import Topology
 
-__all__ = ["GLUE", "Plan", "min_max_cuts", "plan_stages", "torn_by"]
+__all__ = ["GLUE", "StagePlan", "min_max_cuts", "plan_stages", "torn_by"]
 
 GLUE = -1  # in the place of a stage: every stage makes the call
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """Who makes and who needs what."""
 
     recording: Recording
@@ -38,7 +38,7 @@ class Plan:
         return list(dict.fromkeys(calls[number].unit for number, owner in enumerate(self.stage_of) if owner == stage))
 
 
-def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
+def plan_stages(recording: Recording, cuts: Sequence[int]) -> StagePlan:
     """`cuts` are the numbers of the first calls of stages 1, 2, ..."""
     stages = len(cuts) + 1
     stage_of, stage = [], 0
@@ -62,7 +62,7 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> Plan:
         raise ModelError("the model's output does not depend on any of its units; there is nothing to train")
     topology = Topology(stages, crossing)
     ordered = {edge: tuple(sorted(marks)) for edge, marks in crossing.items()}
-    return Plan(recording, tuple(stage_of), stages, ordered, topology, tuple(map(tuple, read)))
+    return StagePlan(recording, tuple(stage_of), stages, ordered, topology, tuple(map(tuple, read)))
 
 
 def torn_by(recording: Recording, cut: int) -> str:
@@ -80,7 +80,7 @@ def torn_by(recording: Recording, cut: int) -> str:
     return ""
 
 
-def _check_state(recording: Recording, stage_of: Sequence[int], stage: int, state: State) -> None:
+def _check_state(recording: Recording, stage_of: Sequence[int], stage: int, state: KeptState) -> None:
     """What a unit keeps is known on its own stage only."""
     for number, call in enumerate(recording.calls):
         if call.unit in state.writers and stage_of[number] not in (GLUE, stage):

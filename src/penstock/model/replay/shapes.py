@@ -16,7 +16,7 @@ from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, aside
 from penstock.model.placeholders import blank, is_away
 from penstock.model.replay.keeping.sinks import Sinks
-from penstock.model.replay.recording.calls import Call, Leaf, shapes_of
+from penstock.model.replay.recording.calls import Leaf, UnitCall, shapes_of
 from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
 
@@ -44,7 +44,7 @@ class Shapes:
         self._copies = {name: hollow_copy(module, _without_memory) for name, module in self._modules.items()}
 
     def of(
-        self, number: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
+        self, number: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[list[Any], Any]:
         """(leaves, structure) of the output of call `number` for these arguments, in that mode."""
         module = self._modules[call.unit]
@@ -56,7 +56,7 @@ class Shapes:
             self._known[key] = self._run(module, call, given, args, kwargs)
         return self._known[key]
 
-    def _run(self, module: nn.Module, call: Call, given: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _run(self, module: nn.Module, call: UnitCall, given: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
         copied = self._copies.get(call.unit)
         if copied is not None:
@@ -161,7 +161,7 @@ def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def _with_changed_sizes(call: Call, given: Any) -> list[Any] | None:
+def _with_changed_sizes(call: UnitCall, given: Any) -> list[Any] | None:
     """The recorded shapes with the sizes put in that changed, where that leaves no doubt.
 
     No doubt means: each size of the recorded arguments turned into one and the same size in all

@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 from penstock.runtime.backward.split import DeferredWeights
 from penstock.runtime.state.memory import LINE, is_dense
 
-__all__ = ["Record", "edge_of", "tensors_with_gradient"]
+__all__ = ["GraphRecord", "edge_of", "tensors_with_gradient"]
 
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 
 
-class Record:
+class GraphRecord:
     """What a microbatch holds between its forward and its backward."""
 
     __slots__ = (

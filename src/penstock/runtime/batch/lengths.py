@@ -23,13 +23,13 @@ from penstock.errors import ModelError, UsageError
 from penstock.messages import plain
 from penstock.runtime.batch.microbatch import Dims, Splitter, merge
 
-__all__ = ["ByTokens", "Plan", "PlanSplitter", "by_tokens", "merge_by_plan"]
+__all__ = ["ByTokens", "LengthPlan", "PlanSplitter", "by_tokens", "merge_by_plan"]
 
 Label = str | int
 
 
 @dataclass(frozen=True)
-class Plan:
+class LengthPlan:
     """Which rows go into which microbatch, and how wide each of these is."""
 
     rows: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class Plan:
         return torch.cat(self.index).argsort()
 
 
-plain.record(Plan, rows=tuple, widths=tuple)
+plain.record(LengthPlan, rows=tuple, widths=tuple)
 
 
 class ByTokens:
@@ -92,7 +92,7 @@ class ByTokens:
                 f"{', '.join(map(repr, [*range(len(args)), *names, 'target', 'output']))}"
             )
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], least: int, fixed: bool) -> Plan | None:
+    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], least: int, fixed: bool) -> LengthPlan | None:
         """The plan for a batch with at least so many microbatches, or just as many; None where no batch is given."""
         if not args and not kwargs:
             return None
@@ -115,7 +115,7 @@ class ByTokens:
         if self.max_tokens is not None:
             count = max(count, len(_greedy(ranked, self.max_tokens)))
         bins = _balanced(ranked, count)
-        return Plan(
+        return LengthPlan(
             tuple(tuple(sorted(order[first:end])) for first, end in bins), tuple(ranked[end - 1] for _, end in bins)
         )
 
@@ -214,7 +214,7 @@ def _balanced(ranked: Sequence[int], count: int) -> list[tuple[int, int]]:
 class PlanSplitter(Splitter):
     """Cuts as a plan says."""
 
-    def __init__(self, plan: Plan, sequences: Mapping[Label, int], dims: Dims) -> None:
+    def __init__(self, plan: LengthPlan, sequences: Mapping[Label, int], dims: Dims) -> None:
         super().__init__(plan.count, dims)
         self._plan = plan
         self._sequences = sequences
@@ -271,7 +271,7 @@ NAME_IT = (
 )
 
 
-def merge_by_plan(outputs: Sequence[Any], dim: Any, plan: Plan, along: int | None) -> Any:
+def merge_by_plan(outputs: Sequence[Any], dim: Any, plan: LengthPlan, along: int | None) -> Any:
     """Outputs of all microbatches as one, in the order of the batch's rows; padded with zeros along `along`."""
     if along is not None:
         outputs = [

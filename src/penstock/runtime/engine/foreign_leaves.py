@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.placeholders import Home
 from penstock.model.split import Split
-from penstock.runtime.backward.record import Record
+from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.backward.split import leaves_in_graph
 from penstock.runtime.engine.stage import Stage
 from penstock.schedule import Placement
@@ -59,7 +59,7 @@ def _look(
     loss_fn: Callable[..., Any] | None,
     replicated: bool,
     seen: dict[int, Tensor],
-    record: Record,
+    record: GraphRecord,
 ) -> None:
     held = [parameter for each in (stage, *beside) for parameter in each.holds.parameters()]
     known = {id(leaf) for leaf in [*held, *(leaf for leaves in record.leaves.values() for leaf in leaves)]}
@@ -75,13 +75,13 @@ def _look(
         stage.look = partial(_look_for, stage, later, replicated) if later else None
 
 
-def _look_for(stage: Stage, later: dict[int, str], replicated: bool, record: Record) -> None:
+def _look_for(stage: Stage, later: dict[int, str], replicated: bool, record: GraphRecord) -> None:
     for leaf in leaves_in_graph(_ends(record)):
         if id(leaf) in later:
             _tell(stage, f"{later.pop(id(leaf))} of shape {tuple(leaf.shape)}", None, replicated)
 
 
-def _ends(record: Record) -> list[Any]:
+def _ends(record: GraphRecord) -> list[Any]:
     edges = [edge for edges in record.roots.values() for edge in edges] + record.extra
     return [edge.node for edge in (*edges, *([] if record.loss is None else [record.loss]))]
 

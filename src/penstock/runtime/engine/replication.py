@@ -22,11 +22,11 @@ from penstock.optim.norms import norm_of
 from penstock.runtime.engine.report import StepReport
 from penstock.schedule import Action, Schedule
 
-__all__ = ["Alone", "Said", "said_by"]
+__all__ = ["Alone", "ReplicaReport", "said_by"]
 
 
 @dataclass
-class Said:
+class ReplicaReport:
     """What one replica has to say at the end of a step."""
 
     failure: PeerFailure | None = None
@@ -39,7 +39,7 @@ class Said:
 
 
 plain.record(
-    Said,
+    ReplicaReport,
     failure=PeerFailure | None,
     loss=float | None,
     dtype=torch.dtype,
@@ -50,9 +50,9 @@ plain.record(
 )
 
 
-def said_by(reports: Sequence[StepReport], count: int) -> Said:
+def said_by(reports: Sequence[StepReport], count: int) -> ReplicaReport:
     """All ranks of one replica, together."""
-    said = Said(count=count)
+    said = ReplicaReport(count=count)
     for report in reports:
         if report.loss is not None:
             said.loss, said.dtype, said.is_open = report.loss, report.dtype, report.is_open
@@ -70,7 +70,7 @@ class Alone:
     replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
     sets_aside = False  # whether gradients of earlier steps are set aside in a step, and so not added to in place
     _count = 0  # of microbatches in the step that runs
-    said: Sequence[Said] = ()  # at the end of the last step, by every replica
+    said: Sequence[ReplicaReport] = ()  # at the end of the last step, by every replica
 
     def ready(self) -> None:
         """Before a training step, while ranks prepare: raises what would set the copies of a stage apart."""

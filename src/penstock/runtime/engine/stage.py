@@ -1,6 +1,6 @@
 """One stage's part of the work: forward, backward, weights, for one microbatch at a time.
 
-Between its forward and its backward a microbatch is a `Record`: the leaves that arrived (whose
+Between its forward and its backward a microbatch is a `GraphRecord`: the leaves that arrived (whose
 gradients go back), and the graph's roots by consumer. Roots are edges of the graph, not
 tensors, so an output's memory is gone as soon as it has been sent, unless the graph itself
 needs it. With recompute the record is only what arrived, and the forward runs again, with the
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
-from penstock.runtime.backward.record import Record, edge_of, tensors_with_gradient
+from penstock.runtime.backward.record import GraphRecord, edge_of, tensors_with_gradient
 from penstock.runtime.backward.split import DeferredWeights, StageParameters
 from penstock.runtime.loss.losses import ExtraLosses, check_loss
 from penstock.runtime.loss.module import StageAndLoss
@@ -30,7 +30,7 @@ from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
 from penstock.runtime.state.ownership import (
     FreshGradients,
-    Outgoing,
+    OutgoingValues,
     Received,
     Watched,
     check_unwritten,
@@ -39,7 +39,7 @@ from penstock.runtime.state.ownership import (
 )
 from penstock.runtime.state.phase import Phase
 
-__all__ = ["LossOf", "Record", "Stage", "tensors_with_gradient"]
+__all__ = ["GraphRecord", "LossOf", "Stage", "tensors_with_gradient"]
 
 LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
@@ -64,16 +64,16 @@ class Stage:
         self.precision: Precision | None = None  # that of the step which runs
         self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
         self.others_take: Sequence[frozenset[str] | None] = ()  # the keyword arguments of other stages
-        self.look: Callable[[Record], None] | None = None  # at what a forward has recorded
+        self.look: Callable[[GraphRecord], None] | None = None  # at what a forward has recorded
         self.looks = 0  # so far
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, GraphRecord] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = StageParameters()
         self._buffers = Buffers(part.index, self.holds)
         self._attributes = Attributes(part.index, self.holds)
-        self._outgoing = Outgoing(part.index, self.holds)
+        self._outgoing = OutgoingValues(part.index, self.holds)
         self._received = Received(part.index)
         self._entered = Received(part.index, "the model's input")
         self.fresh = FreshGradients(self.holds)
@@ -129,7 +129,7 @@ class Stage:
         """Leaves a record for the backward."""
         if microbatch in self.records:
             raise RunError(f"stage {self.part.index} has run microbatch {microbatch} forward already in this step")
-        record = Record({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
+        record = GraphRecord({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
         self.records[microbatch] = record
         if recompute:
             return self._run_to_forget(record, microbatch, arrived, args, kwargs, split, loss_of)
@@ -142,7 +142,7 @@ class Stage:
 
     def _run_to_forget(
         self,
-        record: Record,
+        record: GraphRecord,
         microbatch: int,
         arrived: Mapping[int, Any],
         args: tuple[Any, ...],
@@ -178,7 +178,7 @@ class Stage:
 
     def _run(
         self,
-        record: Record,
+        record: GraphRecord,
         microbatch: int,
         arrived: Mapping[int, Any],
         args: tuple[Any, ...],
@@ -214,7 +214,7 @@ class Stage:
         self._look_at_graph(record, kind)
         return emitted, loss, extra.found
 
-    def _look_at_graph(self, record: Record, kind: str) -> None:
+    def _look_at_graph(self, record: GraphRecord, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
         if self.look is not None:
             self.look(record)
@@ -294,7 +294,7 @@ class Stage:
 
     def _seeds(
         self,
-        record: Record,
+        record: GraphRecord,
         microbatch: int,
         gradients: Mapping[int, Sequence[Tensor | None]],
         loss_seed: Tensor | None,
@@ -325,7 +325,7 @@ class Stage:
             seeds.append(extra_seed.clone())  # one of all would be added to by a leaf that adopts it
         return roots, seeds
 
-    def _go_back(self, _: int, record: Record, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    def _go_back(self, _: int, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """`torch.autograd.backward`, without its questions about tensors that are edges here."""
         self.fresh.before()
         _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.weights import Entries, integers
 
-__all__ = ["Reading", "find_entries", "is_constant", "read_loss"]
+__all__ = ["LossReading", "find_entries", "is_constant", "read_loss"]
 
 NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 SCALED = frozenset({"DivBackward0", "MulBackward0"})
@@ -25,7 +25,7 @@ ITEMS = "num_items_in_batch"
 MEAN = 1  # torch's number for that reduction
 
 
-class Reading(NamedTuple):
+class LossReading(NamedTuple):
     """A cross-entropy that a loss is, whether scaled or not."""
 
     node: Any
@@ -43,14 +43,14 @@ class Reading(NamedTuple):
         return total.detach()
 
 
-def read_loss(loss: Tensor) -> Reading | None:
+def read_loss(loss: Tensor) -> LossReading | None:
     """The cross-entropy at the root of a loss; None where that is something else, or there is no graph."""
     node: Any = loss.grad_fn
     factors: tuple[Tensor, ...] = ()
     while node is not None:
         name = node.name()
         if name in NEGATIVE_LOG_LIKELIHOOD:
-            return Reading(node, factors)
+            return LossReading(node, factors)
         if name in SCALED:
             (scaled, _), (by, _) = node.next_functions
             if scaled is None or by is not None:
@@ -62,7 +62,7 @@ def read_loss(loss: Tensor) -> Reading | None:
     return None
 
 
-def find_entries(reading: Reading, batch: Batch, number: int) -> Entries | None:
+def find_entries(reading: LossReading, batch: Batch, number: int) -> Entries | None:
     """How the targets that a loss saw follow from what its microbatch was given, if they do."""
     node = reading.node
     seen, classes, ignored = node._saved_target.detach().reshape(-1), node._saved_weight, node._saved_ignore_index

@@ -27,7 +27,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.counted_runs import DRY, run_kind
 from penstock.model.part import StagePart
 from penstock.runtime.state.phase import Phase, here
-from penstock.runtime.state.replica_batch_norm import Replicas, over_replicas, track
+from penstock.runtime.state.replica_batch_norm import ReplicaGroup, over_replicas, track
 
 __all__ = [
     "BATCH_NORMS",
@@ -191,7 +191,7 @@ def exact_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
     """
     for layer in _convert(model, Exact):
         if group is not None:
-            layer.__dict__["group"] = Replicas(group)
+            layer.__dict__["group"] = ReplicaGroup(group)
     return model
 
 

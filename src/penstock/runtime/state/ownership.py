@@ -43,7 +43,7 @@ from penstock.runtime.state.memory import copies, copy_like, is_plain, more_than
 
 __all__ = [
     "FreshGradients",
-    "Outgoing",
+    "OutgoingValues",
     "Received",
     "Watched",
     "check_unwritten",
@@ -196,7 +196,7 @@ def _references_of_base() -> int:
 _BARE, _LEAF, _BASE = _references_of_bare(), _references_of_leaf(), _references_of_base()
 
 
-class Outgoing:
+class OutgoingValues:
     """What one stage emits, made fit to leave: nothing in it is in memory that the stage will write to again."""
 
     carried: tuple[type[Tensor], ...] = ()  # kinds of tensors that are packed on their way, and made again

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["Replicas", "over_replicas", "track"]
+__all__ = ["ReplicaGroup", "over_replicas", "track"]
 
 
-class Replicas:
+class ReplicaGroup:
     """A process group as an attribute of a layer: copies of the layer share it, and it cannot be written to a file."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def __deepcopy__(self, _: Any) -> Replicas:
+    def __deepcopy__(self, _: Any) -> ReplicaGroup:
         return self
 
     def __reduce__(self) -> Any:

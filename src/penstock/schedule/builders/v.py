@@ -50,7 +50,7 @@ __all__ = ["v_half", "v_min", "v_placement", "zb_v"]
 PERIOD = 6  # slots of work that a rank has for one microbatch: F, I and W on two stages
 
 
-class Block(NamedTuple):
+class VBlock(NamedTuple):
     """One microbatch's path: slots from rank to rank on each leg, and rests at the turns."""
 
     down: int
@@ -61,15 +61,15 @@ class Block(NamedTuple):
 
 
 V_HALF = (
-    Block(1, 2, 1, 2),
-    Block(1, 2, 1, 2, (2, 0, 2)),
-    Block(1, 2, 1, 2, (2, 2, 2)),
-    Block(1, 2, 2, 1, (2, 0, 2)),
+    VBlock(1, 2, 1, 2),
+    VBlock(1, 2, 1, 2, (2, 0, 2)),
+    VBlock(1, 2, 1, 2, (2, 2, 2)),
+    VBlock(1, 2, 2, 1, (2, 0, 2)),
 )
 V_MIN = (
-    Block(1, 1, 1, 1),
-    Block(1, 1, 1, 1, (1, 0, 2)),
-    Block(1, 1, 1, 1, (1, 1, 1)),
+    VBlock(1, 1, 1, 1),
+    VBlock(1, 1, 1, 1, (1, 0, 2)),
+    VBlock(1, 1, 1, 1, (1, 1, 1)),
 )
 
 
@@ -117,7 +117,7 @@ def _numbered(legs: Sequence[tuple[int, Op]], microbatches: int) -> list[Action]
     return order
 
 
-def _best(blocks: Sequence[Block], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
+def _best(blocks: Sequence[VBlock], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
     """The order of the block that suits these numbers best, chosen on a batch that is just long enough.
 
     More microbatches only repeat the middle, which takes the same time in every block that fits.
@@ -128,7 +128,7 @@ def _best(blocks: Sequence[Block], ranks: int, microbatches: int, cap: int) -> l
     return (trials[chosen] if trial == microbatches else _repeat(chosen, ranks, microbatches, cap)).orders
 
 
-def _repeat(block: Block, ranks: int, microbatches: int, cap: int) -> Filled:
+def _repeat(block: VBlock, ranks: int, microbatches: int, cap: int) -> Filled:
     """The order of a block that is repeated for each microbatch, with W filled in."""
     orders = []
     for rank in range(ranks):
@@ -141,7 +141,7 @@ def _repeat(block: Block, ranks: int, microbatches: int, cap: int) -> Filled:
     return fill_weights(orders, v_placement(ranks), cap)
 
 
-def _legs(block: Block, rank: int, ranks: int) -> list[tuple[int, int, Op]]:
+def _legs(block: VBlock, rank: int, ranks: int) -> list[tuple[int, int, Op]]:
     """What a rank does for microbatch 0, one action on each leg: slot, stage and op."""
     last = ranks - 1
     turns = [1 + rest for rest in block.rests]

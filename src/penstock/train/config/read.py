@@ -27,7 +27,7 @@ Settings = TypeVar("Settings")
 
 
 @dataclass(frozen=True)
-class Said:
+class Override:
     """A value from the command line: its text, and what TOML makes of it."""
 
     text: str
@@ -71,7 +71,7 @@ def override(document: dict[str, Any], given: str) -> None:
         if not isinstance(inner, dict):
             raise UsageError(f"{given}: {'.'.join(names[: depth + 1])} is {inner!r}, which has no keys of its own")
         document = inner
-    document[names[-1]] = Said(text, _toml(text))
+    document[names[-1]] = Override(text, _toml(text))
 
 
 def _toml(text: str) -> Any:
@@ -101,7 +101,7 @@ def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str])
         if name not in fields:
             faults.append(_unknown(full, name, list(fields), path))
         elif dataclasses.is_dataclass(hints[name]):
-            value = value.value if isinstance(value, Said) else value
+            value = value.value if isinstance(value, Override) else value
             if isinstance(value, Mapping):
                 values[name] = _table(hints[name], value, f"{full}.", faults)
             else:
@@ -122,7 +122,7 @@ def _unknown(full: str, name: str, known: list[str], path: str) -> str:
 
 def _value(hint: Any, value: Any, path: str, field: dataclasses.Field[Any], faults: list[str]) -> Any:
     text = None
-    if isinstance(value, Said):
+    if isinstance(value, Override):
         text, value = value.text, value.value
     value = _plain(value)
     for kind in _kinds(hint):
@@ -139,7 +139,7 @@ def _value(hint: Any, value: Any, path: str, field: dataclasses.Field[Any], faul
 
 def _plain(value: Any) -> Any:
     """Without marks of the command line inside (a table given key by key)."""
-    if isinstance(value, Said):
+    if isinstance(value, Override):
         return value.value
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}

@@ -1,6 +1,6 @@
 """Batches: each a pure function of (seed, step) where the source allows it, and a position that is saved.
 
-`Batches` is what the loop asks: `at(step)`, validation batches, a `state_dict` that names the position. Of tokens,
+`DataBatches` is what the loop asks: `at(step)`, validation batches, a `state_dict` that names the position. Of tokens,
 batch n is the same whoever asks and whenever, so going on after a stop needs nothing but n. Of a function of the
 user's, the same holds when it returns an object with `batch(number)`; a plain iterable is counted through to where it
 was, unless it has a `state_dict` of its own.
@@ -25,14 +25,14 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import call_source, is_function
 from penstock.train.data.tokens import Tokens, read_tokens
 
-__all__ = ["Batch", "Batches", "FunctionBatches", "IterableBatches", "TokenBatches", "open_data"]
+__all__ = ["DataBatch", "DataBatches", "FunctionBatches", "IterableBatches", "TokenBatches", "open_data"]
 
 TRAINING, VALIDATION = 0, 1  # streams of random places
 MARKED = 256  # numbers of a tensor that a batch's checksum reads
 
 
 @dataclass(frozen=True)
-class Batch:
+class DataBatch:
     """What one pass is given: positional or keyword inputs, and the target."""
 
     args: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Batch:
     target: Any
     tokens: int  # for the rate: of tokens where rows have them, else rows
 
-    def share(self, number: int, count: int) -> Batch:
+    def share(self, number: int, count: int) -> DataBatch:
         """The rows of replica `number` of `count`; `tokens` stay those of all."""
         if count == 1:
             return self
@@ -51,7 +51,7 @@ class Batch:
             return value.tensor_split(count)[number]
 
         args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
-        return Batch(args, kwargs, target, self.tokens)
+        return DataBatch(args, kwargs, target, self.tokens)
 
     def mark(self, before: int = 0) -> int:
         """A checksum of some of its numbers, by which processes see whether they were given the same."""
@@ -62,18 +62,18 @@ class Batch:
         return before
 
 
-class Batches(Protocol):
+class DataBatches(Protocol):
     """What the loop trains on. `number` counts passes through the pipeline."""
 
     words: str
 
-    def first(self) -> Batch:
+    def first(self) -> DataBatch:
         """One to look at; nothing is taken by it."""
 
-    def at(self, number: int) -> Batch:
+    def at(self, number: int) -> DataBatch:
         """The batch of pass `number`."""
 
-    def validation(self, number: int) -> Batch | None:
+    def validation(self, number: int) -> DataBatch | None:
         """A batch to evaluate with; None where there are no (more) such."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,26 +100,26 @@ class TokenBatches:
                 f"(data.sequence and one to predict); give more text, or a shorter data.sequence"
             )
 
-    def first(self) -> Batch:
+    def first(self) -> DataBatch:
         """One to look at."""
         return self._rows(self._training, 0, TRAINING)
 
-    def at(self, number: int) -> Batch:
+    def at(self, number: int) -> DataBatch:
         """The batch of pass `number`."""
         self._next = number + 1
         return self._rows(self._training, number, TRAINING)
 
-    def validation(self, number: int) -> Batch | None:
+    def validation(self, number: int) -> DataBatch | None:
         """The same ones at every evaluation."""
         if len(self._validation) <= self.sequence:
             return None
         return self._rows(self._validation, number, VALIDATION)
 
-    def _rows(self, tokens: Tokens, number: int, stream: int) -> Batch:
+    def _rows(self, tokens: Tokens, number: int, stream: int) -> DataBatch:
         generator = torch.Generator().manual_seed(seed_of(self.seed, number, 0, stream))
         places = torch.randint(len(tokens) - self.sequence, (self.rows,), generator=generator).tolist()
         rows = torch.stack([tokens.values[place : place + self.sequence + 1] for place in places]).to(torch.int64)
-        return Batch((rows[:, :-1],), {}, rows[:, 1:], self.rows * self.sequence)
+        return DataBatch((rows[:, :-1],), {}, rows[:, 1:], self.rows * self.sequence)
 
     def state_dict(self) -> dict[str, Any]:
         """The next pass, and which tokens it is of."""
@@ -140,16 +140,16 @@ class FunctionBatches:
         self.words = words
         self._next = 0
 
-    def first(self) -> Batch:
+    def first(self) -> DataBatch:
         """One to look at."""
         return as_batch(self._source.batch(0), self.words)
 
-    def at(self, number: int) -> Batch:
+    def at(self, number: int) -> DataBatch:
         """The batch of pass `number`."""
         self._next = number + 1
         return as_batch(self._source.batch(number), self.words)
 
-    def validation(self, number: int) -> Batch | None:
+    def validation(self, number: int) -> DataBatch | None:
         """Where the object has them."""
         ask = getattr(self._source, "validation", None)
         found = None if ask is None else ask(number)
@@ -184,7 +184,7 @@ class IterableBatches:
         self._begun = {"all": states_of_generators(), "own": own}
         return iter(self._source)
 
-    def first(self) -> Batch:
+    def first(self) -> DataBatch:
         """One to look at; it is put back."""
         if self._iterator is None:
             self._iterator = self._begin()
@@ -194,7 +194,7 @@ class IterableBatches:
         self._iterator = chain([found], self._iterator)
         return as_batch(found, self.words)
 
-    def at(self, number: int) -> Batch:
+    def at(self, number: int) -> DataBatch:
         """The next one: `number` must be the count of those before it."""
         if number != self._taken:
             raise ModelError(f"{self.words}: batch {number} was asked for, batch {self._taken} is next")
@@ -212,7 +212,7 @@ class IterableBatches:
         self._inside += 1
         return as_batch(found, self.words)
 
-    def validation(self, number: int) -> Batch | None:
+    def validation(self, number: int) -> DataBatch | None:
         """An iterable has none."""
         return None
 
@@ -247,10 +247,10 @@ def _generators_of(source: Any) -> list[torch.Generator]:
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-def as_batch(found: Any, origin: str) -> Batch:
+def as_batch(found: Any, origin: str) -> DataBatch:
     """What a function of the user's gives: (inputs, target); inputs a tensor, a tuple, or a dict of keywords."""
     if isinstance(found, dict):  # a model that takes its labels itself
-        return Batch((), dict(found), None, _count(found.values()))
+        return DataBatch((), dict(found), None, _count(found.values()))
     if not isinstance(found, (tuple, list)) or len(found) != 2:
         raise UsageError(
             f"{origin} gave a {type(found).__name__} for a batch; give (inputs, target), where inputs are a tensor, a "
@@ -258,9 +258,9 @@ def as_batch(found: Any, origin: str) -> Batch:
         )
     inputs, target = found
     if isinstance(inputs, dict):
-        return Batch((), dict(inputs), target, _count(inputs.values()))
+        return DataBatch((), dict(inputs), target, _count(inputs.values()))
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    return Batch(args, {}, target, _count(args))
+    return DataBatch(args, {}, target, _count(args))
 
 
 def _count(values: Any) -> int:
@@ -270,7 +270,7 @@ def _count(values: Any) -> int:
     return first.numel() if not first.is_floating_point() and first.dim() == 2 else first.shape[0]
 
 
-def open_data(config: TrainConfig) -> Batches:
+def open_data(config: TrainConfig) -> DataBatches:
     """The data of a configuration."""
     data = config.data
     if isinstance(data.source, str) and is_function(data.source):

@@ -22,10 +22,10 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.model.replay.keeping.carried import Carried
 from penstock.model.replay.recording.access import told_of_access
-from penstock.model.replay.recording.calls import STATE, Mark, Recording, State
+from penstock.model.replay.recording.calls import STATE, KeptState, Mark, Recording
 from penstock.model.replay.recording.snapshot import changes_in_place, frozen
 from penstock.model.replay.recording.tensors import tensors_in
-from penstock.model.replay.recording.watch import Marks
+from penstock.model.replay.recording.watch import UnitMarks
 from penstock.model.replay.tree import OWN
 
 __all__ = ["Kept"]
@@ -45,7 +45,7 @@ class Access(NamedTuple):
 class _Log:
     """All accesses of one run."""
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: UnitMarks) -> None:
         self.marks = marks
         self.reads: dict[Key, set[Access]] = {}
         self.writes: dict[Key, set[Access]] = {}
@@ -89,7 +89,7 @@ class Kept:
         self._held: list[Any] = []
 
     @contextmanager
-    def follow(self, marks: Marks, carried: Carried) -> Iterator[None]:
+    def follow(self, marks: UnitMarks, carried: Carried) -> Iterator[None]:
         """Around one run."""
         log = _Log(marks)
         self._logs.append(log)
@@ -159,7 +159,7 @@ class Kept:
                 _check_order(log, recording, key)
             else:
                 marks[key] = (STATE, len(recording.states))
-                recording.states.append(State(log.name(key), frozenset(log.writers(key))))
+                recording.states.append(KeptState(log.name(key), frozenset(log.writers(key))))
         tensors = set(log.states)
         plain = {key: mark for key, mark in marks.items() if key not in tensors}
 

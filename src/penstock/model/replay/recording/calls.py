@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock.model.replay.recording.tensors import flatten, tensors_in
 
-__all__ = ["PARAMETER", "STATE", "Call", "Leaf", "Mark", "Recording", "State", "Untried", "shapes_of"]
+__all__ = ["PARAMETER", "STATE", "KeptState", "Leaf", "Mark", "Recording", "UnitCall", "Untried", "shapes_of"]
 
 Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, number), (STATE, number) for what the glue reads
 PARAMETER, STATE = -1, -2
@@ -26,7 +26,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class State:
+class KeptState:
     """Something that units change in their calls and others read."""
 
     name: str
@@ -34,7 +34,7 @@ class State:
 
 
 @dataclass
-class Call:
+class UnitCall:
     """One call of a unit: which, what it needed, what it returned."""
 
     unit: str
@@ -73,10 +73,10 @@ class Untried:
 class Recording:
     """All unit calls in order, and what the final output needs."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[UnitCall] = field(default_factory=list)
     output: frozenset[Mark] = frozenset()
     parameters: list[str] = field(default_factory=list)  # and buffers: what (PARAMETER, number) stands for
-    states: list[State] = field(default_factory=list)  # and (STATE, number)
+    states: list[KeptState] = field(default_factory=list)  # and (STATE, number)
     guarded: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # of a unit, what others read: it may not
     # change; (module inside of the unit, attribute)
     draws_in_glue: bool = False

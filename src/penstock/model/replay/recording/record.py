@@ -29,12 +29,12 @@ from penstock.model.replay.checkpointed import check_reentrant
 from penstock.model.replay.keeping.carried import Carried
 from penstock.model.replay.keeping.kept import Kept
 from penstock.model.replay.keeping.sinks import Sinks, install_collectors
-from penstock.model.replay.recording.calls import Call, Recording, shapes_of
+from penstock.model.replay.recording.calls import Recording, UnitCall, shapes_of
 from penstock.model.replay.recording.marks import Reads, fresh
 from penstock.model.replay.recording.snapshot import kept_by, own_state, updates_itself
 from penstock.model.replay.recording.tensors import tensors_in
-from penstock.model.replay.recording.undo import Elsewhere, undone
-from penstock.model.replay.recording.watch import Marks
+from penstock.model.replay.recording.undo import OutsideChanges, undone
+from penstock.model.replay.recording.watch import UnitMarks
 from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.twice import checksum
@@ -59,8 +59,8 @@ def record(
     modules = dict(model.named_modules())
     free = set(_free_leaves(model, units))
     with undone(model), torch.no_grad():
-        elsewhere = Elsewhere(model)
-        marks: Marks
+        elsewhere = OutsideChanges(model)
+        marks: UnitMarks
 
         def answer(name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
             if marks.inside is not None or marks.free is not None:
@@ -81,11 +81,11 @@ def record(
                     marks.recording.values.append((name, given, checksum(output)))
             return output
 
-        def run() -> Marks:
+        def run() -> UnitMarks:
             """Once through the model."""
             nonlocal marks
             mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
-            marks = Marks(Recording(), model, tensors_in((mine, named)), carried.tensors())
+            marks = UnitMarks(Recording(), model, tensors_in((mine, named)), carried.tensors())
             for parameter, standing in without_memory.values():
                 marks.marks[marks.storages.key(standing)] = marks.of(parameter)
             marks.left = {marks.storages.key(tensor): name for name, tensor in left}
@@ -147,7 +147,7 @@ def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
         )
 
 
-def _tell_of_losses(tree: nn.Module, marks: Marks) -> None:
+def _tell_of_losses(tree: nn.Module, marks: UnitMarks) -> None:
     """A number that a unit keeps on itself looks like a loss for others to pick up, which they cannot."""
     found = [
         f"{name}.{attribute}"
@@ -231,7 +231,7 @@ def _watch(
     module: nn.Module,
     own: Callable[..., Any],
     instead: Instead | None,
-    marks: Marks,
+    marks: UnitMarks,
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, list[str]]:
@@ -239,7 +239,7 @@ def _watch(
     _check_not_mapped(name, (args, kwargs))
     needs = marks.of((args, kwargs))
     given = tensors_in((args, kwargs))
-    call = Call(name, needs, [], None, shapes_of((args, kwargs), module.training))
+    call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
     run = own if instead is None else instead(name)
     unit = own.args[0] if isinstance(own, functools.partial) else module  # the copy that is run
     check_reentrant(name, True)
@@ -267,7 +267,7 @@ def _watch(
     return output, changed
 
 
-def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Marks, args: Any, kwargs: Any) -> Any:
+def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: UnitMarks, args: Any, kwargs: Any) -> Any:
     """A parameter-free module: a call if its output depends on units' values or it has a state of its own, else glue.
 
     Rotary tables, which read no more than the type of what they are given, are so computed by
@@ -289,8 +289,8 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Ma
     has_state = any(buffer._version != version for buffer, version in buffers)
     if unchanged and (has_state or marks.of(output) - marks.control):
         marks.recording.draws_in_glue = before
-        return marks.note(Call(name, needs, [], None, shapes_of((args, kwargs), module.training)), given, output)
+        return marks.note(UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training)), given, output)
     if has_state:
         raise ModelError(f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it")
-    marks.recording.calls.append(Call(name, frozenset(), [], None, glue=True))
+    marks.recording.calls.append(UnitCall(name, frozenset(), [], None, glue=True))
     return output

@@ -16,11 +16,11 @@ class Structure:
     """Where the leaves stood; in the place of a dataclass, those of its fields."""
 
     spec: Any
-    records: tuple[Record, ...] = ()
+    records: tuple[DataclassRecord, ...] = ()
 
 
 @dataclass(frozen=True)
-class Record:
+class DataclassRecord:
     """A dataclass among the leaves."""
 
     place: int
@@ -41,7 +41,7 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
         if _is_record(leaf):
             names = tuple(each.name for each in fields(leaf) if hasattr(leaf, each.name))
             found, structure = flatten([getattr(leaf, name) for name in names])
-            records.append(Record(place, type(leaf), names, structure, len(found)))
+            records.append(DataclassRecord(place, type(leaf), names, structure, len(found)))
             leaves += found
         else:
             leaves.append(leaf)

@@ -16,13 +16,13 @@ from penstock.errors import ModelError
 from penstock.model.generators import generators_of, states_of
 from penstock.model.replay.tree import OWN
 
-__all__ = ["CONTAINERS", "DEPTH", "Elsewhere", "patched", "random_state", "restore_random", "undone"]
+__all__ = ["CONTAINERS", "DEPTH", "OutsideChanges", "patched", "random_state", "restore_random", "undone"]
 
 CONTAINERS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})
 DEPTH = 4  # of containers in containers that a module has as attributes
 
 
-class Elsewhere:
+class OutsideChanges:
     """Random numbers from Python's and numpy's generators: these cannot be the same on every stage."""
 
     def __init__(self, model: nn.Module) -> None:

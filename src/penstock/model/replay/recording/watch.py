@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.calls import PARAMETER, Call, Leaf, Mark, Recording
+from penstock.model.replay.recording.calls import PARAMETER, Leaf, Mark, Recording, UnitCall
 from penstock.model.replay.recording.marks import Follower, fresh
 from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import OWN
 
-__all__ = ["Marks"]
+__all__ = ["UnitMarks"]
 
 
-class Marks(Follower):  # type: ignore[no-untyped-call]
+class UnitMarks(Follower):  # type: ignore[no-untyped-call]
     """Follows marks through every operation outside of units, and watches what units do."""
 
     def __init__(
@@ -182,7 +182,7 @@ class Marks(Follower):  # type: ignore[no-untyped-call]
         self.inside = None
         return frozenset(self._read - mine)
 
-    def note(self, call: Call, given: list[Tensor], output: Any) -> Any:
+    def note(self, call: UnitCall, given: list[Tensor], output: Any) -> Any:
         """A unit has returned. Its output, as copies: from here on these carry its marks.
 
         What it only passed on (the same storage as an argument) keeps its old ones as well.

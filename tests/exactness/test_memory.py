@@ -36,6 +36,15 @@ def measured(family: str, ranks: int, recompute: str = "never", transport: str |
     torch.manual_seed(0)
     stages = [stage() for _ in range(2 * ranks)]
     x, y = (torch.randn(MICROBATCHES * ROWS, WIDTH) for _ in range(2))
+    last = len(stages) - 1
+
+    def with_loss(value: Tensor) -> Tensor:
+        return F.mse_loss(stages[last](value), y[:ROWS])
+
+    sizes = [
+        bytes_of(with_loss if number == last else each, [*each.parameters(), y], x[:ROWS])
+        for number, each in enumerate(stages)
+    ]
     pipe = penstock.Pipeline(
         stages,
         microbatches=MICROBATCHES,
@@ -49,15 +58,6 @@ def measured(family: str, ranks: int, recompute: str = "never", transport: str |
         pipe.step(x, target=y)
         live = Live(pipe, (x, y)).watch()
         pipe.step(x, target=y)
-        last = len(stages) - 1
-
-        def with_loss(value: Tensor) -> Tensor:
-            return F.mse_loss(stages[last](value), y[:ROWS])
-
-        sizes = [
-            bytes_of(with_loss if number == last else each, [*each.parameters(), y], x[:ROWS])
-            for number, each in enumerate(stages)
-        ]
         gc.collect()
         return {
             "peaks": {rank: ledger.peak for rank, ledger in live.ledgers.items()},

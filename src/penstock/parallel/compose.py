@@ -24,7 +24,7 @@ from penstock.parallel.replicas import Replicas
 from penstock.parallel.sharded import Sharder, check_shardable
 from penstock.parallel.spread_norms import Norms
 from penstock.parallel.stage_hooks import ParallelHooks
-from penstock.parallel.tensor import SpreadValues, spread
+from penstock.parallel.tensor import SPREAD, SpreadValues, spread
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         spread(pipe.deployment.split.parts, local, wanted.plan, axes.along("tp"))
         values = SpreadValues(axes.along("tp"))
         for stage in executor.stages.values():
-            stage.carries(DTensor)
+            stage.carries(*SPREAD)
     sharder = None
     if wanted.shards:
         for stage in executor.stages.values():

@@ -91,6 +91,9 @@ def _join(places: Sequence[tuple[nn.Module, str, str]]) -> None:
         module._parameters[name] = values[0]
 
 
+SPREAD = (DTensor, AsyncCollectiveTensor)  # what is packed on its way to another stage
+
+
 class SpreadPart:
     """A DTensor on its way: this rank's part of it, and how it is spread."""
 
@@ -118,7 +121,7 @@ class SpreadValues:
         """Parts in the place of DTensors."""
         if type(value) is Tensor:
             return value
-        return pytree.tree_map_only((DTensor, AsyncCollectiveTensor), _packed, value)
+        return pytree.tree_map_only(SPREAD, _packed, value)
 
     def unpack(self, value: Any) -> Any:
         """DTensors of this rank's mesh in the place of parts."""

@@ -38,6 +38,9 @@ class _Value(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.as_subclass(Tensor))
 
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.as_subclass(Tensor).clone()
 

@@ -210,7 +210,9 @@ class InBlock:
         lone = layout.lone
         if lone is None:
             return layout.build(torch.frombuffer(lease, dtype=torch.uint8, count=layout.frame_bytes), (), None)
-        tensor = torch.frombuffer(lease, dtype=lone.dtype, offset=layout.homes[0].offset)
+        home = layout.homes[0]  # its storage is as large as itself: who looks at that must not see the block
+        count = home.nbytes // lone.dtype.itemsize
+        tensor = torch.frombuffer(lease, dtype=lone.dtype, count=count, offset=home.offset)
         return layout.wrap(tensor.as_strided_(lone.shape, lone.stride))
 
     def drop(self) -> None:

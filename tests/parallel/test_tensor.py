@@ -362,7 +362,7 @@ def crossing(mesh: Any) -> list[Any]:
 
 def test_spread_values_cross_stages_as_they_are_and_only_a_part_travels(told: Any) -> None:
     for rank in told:
-        assert rank["crossing"] == [("Carried", (("S", 1),), (ROWS // M, LENGTH // 2, WIDTH))] * M
+        assert rank["crossing"] == [("SpreadPart", (("S", 1),), (ROWS // M, LENGTH // 2, WIDTH))] * M
 
 
 def check_ready(by_rank: list[dict[str, Any]], hugging: bool) -> None:

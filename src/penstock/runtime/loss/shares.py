@@ -147,17 +147,18 @@ class BatchShares(Shares):
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
         self._divided: dict[int, Tensor] = {}  # by microbatch: over how much its loss is a mean
         self._total: Callable[[], float] | None = None
-        self._refused: UsageError | None = None
+        self._refused: ModelError | UsageError | None = None
         self._scaled = False  # the loss is a multiple of what was read
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
-        self.measure: Measure | None = weighing.measure(batch, replicas.replicas)
-        if self.measure is not None:
-            try:
-                self.weights = self.measure(batch)
-            except UsageError as error:  # in an evaluation that has no loss, nobody will ask
-                if training:
-                    raise
-                self._refused = error
+        self.measure: Measure | None = None
+        try:
+            self.measure = weighing.measure(batch, replicas.replicas)
+            self.weights = None if self.measure is None else self.measure(batch)
+        except (ModelError, UsageError) as error:  # in an evaluation that has no loss, nobody will ask
+            if training:
+                raise
+            self._refused = error
+        if self.measure is not None or self._refused is not None:
             if weighing.when == "before":
                 self._total = replicas.total(sum(self.weights or ()))
             if replicas.replicas == 1 and training:

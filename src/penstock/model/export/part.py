@@ -27,6 +27,7 @@ from penstock.model.export.stages import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.part import OUTPUT, Names
 from penstock.model.placeholders import with_memory
+from penstock.model.recent import Recent
 from penstock.model.replay.tree import OWN
 from penstock.model.settings import Change, Settings, value_key
 from penstock.schedule.topology import Topology
@@ -72,7 +73,7 @@ class GraphPrograms:
         self._kept: list[Any] = []
         self.follow()
         self._made: dict[Any, list[Program]] = {self._key(self.modes): [first]}
-        self._known: dict[Any, Program] = {}
+        self._known: Recent[Program] = Recent()
         self._refused: dict[tuple[bool, ...], str] = {}
         self._lock = threading.Lock()
         self.topology = Topology(len(first.stages), _edges(first))
@@ -128,7 +129,7 @@ class GraphPrograms:
         known = self._known.get(key)
         if known is None:
             with self._lock:
-                known = self._known[key] = self._find(modes, plain, tensors, args, kwargs)
+                known = self._known.put(key, self._find(modes, plain, tensors, args, kwargs))
         return known, tensors
 
     def _find(self, modes: tuple[bool, ...], plain: Any, tensors: list[Any], args: Any, kwargs: Any) -> Program:

@@ -28,6 +28,7 @@ from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, aside
 from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
 from penstock.model.placeholders import is_away, noted
+from penstock.model.recent import Recent
 from penstock.model.replay.checkpointed import check_reentrant, not_again
 from penstock.model.replay.keeping.guard import Guard
 from penstock.model.replay.keeping.sinks import Sinks
@@ -99,7 +100,7 @@ class ReplayPart:
                 for name, value in module.__dict__.items():
                     module.__dict__[name] = self._between(module, name, value)
         self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
-        self._followed: set[Any] = set()  # kinds of microbatches for which the plan has been seen to hold
+        self._followed: Recent[bool] = Recent()  # kinds of microbatches for which the plan has been seen to hold
         self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
@@ -190,7 +191,7 @@ class ReplayPart:
         kwargs = {**self._defaults, **kwargs}
         self._outside.look()
         kind = self._kind(args, kwargs)
-        follow = self._always_follow or (kind not in self._followed and not self.filling)  # a check looks by itself
+        follow = self._always_follow or (not self._followed.get(kind) and not self.filling)  # a check looks by itself
         run = self._local.run = _Run(received, Absent(stale) if follow else None)
         noted.add = None if run.absent is None else run.absent.add
         if self._plan.recording.writes_inputs:
@@ -217,7 +218,7 @@ class ReplayPart:
         for target, marks in self._out.items():
             result[target] = [run.emitted[mark] for mark in marks]
         if run.absent is None or not run.absent.decides:
-            self._followed.add(kind)
+            self._followed.put(kind, True)
         return result
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ length) the unit is run once on meta tensors, which compute nothing, and the ans
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, aside
 from penstock.model.placeholders import blank, is_away
+from penstock.model.recent import Recent
 from penstock.model.replay.keeping.sinks import Sinks
 from penstock.model.replay.recording.calls import Leaf, UnitCall, shapes_of
 from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
@@ -30,7 +32,7 @@ class Shapes:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
-        self._known: dict[tuple[int, Any], tuple[list[Any], Any]] = {}
+        self._known: defaultdict[int, Recent[tuple[list[Any], Any]]] = defaultdict(Recent)  # by number of the call
         self._copies: dict[str, nn.Module] = {}
         self._recorded = True  # what the recording knows still holds
 
@@ -51,10 +53,8 @@ class Shapes:
         given = shapes_of((args, kwargs), training)
         if self._recorded and given == call.given:
             return call.leaves, call.spec
-        key = (number, given)
-        if key not in self._known:
-            self._known[key] = self._run(module, call, given, args, kwargs)
-        return self._known[key]
+        known = self._known[number]
+        return known.get(given) or known.put(given, self._run(module, call, given, args, kwargs))
 
     def _run(self, module: nn.Module, call: UnitCall, given: Any, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))

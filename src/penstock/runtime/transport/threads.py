@@ -83,7 +83,7 @@ class Board:
         self.generation += 1
         self.failure: PeerFailure | None = None
         self.news.clear()
-        self.opened: list[tuple[Channel, ...]] = []
+        self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}  # by turn, and the ranks that have yet to
         self.links: dict[tuple[Channel, ...], list[Link]] = {}
         self.waiting: list[int | None] = [None] * self.ranks  # for whom each rank waits
         self.mail: list[list[SimpleQueue[Any]]] = [
@@ -93,10 +93,12 @@ class Board:
     def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[Link]:
         """The links of this program; the `turn`-th open of every rank must name the same channels."""
         with self.lock:
-            if turn == len(self.opened):
-                self.opened.append(channels)
-            elif self.opened[turn] != channels:
+            first, others = self.opened.setdefault(turn, (channels, set(range(self.ranks))))
+            if first != channels:
                 raise UsageError(f"rank {rank} opened other channels than another rank; pass the same list on all")
+            others.discard(rank)
+            if not others:
+                del self.opened[turn]
             if channels not in self.links:
                 self.links[channels] = [Link(self.capacity) for _ in channels]
             return self.links[channels]

@@ -17,6 +17,7 @@ import ctypes
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -39,7 +40,6 @@ from penstock.runtime.transport.layout.tensor_places import (
 
 __all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Book", "Frame", "Layout", "Leaves", "flatten"]
 
-BOOK_LIMIT = 1024
 SPARE_FRAMES = 4  # kept for reuse, of each layout
 
 _FLAT = {Tensor, type(None)}
@@ -256,15 +256,13 @@ def _fills(leaf: Any, slot: Slot) -> bool:
 
 
 class Book:
-    """One object for equal layouts, so that they share their packing buffers."""
+    """One object for equal layouts, so that they share their packing buffers; it lives while an end predicts by it."""
 
     def __init__(self) -> None:
-        self._layouts: dict[bytes, Layout] = {}
+        self._layouts: WeakValueDictionary[bytes, Layout] = WeakValueDictionary()
 
     def intern(self, text: bytes, make: Callable[[], Layout]) -> Layout:
-        """The layout of this text; a book that has grown large (shapes never repeat) begins anew."""
-        if len(self._layouts) > BOOK_LIMIT:
-            self._layouts.clear()
+        """The layout of this text."""
         layout = self._layouts.get(text)
         if layout is None:
             layout = self._layouts[text] = make()

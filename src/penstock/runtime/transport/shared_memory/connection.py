@@ -37,7 +37,7 @@ DATA, FAILURE, FAR, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, LETTER, NUDGE
 
 HEAD = struct.Struct("<IIQQIIII")  # as `Fields`
 TEXT_BYTES = 32 * 1024  # of a text in one packet
-LAYOUTS = 1024
+LAYOUTS = 128  # that each end remembers of the other's
 NO_BLOCK = 0xFFFF_FFFF
 SLICE_SECONDS = 0.02  # how long a read sleeps before whoever waits looks around
 _SLICE = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))

@@ -1,0 +1,97 @@
+"""Batches whose sizes change at every step: what is remembered of them is bounded.
+
+An hour of such steps made every process larger. Most of that was torch's (docs/performance.md: oneDNN keeps what it
+compiled for 1024 shapes), but these grew, too: `torch.distributed` links kept up to 1024 layouts of messages with up to
+four packing buffers each, shared memory 1024 layouts on each end, threads a note of each change between training and
+evaluation, replayed and captured models what they had found out about each shape, without end. What is held is counted
+here, in objects.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transport_harness import run, values
+
+import penstock
+from penstock.model import recent
+from penstock.model.recent import Recent
+from penstock.runtime.transport import Channel
+from penstock.runtime.transport.layout.layout import Frame, Layout
+from penstock.runtime.transport.threads import ThreadTransport
+
+CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
+FORTH, BACK = 0, 1
+
+
+def held(kind: type) -> list[Any]:
+    gc.collect()
+    return [found for found in gc.get_objects() if type(found) is kind]
+
+
+def talks_of_ever_new_sizes(transport: Any, sizes: int) -> tuple[int, int]:
+    """Each size in two steps, so that the second goes as predicted. How many layouts and packing buffers are left."""
+    transport.open(CHANNELS)
+    mine, peers = (FORTH, BACK) if transport.rank == 0 else (BACK, FORTH)
+    for step in range(2 * sizes):
+        size = 1 + step // 2
+        transport.send(mine, 0, torch.full((size,), float(step)))
+        assert transport.receive(peers, 0).tolist() == [float(step)] * size
+        transport.flush()
+        transport.exchange(None)
+    return len(held(Layout)), len(held(Frame))
+
+
+@pytest.mark.parametrize(("kind", "layouts"), [("gloo", 2), ("shared", 256)])
+def test_transports_remember_so_many_layouts(kind: str, layouts: int) -> None:
+    for found, frames in values(run(kind, talks_of_ever_new_sizes, sizes=300)):
+        assert 0 < found <= layouts
+        assert frames <= 10
+
+
+def test_threads_forget_which_channels_all_ranks_have_opened() -> None:
+    group = ThreadTransport.group(2)
+    for turn in range(50):
+        for transport in group:
+            transport.open(CHANNELS[: 1 + turn % 2])
+    assert not group[0]._board.opened
+
+
+class Residual(nn.Module):
+    """A stack neither of stages nor of a Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("way", ["replay", "graph"])
+def test_models_remember_so_many_kinds_of_microbatches(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent, "KINDS", 3)
+    torch.manual_seed(0)
+    model, plain = Residual(), Residual()
+    plain.load_state_dict(model.state_dict())
+    before = {id(each) for each in held(Recent)}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "loss_fn": F.mse_loss, "split": way}
+    with penstock.Pipeline(model, example=(torch.ones(1, 3, 4),), **options) as pipe:
+        for length in [*range(2, 10), 2, 9]:  # one that has been forgotten comes back, and one that has not
+            x = torch.randn(2, length, 4)
+            pipe.step(x, target=2 * x)
+            for row in x.split(1):
+                (F.mse_loss(plain(row), 2 * row) / 2).backward()
+        known = [len(each) for each in held(Recent) if id(each) not in before]
+        assert max(known) == 3
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)

@@ -76,13 +76,18 @@ def prepare(folder: Path) -> None:
 class Job:
     """A running `penstock train`."""
 
-    def __init__(self, folder: Path, *settings: str) -> None:
+    def __init__(self, folder: Path, *settings: str, group: bool = False) -> None:
         self.folder = folder
         self.output = folder / "run"
         self._log = (folder / "log.txt").open("wb")
         command = [sys.executable, "-m", "penstock", "train", *TINY, "output=run", *settings]
         self.process = subprocess.Popen(
-            command, cwd=folder, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+            command,
+            cwd=folder,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            process_group=0 if group else None,
         )
 
     @property
@@ -160,9 +165,9 @@ def gone(pids: list[int], limit: float = 10) -> bool:
 
 
 @contextmanager
-def job(folder: Path, *settings: str) -> Iterator[Job]:
+def job(folder: Path, *settings: str, group: bool = False) -> Iterator[Job]:
     prepare(folder)
-    running = Job(folder, *settings)
+    running = Job(folder, *settings, group=group)
     try:
         yield running
     finally:

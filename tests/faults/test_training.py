@@ -18,6 +18,7 @@ from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
 from penstock.train.metrics import read_metrics
+from penstock.train.stopping import ECHO_SECONDS
 
 pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time
 
@@ -81,12 +82,34 @@ def test_ctrl_c_finishes_the_step_saves_and_the_run_goes_on(tmp_path: Path, want
         assert run.losses == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "everywhere"), [("TERM", False), ("HUP", False), ("TERM", True)])
+def test_a_signal_to_all_processes_of_a_run_saves_as_one_to_the_launcher(
+    tmp_path: Path, number: str, everywhere: bool
+) -> None:
+    """`timeout` and terminals signal the group, some batch systems every process. The fork server ended by it, and
+    ranks end with that; and `timeout`, which sends it twice, had asked to leave at once."""
+    wanted = signal.Signals[f"SIG{number}"]
+    with job(tmp_path, "training.steps=100000", "checkpoint.every=0", plan(), group=True) as run:
+        run.until(lambda: run.steps() >= 3)
+        processes = run.descendants()
+        os.kill(run.process.pid, wanted)
+        os.killpg(run.process.pid, wanted)
+        for pid in run.ranks() if everywhere else ():
+            os.kill(pid, wanted)
+        assert run.wait() == 130, run.log
+        assert f"stopped: step {run.steps()}" in run.log
+        assert_whole(run.output)
+        assert gone(processes)
+
+
 @pytest.mark.exhaustive
 def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
-    with job(tmp_path, "training.steps=100000", plan()) as run:
-        run.until(lambda: checkpoints_in(run.output / "checkpoints"))
+    with job(tmp_path, "training.steps=100000", plan((5, 1, "stall"))) as run:
+        run.until(lambda: run.steps() >= 4 and checkpoints_in(run.output / "checkpoints"))
         processes = run.descendants()
         run.process.send_signal(signal.SIGINT)
+        time.sleep(2 * ECHO_SECONDS)
         run.process.send_signal(signal.SIGTERM)
         assert run.wait() == 130, run.log
         assert gone(processes)

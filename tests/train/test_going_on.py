@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,3 +133,19 @@ def test_sigterm_and_a_closed_terminal_ask_to_stop_as_ctrl_c_does() -> None:
         assert asking() == (signal.SIGTERM,)
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+
+
+def test_signals_of_one_request_are_not_two_and_a_fork_can_be_ended() -> None:
+    """`timeout` sends its signal twice; a pool of a data set ends its workers by SIGTERM, which they had noted down."""
+    with Stop(*asking()) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked
+        fork = multiprocessing.get_context("fork")
+        begun = fork.Event()
+        child = fork.Process(target=lambda: (begun.set(), time.sleep(60)))
+        child.start()
+        assert begun.wait(60)
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM

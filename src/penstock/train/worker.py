@@ -56,7 +56,7 @@ from penstock.train.nonfinite import NonFinite
 from penstock.train.parent import die_with
 from penstock.train.progress import Progress, of_time
 from penstock.train.run_folder import RunFolder, write_json
-from penstock.train.stopping import INTERRUPTED, Stop
+from penstock.train.stopping import INTERRUPTED, Stop, asking
 from penstock.view.page import save_page
 from penstock.view.run import Run
 
@@ -88,7 +88,7 @@ def ready_path(folder: RunFolder, attempt: int, rank: int) -> Path:
 
 def enter(job: Job) -> int:
     """The entrance of a launched rank. Returns 0 or 130; anything else ends the process with its own exit code."""
-    with Stop() as stop:  # first of all: an interrupt from here on is a request
+    with Stop(*asking(), insists=False) as stop:  # first of all: an interrupt from here on is a request
         os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the launcher, which passes it on, once
         _leave_fork_server()
         die_with(job.launcher)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -36,7 +37,7 @@ from penstock.messages.secret import has_secret
 from penstock.train.config.settings import TrainConfig
 from penstock.train.launch.rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.run_folder import RunFolder
-from penstock.train.stopping import INTERRUPTED, asking
+from penstock.train.stopping import INTERRUPTED, asking, is_echo
 from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
 __all__ = ["launch", "torchrun_command"]
@@ -221,7 +222,13 @@ def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
 def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
     """Ctrl-C, SIGTERM and SIGHUP: once, ranks finish the step and save; twice, everything ends."""
 
+    since = float("-inf")
+
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal since
+        if is_echo(since):
+            return
+        since = monotonic()
         if agent.stopping or not agent.ready:
             agent.signal_ranks(signal.SIGKILL)
             raise _AtOnce

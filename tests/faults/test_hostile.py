@@ -9,6 +9,9 @@ import os
 import pickle
 import random
 import socket
+import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -26,8 +29,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import MessageError, PeerFailure, PenstockError
+from penstock.errors import MessageError, PeerFailure, PenstockError, UsageError
 from penstock.messages import plain, secret
+from penstock.runtime.transport import own_socket
 from penstock.runtime.transport.base import Channel
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.bell import Bell
@@ -37,6 +41,7 @@ from penstock.runtime.transport.gloo.inbox import Inbox
 from penstock.runtime.transport.gloo.links import Incoming
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Layout, flatten
+from penstock.runtime.transport.own_socket import OwnSocket, path_of
 from penstock.runtime.transport.shared_memory.meeting import Place
 
 
@@ -189,11 +194,11 @@ def test_a_secret_that_others_could_read_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_a_bell_hears_only_ranks_of_its_run() -> None:
-    bell = Bell(f"penstock-test-{os.getpid()}")
+    bell = Bell()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
             for _ in range(5):
-                stranger.sendto(b"!", bell._address)
+                stranger.sendto(b"!", path_of(bell.address))
         assert not bell.wait(0.05)
         bell.set()
         assert bell.wait(30)
@@ -201,15 +206,70 @@ def test_a_bell_hears_only_ranks_of_its_run() -> None:
         bell.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_even_ring_or_knock(tmp_path: Path) -> None:
+    """Abstract sockets took connections and datagrams of everybody, until the rank turned them away."""
+    own = [OwnSocket(kind) for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET)]
+    own[1].listen(1)
+    paths = [path_of(each.address) for each in own]
+    program = f"""
+import os, socket
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+for kind, path in zip((socket.SOCK_DGRAM, socket.SOCK_SEQPACKET), {paths}):
+    with socket.socket(socket.AF_UNIX, kind) as stranger:
+        try:
+            stranger.connect(path)
+        except OSError as error:
+            print(type(error).__name__)
+"""
+    try:
+        for kind, path in zip((socket.SOCK_DGRAM, socket.SOCK_SEQPACKET), paths, strict=True):
+            with socket.socket(socket.AF_UNIX, kind) as friend:
+                friend.connect(path)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.split() == ["PermissionError", "PermissionError"]
+    finally:
+        for each in own:
+            each.close()
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", None])
+def test_a_socket_has_no_name_on_disk_and_no_descriptor_once_closed(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / ("long" * 50)  # longer than the name of a Unix socket may be
+    where.mkdir()
+    monkeypatch.setattr(own_socket, "MEMORY", folder or str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(where))
+    before = len(os.listdir("/proc/self/fd")), set(os.listdir(folder or where))
+    own = OwnSocket(socket.SOCK_SEQPACKET)
+    assert set(os.listdir(folder or where)) == before[1]
+    assert stat.S_IMODE(os.stat(path_of(own.address)).st_mode) == 0o600
+    own.close()
+    assert len(os.listdir("/proc/self/fd")) == before[0]
+    with pytest.raises(OSError, match="No such file"):
+        os.stat(path_of(own.address))
+    for foreign in ("/run/bus", "1/../../x", "self/3", "1/2/3", ""):
+        with pytest.raises(ConnectionError, match="not the address of a rank"):
+            path_of(foreign)
+
+
+def test_no_place_for_a_socket_is_said_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_socket, "MEMORY", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(UsageError, match="set TMPDIR to a folder of this host"):
+        OwnSocket(socket.SOCK_DGRAM)
+
+
 def test_a_flooded_bell_does_not_keep_the_watch_from_looking() -> None:
-    bell, quiet = Bell(f"penstock-test-{os.getpid()}"), threading.Event()
+    bell, quiet = Bell(), threading.Event()
 
     def flood() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
             stranger.setblocking(False)
             while not quiet.is_set():
                 with suppress(BlockingIOError):
-                    stranger.sendto(b"!", bell._address)
+                    stranger.sendto(b"!", path_of(bell.address))
 
     floods = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
     for thread in floods:

@@ -22,6 +22,7 @@ from transport_harness import run, values
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport import Channel
+from penstock.runtime.transport.own_socket import path_of
 from penstock.runtime.transport.shared_memory import blocks, meeting
 from penstock.runtime.transport.shared_memory import connection as pair
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
@@ -421,7 +422,7 @@ def knocks(transport: Any) -> Any:
     if transport.rank == 1:
         address = transport._meeting.place(0).address
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-            stranger.connect(b"\0" + address.encode())
+            stranger.connect(path_of(address))
             stranger.send(meeting.HELLO.pack(1, b"0" * 32))
             stranger.send(b"0" * 32)  # in the place of the code
             transport.open(PAIR)

@@ -1,8 +1,8 @@
 """Waking the watches of other ranks on this host, so that bad news is read at once and not at the next beat.
 
-A datagram on an abstract Unix socket; it says nothing but "look", with the code of the run's secret. It takes the
-place of the event by which a watch is woken inside its own process. Whoever else rings is not heard: the kernel says
-whose process has sent a datagram, and the code whether it is of this run.
+A datagram on a Unix socket that only this user reaches (`own_socket`); it says nothing but "look", with the code of
+the run's secret. It takes the place of the event by which a watch is woken inside its own process. Whoever else rings
+is not heard: the kernel says whose process has sent a datagram, and the code whether it is of this run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from time import monotonic
 
 from penstock.messages.secret import CODE_BYTES, code_of, is_ours
-from penstock.runtime.transport.failure.forks import close_in_forks
+from penstock.runtime.transport.own_socket import OwnSocket, path_of
 
 __all__ = ["Bell"]
 
@@ -28,14 +28,13 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 class Bell:
     """As a `threading.Event` to the watch of this rank; `call` rings those of others."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self) -> None:
         self.others: Callable[[], Iterable[str]] = tuple  # their addresses
-        self._address = _name(address)
         self._user = os.getuid()
-        self._socket = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        self._socket = OwnSocket(socket.SOCK_DGRAM)
+        self.address = self._socket.address
         self._socket.setblocking(False)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind(self._address)
 
     def wait(self, seconds: float) -> bool:
         """Whether it rang in that time."""
@@ -58,7 +57,7 @@ class Bell:
             for level, kind, data in attached
             if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS and len(data) == _CREDENTIALS.size
         ]
-        return users == [self._user] and is_ours(self._address, code, _KEY)
+        return users == [self._user] and is_ours(self.address.encode(), code, _KEY)
 
     def clear(self) -> None:
         """What has rung so far is old."""
@@ -68,20 +67,16 @@ class Bell:
 
     def set(self) -> None:
         """Wake this rank's watch."""
-        self._ring(self._address)
+        self._ring(self.address)
 
     def call(self) -> None:
         """Wake the watches of the others."""
         for address in self.others():
-            self._ring(_name(address))
+            self._ring(address)
 
-    def _ring(self, address: bytes) -> None:
+    def _ring(self, address: str) -> None:
         with suppress(OSError):  # full: it rings already; closed: nobody listens any more
-            self._socket.sendto(code_of(address, _KEY), address)
+            self._socket.sendto(code_of(address.encode(), _KEY), path_of(address))
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _name(address: str) -> bytes:
-    return b"\0" + address.encode() + b"-bell"

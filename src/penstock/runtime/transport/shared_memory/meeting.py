@@ -1,8 +1,8 @@
 """How ranks on one host find each other: over the process group's store, then by Unix sockets.
 
-Each rank listens under a name that it drew at random, in the abstract namespace (no file, gone with the
-process), and puts it into the store with a token and with where it is. Ranks are near if they run under
-the same kernel, network namespace and user, on CPU tensors. Of two near ranks the higher one connects,
+Each rank listens on a socket that only its own user reaches (`own_socket`), and puts its address into the store
+with a token and with where it is. Ranks are near if they run under the same kernel, network and process namespaces
+and user, on CPU tensors. Of two near ranks the higher one connects,
 and says in the store where that did not work; so both ends of a link always take the same way. Each end draws a
 number, and the other shows by a code of both numbers that it has the token and the run's secret. Whoever else
 knocks is another user, or cannot make the code, and is turned away.
@@ -27,6 +27,7 @@ from penstock.messages.secret import CODE_BYTES, code_of, is_ours
 from penstock.messages.store import Asker
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.forks import close_in_forks
+from penstock.runtime.transport.own_socket import OwnSocket, path_of
 from penstock.runtime.transport.shared_memory.blocks import allocate
 
 __all__ = ["Meeting", "Place", "missing_here"]
@@ -42,6 +43,7 @@ class Place(NamedTuple):
 
     host: str
     address: str
+    bell: str  # the address of that
     token: str
     device: str
 
@@ -72,7 +74,7 @@ def missing_here() -> str | None:
 
 
 def this_host() -> str:
-    """Equal for processes that can pass descriptors to each other: one kernel, network namespace and user.
+    """Equal for processes that can pass descriptors to each other: one kernel, user, network and processes.
 
     Empty where there is no shared memory to be had at all.
     """
@@ -81,7 +83,8 @@ def this_host() -> str:
     try:
         os.close(allocate(1))
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')} {os.getuid()}"
+        spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid")]
+        return f"{boot} {' '.join(spaces)} {os.getuid()}"
     except OSError:
         return ""
 
@@ -95,7 +98,7 @@ class Meeting:
         prefix: str,
         rank: int,
         ranks: int,
-        address: str,
+        bell: str,
         device: str,
         wait: Callable[[int, float], None],
     ) -> None:
@@ -106,11 +109,10 @@ class Meeting:
         self._asker: Asker | None = None
         self._places: dict[int, Place] = {}
         self._accepted: dict[int, socket.socket] = {}
-        self._listener = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        self._listener.bind(b"\0" + address.encode())
+        self._listener = OwnSocket(socket.SOCK_SEQPACKET)
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(PATIENCE)
-        self.mine = Place(this_host(), address, secrets.token_hex(16), device)
+        self.mine = Place(this_host(), self._listener.address, bell, secrets.token_hex(16), device)
         store.set(self._key(f"place/{rank}"), notes.write(self._key(f"place/{rank}"), *self.mine))
 
     def place(self, rank: int) -> Place:
@@ -123,8 +125,8 @@ class Meeting:
         return self._places[rank]
 
     def neighbours(self) -> list[str]:
-        """The addresses of the other ranks on this host, as far as they are known."""
-        return [place.address for place in self._places.values() if place.host == self.mine.host]
+        """The addresses of the bells of the other ranks on this host, as far as they are known."""
+        return [place.bell for place in self._places.values() if place.host == self.mine.host]
 
     def join(self, peer: int) -> socket.socket | str:
         """A connection to a near rank, or why there is none. Both ranks call this, and get the same."""
@@ -152,7 +154,7 @@ class Meeting:
         start = time.monotonic()
         while True:
             try:
-                connection.connect(b"\0" + address.encode())
+                connection.connect(path_of(address))
                 return
             except BlockingIOError:
                 self._wait(peer, start)

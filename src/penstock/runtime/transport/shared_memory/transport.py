@@ -11,12 +11,11 @@ link; the exchange that ends a step; and the question who is to blame (`watch`),
 without a goodbye is what gloo's closed connection is there. A message for which no memory is to be had takes
 that way too, announced in its turn, so a link that runs out of memory goes on, only slower.
 
-Nothing here outlives the processes: the memory has no name and the sockets are abstract ones (`meeting`).
+Nothing here outlives the processes: neither the memory nor the sockets have a name (`own_socket`).
 """
 
 from __future__ import annotations
 
-import secrets
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -74,7 +73,7 @@ class SharedMemoryTransport(DistributedTransport):
             f"{self._prefix}/shared",
             self.rank,
             self.ranks,
-            self._address,
+            self._bell.address,
             home,
             partial(_wait_to_meet, self._watch),  # not of this transport, which its own end would then keep alive
         )
@@ -91,8 +90,7 @@ class SharedMemoryTransport(DistributedTransport):
         weakref.finalize(self, _hang_up, self._meeting, self._pairs, self._bell)
 
     def _make_bell(self) -> Bell:
-        self._address = f"penstock-{secrets.token_hex(16)}"
-        self._bell = Bell(self._address)
+        self._bell = Bell()
         return self._bell
 
     # -- laying links

@@ -117,7 +117,7 @@ def main() -> None:
             sizes = ", ".join(f"{len(graph['nodes'])} nodes x {graph['rounds']}" for graph in graphs)
             print(f"step {step:2}: loss {losses[-1]:.3f}  ({sizes})")
     assert sum(losses[-5:]) < sum(losses[:5]) / 2, losses
-    for module in pipe.deployment.ranks.modules().values():
+    for module in modules:
         if isinstance(module, Round):
             print(f"{module.exits} of {STEPS * GRAPHS} graphs needed no round {module.number}")
             assert 0 < module.exits < STEPS * GRAPHS

@@ -43,7 +43,7 @@ with penstock.Checkpointer(folder, keep_last=2) as checkpointer:
         optimizer.step(), optimizer.zero_grad(), schedule.step()
         if step % 10 == 0 or step == steps:
             checkpointer.save(step, pipe, optimizer, scheduler=schedule)  # training goes on meanwhile
-            if 0 in pipe.deployment.ranks.executors:
+            if pipe.is_first:
                 print(f"step {step}  loss {loss:.4f}  norm {norm:.2f}", flush=True)
 pipe.close()
 # `penstock checkpoint export runs/llama llama` writes what LlamaForCausalLM.from_pretrained("llama") takes.

@@ -79,7 +79,7 @@ def main() -> None:
         batch_norm="deferred",
         recompute="except_last",
     )
-    skips = [(a, b) for a, b in pipe.deployment.split.topology.edges if b > a + 1]
+    skips = [(a, b) for a, b in pipe.schedule.topology.edges if b > a + 1]
     print(pipe.describe())
     print(f"values that skip stages: {skips}")
     assert skips

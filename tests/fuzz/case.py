@@ -33,17 +33,18 @@ WRITING = ("WritesInput", "ReluOfInput")
 BRANCH = ("Branch",)
 EXTRA = ("Extra",)
 FIRST = ("Table", "Scratch")
+BARE = ("Same", "Scratch")  # without parameters
 UNSAVED = (  # whose output autograd does not keep, so that a layer behind may write to it
     "Norm", "Bias", "BiasOnly", "Cat", "Residual", "Square", "Scale", "Part", "HalfFrozen", "Detached", "Hooked",
     "Attend", "BatchNorm", "Count", "Mean", "Calls", "Seen", "Noise", "Join",
 )  # fmt: skip
 WAYS = ("list", "list", "list", "sequential", "replay", "replay", "graph")
-LOSSES = ("mse", "mse", "sum", "weighted", "cross", "own", "kwargs")
+LOSSES = ("mse", "mse", "sum", "weighted", "cross", "known", "own", "kwargs")
 
 # What can be left out while it is known not to work; `without` of the command.
 CLASSES = (
     "state", "random", "writing", "branch", "extra", "forks", "skips", "shared", "side", "faults", "evaluate",
-    "precision", "recompute", "losses", "microbatches", "replay", "graph", "sequential", "frozen", "scratch",
+    "precision", "recompute", "clip", "losses", "microbatches", "replay", "graph", "sequential", "frozen", "scratch",
 )  # fmt: skip
 
 
@@ -81,10 +82,12 @@ class Case:
     every: int = 1  # steps between those of the optimizer
     optimizer: str | None = None
     to_none: bool = True  # what zero_grad does
+    clip: float | None = None  # the norm of all gradients, before the optimizer
     recompute: str = "never"
     precision: str | None = None
     evaluate: bool = False
     fault: tuple[int, int, str, int] | None = None  # step, stage, forward or backward, microbatch
+    atomic: bool = False  # a failed step leaves gradients that were there before as they were
     seed: int = 0
 
     @property
@@ -114,7 +117,9 @@ class Case:
     @cached_property
     def exact(self) -> bool:
         """Whether bits are promised: sums in the order of microbatches, one tensor at a time from stage to stage."""
-        if self.skip is not None or self.replicate is not None or self.way == "graph":
+        if self.skip is not None or self.replicate is not None or self.way == "graph" or self.loss == "known":
+            return False
+        if self.clip is not None:  # each rank has the norm of its own
             return False
         if any(self.whole or self.stage_of(a) != self.stage_of(b) for a, b in self.shared):
             return False
@@ -140,7 +145,13 @@ class Case:
         forked = [n for n, kind in enumerate(kinds) if kind == "Fork"]
         if [n + 1 for n in forked] != joined or (forked and self.way == "graph"):
             return False
-        if any(kind in FIRST for kind in kinds[1:]) or (self.whole and self.has(*RANDOM, *BRANCH)):
+        if (
+            any(kind in FIRST for kind in kinds[1:])
+            or (self.whole and self.has(*BRANCH))
+            or (self.way == "graph" and self.has(*RANDOM))
+        ):
+            return False
+        if self.way == "replay" and self.has(*RANDOM) and not self._units_are_layers:
             return False
         if any(kind in WRITING and before not in UNSAVED for before, kind in pairwise(kinds)):
             return False
@@ -171,12 +182,23 @@ class Case:
             return False
         if self.loss == "own" and (self.way == "sequential" or stages - 1 in self.side_at):
             return False
-        if self.fault is None:
-            return True
-        step, stage, _, microbatch = self.fault
-        if step >= self.steps or stage >= stages or microbatch >= self.microbatches or ends[stage] == "Fork":
+        if self.clip is not None and self.optimizer is None:
             return False
-        return self.way == "list" and self.to_none and (self.every == 1 and (self.optimizer is not None or step == 0))
+        if self.fault is None:
+            return not self.atomic
+        step, stage, _, microbatch = self.fault
+        if step >= self.steps or stage >= stages or microbatch >= self.microbatches or self.way == "graph":
+            return False
+        if "Fork" in (ends[stage], self.stages[stage][0].kind):
+            return False
+        fresh = self.to_none and self.every == 1 and (self.optimizer is not None or step == 0)
+        return self.atomic or fresh
+
+    @property
+    def _units_are_layers(self) -> bool:
+        """Whether there are enough of them for the stages: else layers are opened, and draw in another order."""
+        owners = sum(layer.kind not in BARE for layer in self.layers)
+        return not self.shared and owners >= len(self.stages)
 
     def _skip_fits(self) -> bool:
         if self.skip is None:
@@ -241,6 +263,7 @@ def _drawn(chance: random.Random, seed: int, where: str, ranks: int | None, with
         to_none=maybe(0.7),
         recompute=chance.choice(("never", "never", "except_last", "always")) if "recompute" not in without else "never",
         evaluate=maybe(0.3, "evaluate"),
+        clip=0.1 if maybe(0.2, "clip") else None,
         seed=seed,
     )
     case = _with_more(chance, case, without, maybe)
@@ -299,5 +322,7 @@ def _with_more(chance: random.Random, case: Case, without: set[str], maybe: Any)
             case = replace(case, shared=(chance.choice(pairs),))
     if maybe(0.15, "faults"):
         fault = (chance.randrange(case.steps), chance.randrange(stages), chance.choice(("forward", "backward")))
-        case = replace(case, fault=(*fault, chance.randrange(case.microbatches)), every=1, to_none=True)
+        case = replace(case, fault=(*fault, chance.randrange(case.microbatches)), atomic=maybe(0.5))
+        if not case.atomic:
+            case = replace(case, every=1, to_none=True)
     return case

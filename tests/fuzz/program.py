@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from fuzz import blocks
-from fuzz.case import Case
+from fuzz.case import RANDOM, Case
 
 __all__ = ["program"]
 
@@ -69,8 +69,11 @@ def flags_of(case: Case) -> set[str]:
         "rows": case.side == "rows",
         "evaluate": case.evaluate,
         "optimizer": case.optimizer is not None,
+        "clip": case.clip is not None,
+        "units": case.way == "replay" and case.has(*RANDOM),
         "replicas": case.replicate is not None,
         "alone": case.replicate is None,
+        "classes": case.loss in ("cross", "known"),
         "threads": case.where.startswith("threads"),
         "unbuffered": case.where == "threads-0",
         "whole": case.whole,
@@ -91,6 +94,8 @@ def constants(case: Case) -> Iterator[str]:
         yield f"SIDE_AT = {case.side_at}  # the stages that take it"
     if case.skip is not None:
         yield f"SKIP = {case.skip}  # from where to where"
+    if case.clip is not None:
+        yield f"CLIP = {case.clip}"
     if case.way == "sequential":
         yield f"BALANCE = {[len(stage) for stage in case.stages]}"
 
@@ -120,7 +125,8 @@ def net(case: Case) -> Iterator[str]:
     yield "        for number, layer in enumerate(self.layers):"
     if case.skip is not None:
         yield "            x = x + kept if number == SKIP[1] else x"
-    yield "            x = layer(x)"
+    units = case.way == "replay" and case.has(*RANDOM)
+    yield f"            x = {'drawing(number, layer, x)' if units else 'layer(x)'}"
     if case.skip is not None:
         yield "            kept = x if number == SKIP[0] else kept if number else None"
     if case.side is not None:
@@ -141,6 +147,9 @@ def layers(case: Case) -> Iterator[str]:
     if case.way == "list":
         yield f"model = nn.ModuleList([{', '.join(stage_texts(case, names))}])"
         return
+    if case.fault is not None:
+        first = sum(len(stage) for stage in case.stages[: case.fault[1]])
+        names[first] = f"Trap({names[first]})"
     names += ["Own()"] * (case.loss == "own")
     yield f"model = {'Net' if case.whole else 'nn.Sequential'}({', '.join(names)})"
 
@@ -182,6 +191,7 @@ def options(case: Case) -> Iterator[str]:
     yield from ["mesh=mesh,", f"replicate={case.replicate!r},"] * (case.replicate is not None)
     yield f"recompute={case.recompute!r},"
     yield f"precision={case.precision!r},"
+    yield from ["atomic=True,"] * case.atomic
     yield "seed=7,"
 
 

@@ -14,7 +14,9 @@ __all__ = ["shrink", "smaller"]
 FAMILIES = ("gpipe", "1f1b", "zb-h1")  # the simplest first; always to a simpler one, so that it ends
 
 SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
+    "atomic": False,
     "fault": None,
+    "clip": None,
     "evaluate": False,
     "skip": None,
     "shared": (),
@@ -33,6 +35,8 @@ SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
     "dtype": "float32",
     "seed": 0,
 }
+
+ALONG: dict[str, dict[str, Any]] = {"side": {"side_at": ()}, "fault": {"atomic": False}, "optimizer": {"clip": None}}
 
 
 def smaller(case: Case) -> Iterator[Case]:
@@ -53,7 +57,7 @@ def smaller(case: Case) -> Iterator[Case]:
             yield replace(case, family=family, stages=case.stages[-case.ranks :])
     for field, value in SIMPLE.items():
         if getattr(case, field) != value and not (field == "where" and case.where not in ("threads", "threads-0")):
-            yield replace(case, **{field: value}, **({"side_at": ()} if field == "side" else {}))
+            yield replace(case, **{field: value}, **ALONG.get(field, {}))
     for steps in range(1, case.steps):
         yield replace(case, steps=steps)
     for count in range(1, case.microbatches):

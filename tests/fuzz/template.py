@@ -1,4 +1,4 @@
-# ruff: noqa: B905, E731, F401, F811, F821, F841, PT017
+# ruff: noqa: B905, E731, F401, F811, F821, F841, I001, PT017
 # The text of a case's program, read and never imported. `program` puts in what is the case's own after `# here:`, and
 # leaves out each line, with what is indented below it, whose `# if:` names what the case has not (or, with !, has).
 import torch
@@ -7,6 +7,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # if: checkpointed
 
 import penstock
+from contextlib import nullcontext  # if: units
+from penstock.model.part import WHOLE  # if: units
+from penstock.runtime.state.randomness import unit_stream  # if: units
 
 # here: constants
 EXTRA, PIPED, ARMED = [], False, False
@@ -42,8 +45,8 @@ def batch(step, replica=0):
     y = torch.randn(rows, WIDTH).to(DTYPE)  # if: !own
     y = None  # if: own
     y = (y, (0.1 + torch.rand(rows)).to(DTYPE))  # if: weighted
-    y = torch.randint(0, WIDTH, (rows,)).masked_fill(torch.rand(rows) < 0.4, -100)  # if: cross
-    y[[sum(SIZES[:number]) for number in range(len(SIZES))]] = 1  # if: cross
+    y = torch.randint(0, WIDTH, (rows,)).masked_fill(torch.rand(rows) < 0.4, -100)  # if: classes
+    y[[sum(SIZES[:number]) for number in range(len(SIZES))]] = 1  # if: classes
     return x, side, y
 
 
@@ -73,6 +76,9 @@ def loss_fn(output, target):  # if: cross
     return F.cross_entropy(output, target, ignore_index=-100)
 
 
+loss_fn = nn.CrossEntropyLoss(torch.linspace(0.5, 1.5, WIDTH).to(DTYPE))  # if: known
+
+
 def loss_fn(output, target, scale):  # if: kwargs
     return ((output - target).square().mean(1) * scale).mean()
 
@@ -85,11 +91,15 @@ def weigh(target):  # if: cross
     return (target != -100).sum().item()
 
 
+def weigh(target):  # if: known
+    return loss_fn.weight[target[target != -100]].sum().item()
+
+
 def shares_of(*targets):
     """What each microbatch's loss counts; of several replicas, one list for each."""
-    weights = [SIZES for _ in targets]  # if: !weighted !cross
+    weights = [SIZES for _ in targets]  # if: !weighted !classes
     weights = [[weigh(target) for target in pieces(whole)] for whole in targets]  # if: weighted
-    weights = [[weigh(target) for target in pieces(whole)] for whole in targets]  # if: cross
+    weights = [[weigh(target) for target in pieces(whole)] for whole in targets]  # if: classes
     return [[weight / sum(map(sum, weights)) for weight in row] for row in weights]  # if: !sum
     return [[1.0 for _ in row] for row in weights]  # if: sum
 
@@ -111,9 +121,18 @@ def forward(model, x, side, step, number):  # if: staged
     return x
 
 
+def drawing(number, layer, x):  # if: units
+    """A layer's call; in the plain loop with the random numbers that it has in the pipeline."""
+    with nullcontext() if PIPED else unit_stream(number):
+        return layer(x)
+
+
 def forward(model, x, side, step, number):  # if: whole
-    return model(x)  # if: !side
-    return model(x, side=side)  # if: side
+    with penstock.randomness(7, step, number, WHOLE):  # if: units
+        return model(x)  # if: !side
+        return model(x, side=side)  # if: side
+    return model(x)  # if: !side !units
+    return model(x, side=side)  # if: side !units
 
 
 def losses_of(model, step, replica=0, microbatches=0, trained=True):
@@ -180,10 +199,13 @@ def plain():
             buffers = ((f"{n} of replica {replica}", b) for n, b in model.named_buffers())  # if: replicas
             keep(found, step, model.named_parameters(), buffers, model.named_modules())
         with torch.no_grad():  # if: evaluate
-            predicted = [output for _, output, _ in losses_of(models[0].eval(), step)]
+            losses, predicted, _ = zip(*losses_of(models[0].eval(), step))
             found[f"step {step}: predicted"] = torch.cat([output.reshape(-1) for output in predicted])
+            parts = [loss * share for loss, share in zip(losses, shares[0])]
+            found[f"step {step}: evaluated"] = sum(parts[1:], parts[0])  # if: alone
             models[0].train()
-        for optimizer in optimizers if step % EVERY == EVERY - 1 else ():  # if: optimizer
+        for optimizer, model in zip(optimizers, models) if step % EVERY == EVERY - 1 else ():  # if: optimizer
+            found[f"step {step}: norm"] = nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # if: clip
             optimizer.step()
             optimizer.zero_grad(set_to_none=TO_NONE)
     return found
@@ -235,12 +257,14 @@ def piped():
             buffers = ((f"{n} of replica {replica}", b) for n, b in pipe.named_buffers())  # if: replicas
             keep(found, step, pipe.named_parameters(), buffers, model.named_modules())  # if: threads
             keep(found, step, pipe.named_parameters(), buffers)  # if: !threads
-            args, kwargs, _ = given(step)  # if: evaluate
+            args, kwargs, more = given(step)  # if: evaluate
+            found[f"step {step}: evaluated"] = pipe.evaluate(*args, **kwargs, **more).loss  # if: evaluate alone
             predicted = pipe.predict(*args, **kwargs)  # if: evaluate !own
             predicted = torch.stack(list(pipe.evaluate(*args, **kwargs).losses))  # if: evaluate own
             if predicted is not None:  # if: evaluate
                 found[f"step {step}: predicted"] = predicted.reshape(-1)
             if step % EVERY == EVERY - 1:  # if: optimizer
+                found[f"step {step}: norm"] = pipe.clip_grad_norm_(CLIP)  # if: clip
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=TO_NONE)
     return found

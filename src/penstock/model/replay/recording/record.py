@@ -241,7 +241,7 @@ def _watch(
     given = tensors_in((args, kwargs))
     call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
     run = own if instead is None else instead(name)
-    unit = own.args[0] if isinstance(own, functools.partial) else module  # the copy that is run
+    unit = _run_by(own, module)
     check_reentrant(name, True)
     marks.check_parameters(name, module)
     sinks = Sinks(args, kwargs)
@@ -267,6 +267,11 @@ def _watch(
     return output, changed
 
 
+def _run_by(own: Callable[..., Any], module: nn.Module) -> nn.Module:
+    """The copy of a module that its call runs."""
+    return own.args[0] if isinstance(own, functools.partial) else module
+
+
 def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: UnitMarks, args: Any, kwargs: Any) -> Any:
     """A parameter-free module: a call if its output depends on units' values or it has a state of its own, else glue.
 
@@ -278,6 +283,9 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Un
     given = tensors_in((args, kwargs))
     versions = [tensor._version for tensor in given]
     buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+    unit = _run_by(own, module)
+    with marks.silent():
+        state = own_state(unit)
     before, known = marks.recording.draws_in_glue, dict(marks.buffers)
     for buffer, _ in buffers:
         marks.buffers.pop(marks.storages.key(buffer), None)
@@ -289,7 +297,10 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Un
     has_state = any(buffer._version != version for buffer, version in buffers)
     if unchanged and (has_state or marks.of(output) - marks.control):
         marks.recording.draws_in_glue = before
-        return marks.note(UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training)), given, output)
+        call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
+        with marks.silent():
+            call.keeps = next(kept_by(unit, state), "")
+        return marks.note(call, given, output)
     if has_state:
         raise ModelError(f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it")
     marks.recording.calls.append(UnitCall(name, frozenset(), [], None, glue=True))

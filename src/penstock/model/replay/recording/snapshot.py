@@ -61,15 +61,15 @@ def frozen(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def own_state(unit: nn.Module) -> dict[str, Any]:
-    """What a unit could change on itself: copies of its buffers, and its plain attributes."""
+    """What a unit could change on itself: copies of its buffers and of its attributes, with what is in them."""
     found: dict[str, Any] = {}
     for name, holder in unit.named_modules():
-        for key, value in vars(holder).items():
-            if key not in OWN and isinstance(value, PLAIN):
-                found[_joined(name, key)] = value
-        for key, buffer in holder._buffers.items():
-            if buffer is not None:
-                found[_joined(name, key)] = buffer.detach().clone()
+        own = {key: value for key, value in vars(holder).items() if key not in OWN}
+        for key, value in {**own, **holder._buffers}.items():
+            if isinstance(value, Tensor):
+                found[_joined(name, key)] = value.detach().clone()
+            elif isinstance(value, PLAIN) or changes_in_place(value):
+                found[_joined(name, key)] = frozen(value)
     return found
 
 
@@ -80,7 +80,7 @@ def kept_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, Tensor):
             if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
                 yield name
-        elif value is not old and (type(value) is not type(old) or value != old):
+        elif isinstance(old, Tensor) or value != old:
             yield name
 
 

@@ -88,6 +88,10 @@ def constants(case: Case) -> Iterator[str]:
     yield f"SIZES = {list(case.sizes)}  # rows of each microbatch"
     yield f"STEPS, EVERY, TO_NONE, REPLICAS = {case.steps}, {case.every}, {case.to_none}, {2 if case.replicate else 1}"
     yield f"OUTPUTS, TOLERANCE = {case.loss != 'own'}, {0.0 if case.exact else ROUNDING}"
+    if case.optimizer == "AdamW":
+        yield "SETTINGS = {'lr': 0.05, 'eps': 1e-3}  # with less, the rounding of a gradient that is 0 becomes a step"
+    elif case.optimizer is not None:
+        yield "SETTINGS = {'lr': 0.05}"
     if case.fault is not None:
         yield f"FAULT = {case.fault}  # step, stage, where, microbatch"
     if case.side is not None and not case.whole:

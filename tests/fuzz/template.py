@@ -173,7 +173,7 @@ def keep(found, step, parameters, buffers, modules=()):
 def plain():
     """Gradient accumulation, microbatch by microbatch."""
     models, found = [make() for _ in range(REPLICAS)], {}
-    optimizers = [torch.optim.OPTIMIZER(model.parameters(), lr=0.05) for model in models]  # if: optimizer
+    optimizers = [torch.optim.OPTIMIZER(model.parameters(), **SETTINGS) for model in models]  # if: optimizer
     for step in range(STEPS):
         shares = shares_of(*(batch(step, replica)[2] for replica in range(REPLICAS)))
         totals, before = [], [parameter.grad for parameter in models[0].parameters()]
@@ -235,7 +235,7 @@ def piped():
         # here: options
     )
     with pipe:
-        optimizer = torch.optim.OPTIMIZER(pipe.parameters(), lr=0.05)  # if: optimizer
+        optimizer = torch.optim.OPTIMIZER(pipe.parameters(), **SETTINGS)  # if: optimizer
         for step in range(STEPS):
             if step == FAULT[0]:  # if: fault
                 ARMED, (args, kwargs, more) = True, given(step, replica)

@@ -77,6 +77,8 @@ def _fewer_layers(case: Case) -> Iterator[Case]:
     for number, layers in enumerate(case.stages):
         for place, layer in enumerate(layers):
             others = [layers[:place] + layers[place + 1 :]]
+            if layer.kind == "Fork":  # with the Join that follows it
+                others.append(layers[:place] + layers[place + 2 :])
             if layer.kind != "Dense":
                 others.append((*layers[:place], Layer("Dense"), *layers[place + 1 :]))
             if layer.option:

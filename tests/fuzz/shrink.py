@@ -87,7 +87,8 @@ def _fewer_layers(case: Case) -> Iterator[Case]:
                 yield replace(case, stages=(*case.stages[:number], other, *case.stages[number + 1 :]))
         if layers and layers[-1].kind == "Fork" and number + 1 < len(case.stages):
             after = case.stages[number + 1][1:]
-            yield replace(case, stages=(*case.stages[:number], layers[:-1], after, *case.stages[number + 2 :]))
+            before = layers[:-1] or (Layer("Dense"),)
+            yield replace(case, stages=(*case.stages[:number], before, after, *case.stages[number + 2 :]))
 
 
 def shrink(case: Case, outcome: Outcome, run: Callable[[list[Case]], list[Outcome]], tries: int = 400) -> Case:

@@ -128,7 +128,7 @@ def test_twice_leaves_at_once_and_a_killed_launcher_leaves_no_orphan(tmp_path: P
 def test_a_run_listens_on_loopback_only_and_its_ranks_end_with_the_launcher(tmp_path: Path) -> None:
     """Ranks went on for up to 26 steps: they ended with the fork server, which ended when it got around to it."""
     with job(tmp_path, "training.steps=100000", plan()) as run:
-        run.until(lambda: run.steps() > 2)
+        run.until(lambda: run.steps() > 2 and bool(checkpoints_in(run.output / "checkpoints")))
         processes = run.descendants()
         addresses = {address for pid in (run.process.pid, *processes) for address in listening(pid)}
         assert addresses == {"0100007F"}, addresses  # 127.0.0.1, as the kernel writes it

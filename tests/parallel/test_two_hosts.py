@@ -53,7 +53,7 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
 
 HOSTS = """
 set -e
-unshare --net sleep 100 &
+unshare --net sleep 300 &
 other=$!
 until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
 ip link add cable0 type veth peer name cable1
@@ -96,6 +96,7 @@ def plain() -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # four processes load torch, and on a busy machine that takes its time
 @pytest.mark.skipif(not can_make_hosts(), reason="needs unshare, nsenter and ip, and the right to make namespaces")
 def test_a_mesh_over_two_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
@@ -105,7 +106,7 @@ def test_a_mesh_over_two_hosts(tmp_path: Path) -> None:
         ["unshare", "-rn", "bash", "-c", script], start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     try:
-        code = process.wait(110)
+        code = process.wait(270)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

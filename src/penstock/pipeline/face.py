@@ -102,6 +102,7 @@ class Pipeline:
         method, by_tokens, first_count = token_split(split, microbatches, schedule, replicated)
         forward = model.forward if isinstance(model, nn.Module) else model[0].forward
         weighing = Weighing(loss_fn, loss_weight, loss_reduction, loss_per_microbatch, positional(forward))
+        dims = dict(batch_dims or {})
         self.recompute = recompute
         self.batch_norm = batch_norm
         self.atomic = atomic
@@ -117,7 +118,7 @@ class Pipeline:
             "loss_reduction": str(loss_reduction),
             "loss_per_microbatch": str(loss_per_microbatch),
             "loss_weight": "none" if loss_weight is None else "one",
-            "batch_dims": str(dict(batch_dims or {})),
+            "batch_dims": str(dims),
         }
 
         def choose(topology: Topology, count: int | None) -> Schedule:
@@ -166,9 +167,9 @@ class Pipeline:
                 forward,
                 loss_fn=loss_fn,
                 weighing=weighing,
-                checks=LossChecks(loss_fn, weighing, dict(batch_dims or {}), loss_per_microbatch),
+                checks=LossChecks(loss_fn, weighing, dims, loss_per_microbatch),
                 recompute=recompute,
-                dims=batch_dims or {},
+                dims=dims,
                 inputs=inputs,
                 by_tokens=by_tokens,
                 least=microbatches or 1,

@@ -76,7 +76,7 @@ def main() -> None:
         schedule="1f1b",
         example=(x[:4],),
         loss_fn=F.binary_cross_entropy_with_logits,
-        batch_norm="deferred",
+        batch_options=penstock.BatchOptions(batch_norm="deferred"),
         recompute="except_last",
     )
     skips = [(a, b) for a, b in pipe.schedule.topology.edges if b > a + 1]

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
 # The rooms of the house, from the ground up: each may import those above it in this list, and itself.
 ROOMS = [
     "errors",
+    "rules",
     "schedule",
     "messages",
     "model",

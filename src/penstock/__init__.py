@@ -15,19 +15,23 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import load as load
     from penstock.checkpoint.checkpointer import save as save
     from penstock.gpipe.face import GPipe as GPipe
+    from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
     from penstock.optim.groups import parameter_groups as parameter_groups
     from penstock.optim.scaler import GradScaler as GradScaler
     from penstock.parallel.mesh import mesh as mesh
+    from penstock.parallel.parallel_options import ParallelOptions as ParallelOptions
     from penstock.parallel.sampler import ReplicaSampler as ReplicaSampler
     from penstock.parallel.tensor_plan import TensorPlan as TensorPlan
     from penstock.parity_check.parity import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
+    from penstock.runtime.batch.batch_options import BatchOptions as BatchOptions
     from penstock.runtime.batch.lengths import by_tokens as by_tokens
     from penstock.runtime.batch.microbatch import Microbatches as Microbatches
     from penstock.runtime.batch.microbatch import Shared as Shared
+    from penstock.runtime.loss.loss_options import LossOptions as LossOptions
     from penstock.runtime.loss.losses import add_loss as add_loss
     from penstock.runtime.state.batch_norm import defer_batch_norm as defer_batch_norm
     from penstock.runtime.state.batch_norm import exact_batch_norm as exact_batch_norm
@@ -40,11 +44,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchOptions": "penstock.runtime.batch.batch_options",
     "Checkpointer": "penstock.checkpoint.checkpointer",
+    "CutOptions": "penstock.model.cut_options",
     "GPipe": "penstock.gpipe.face",
     "GradScaler": "penstock.optim.scaler",
     "Loaded": "penstock.checkpoint.checkpointer",
+    "LossOptions": "penstock.runtime.loss.loss_options",
     "Microbatches": "penstock.runtime.batch.microbatch",
+    "ParallelOptions": "penstock.parallel.parallel_options",
     "Pipeline": "penstock.pipeline",
     "ReplicaSampler": "penstock.parallel.sampler",
     "Routed": "penstock.model.split",
@@ -71,11 +79,15 @@ _HOMES = {
 _ROOMS = ("errors", "schedule")  # modules that are found without an import of their own
 
 __all__ = [
+    "BatchOptions",
     "Checkpointer",
+    "CutOptions",
     "GPipe",
     "GradScaler",
     "Loaded",
+    "LossOptions",
     "Microbatches",
+    "ParallelOptions",
     "Pipeline",
     "ReplicaSampler",
     "Routed",

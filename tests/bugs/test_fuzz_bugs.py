@@ -13,6 +13,7 @@ from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock import CutOptions
 import penstock
 from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.model.cut import cut_model
@@ -118,11 +119,11 @@ def test_a_layer_called_on_two_stages_that_counts_in_an_attribute_is_refused(kin
     """
     net, (x, _) = Twice(kind, weighted).double(), batch()
     if kind == "nothing":
-        assert cut_model(net, 3, example=(x,), split="replay").stages == 3
+        assert cut_model(net, 3, example=(x,), options=CutOptions(method="replay")).stages == 3
         return
     named = {"number": "calls", "list": "log", "tensor": "seen"}[kind]
     with pytest.raises(ModelError, match=rf"no cut would part again\.(0\.)?{named} from code"):
-        cut_model(net, 4, example=(x,), split="replay")
+        cut_model(net, 4, example=(x,), options=CutOptions(method="replay"))
 
 
 class Seen(nn.Module):
@@ -155,7 +156,7 @@ def test_a_unit_that_is_run_for_its_shapes_keeps_its_tensors() -> None:
     """
     net, (x, y) = Net().double(), batch(8)
     with penstock.Pipeline(
-        net, stages=2, microbatches=4, loss_fn=F.mse_loss, example=(x[:3],), split="replay", ranks=2
+        net, stages=2, microbatches=4, loss_fn=F.mse_loss, example=(x[:3],), cut_options=penstock.CutOptions(method="replay"), ranks=2
     ) as pipe:
         for step in (1, 2):
             pipe.step(x, target=y)

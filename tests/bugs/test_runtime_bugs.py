@@ -16,6 +16,7 @@ from exactness.live import Live
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock import LossOptions
 from penstock.errors import PeerFailure, ScheduleError
 from penstock.schedule import Op, Schedule, build, lower
 
@@ -61,7 +62,7 @@ def test_a_share_of_a_third_is_a_third_in_double_precision() -> None:
 
 def test_a_microbatch_of_nothing_but_ignored_tokens_does_not_make_the_loss_nan() -> None:
     """CT-37, and ours: its mean is nan, its share 0, and 0 * nan is nan."""
-    pipe = pipeline(loss_fn=F.cross_entropy, loss_weight=lambda y: (y != -100).sum(), microbatches=2)
+    pipe = pipeline(loss_fn=F.cross_entropy, loss_options=LossOptions(weight=lambda y: (y != -100).sum()), microbatches=2)
     x, y = batch(4)[0], torch.tensor([-100, -100, 1, 2])
     result = pipe.step(x, target=y)
     model = nn.Sequential(*pipe.deployment.ranks.modules().values())

@@ -129,7 +129,7 @@ def pipelined(case: Case, **options: Any) -> Outcome:
         schedule=case.family,
         ranks=case.ranks,
         loss_fn=made.loss_fn,
-        skips=made.skips,
+        cut_options=penstock.CutOptions(skips=made.skips),
         recompute=case.recompute,
         seed=SEED,
         timeout=20,

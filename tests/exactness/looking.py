@@ -122,10 +122,10 @@ def seen_pipelined(case: Case, inputs: str = "every", **options: Any) -> Counter
         schedule=case.family,
         ranks=case.ranks,
         loss_fn=made.loss_fn,
-        skips=made.skips,
+        cut_options=penstock.CutOptions(skips=made.skips),
         recompute=case.recompute,
         seed=SEED,
-        inputs=inputs,
+        batch_options=penstock.BatchOptions(inputs=inputs),
         **options,
     ) as pipe:
         for _ in range(2):

@@ -93,7 +93,7 @@ SOURCES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 def cut(model: nn.Module, split: str = "auto", **options: Any) -> penstock.Pipeline:
     given = {"stages": 2, "microbatches": 2, "loss_fn": square, "example": (torch.ones(2, W).cumsum(0),), **options}
-    return penstock.Pipeline(model, split=split, **given)
+    return penstock.Pipeline(model, cut_options=penstock.CutOptions(method=split), **given)
 
 
 def net(odd: Callable[[Any], Any]) -> Net:

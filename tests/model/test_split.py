@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock import CutOptions
 import penstock
 from penstock.errors import ModelError, PenstockError
 from penstock.model.cut import cut_model
@@ -55,7 +56,7 @@ BACKWARD = ["register_full_backward_hook", "register_full_backward_pre_hook"]
 def test_a_forward_of_its_own_is_not_cut_by_position(split: str) -> None:
     """A2: its layers were taken and its forward was not."""
     with pytest.raises(ModelError, match=r"Shifted has a forward of its own, .* pass example=\(x,\)"):
-        cut_model(layers(Shifted), 2, split=split)
+        cut_model(layers(Shifted), 2, options=CutOptions(method=split))
 
 
 @pytest.mark.parametrize("register", HOOKS + BACKWARD)

@@ -10,6 +10,7 @@ import torch
 from model.nets import W, rows, square, trains
 from torch import Tensor, nn
 
+from penstock import CutOptions
 import penstock
 from penstock.errors import ModelError
 from penstock.model.cut import cut_model
@@ -44,13 +45,13 @@ def test_places_have_a_name_and_a_use() -> None:
 def test_a_stage_may_begin_with_a_later_use(split: Any, place: str) -> None:
     if (split, place) == ("replay", "scale#3"):
         with pytest.raises(ModelError, match="no unit 'scale' is called"):
-            cut_model(Again(nn.Linear(4, 4), own=True), 2, example=(torch.randn(2, 4),), split_at=[place], split=split)
+            cut_model(Again(nn.Linear(4, 4), own=True), 2, example=(torch.randn(2, 4),), split_at=[place], options=CutOptions(method=split))
         return
     torch.manual_seed(0)
     model = Again(nn.Linear(4, 4), own=place == "scale#3")
     plain, x, y = copy.deepcopy(model), torch.randn(6, 4), torch.randn(6, 4)
     pipe = penstock.Pipeline(
-        model, split_at=[place], microbatches=3, example=(x[:2],), split=split, loss_fn=nn.functional.mse_loss
+        model, split_at=[place], microbatches=3, example=(x[:2],), cut_options=penstock.CutOptions(method=split), loss_fn=nn.functional.mse_loss
     )
     assert [set(part.names.values()) >= {"block.weight"} for part in pipe.deployment.split.parts] == [True, True]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
@@ -69,15 +70,15 @@ def test_a_stage_may_begin_with_a_later_use(split: Any, place: str) -> None:
 def test_places_that_are_not_there_are_refused(split: Any) -> None:
     x = torch.randn(2, 4)
     with pytest.raises(ModelError, match=r"block#5 is no place to cut: the model calls .* 4 times"):
-        cut_model(Again(nn.Linear(4, 4)), 2, example=(x,), split_at=["block#5"], split=split)
+        cut_model(Again(nn.Linear(4, 4)), 2, example=(x,), split_at=["block#5"], options=CutOptions(method=split))
     with pytest.raises(ModelError, match="before scale: it is not used there"):
-        cut_model(Again(nn.Linear(4, 4), own=True), 2, example=(x,), split_at=["scale#5"], split="graph")
+        cut_model(Again(nn.Linear(4, 4), own=True), 2, example=(x,), split_at=["scale#5"], options=CutOptions(method="graph"))
 
 
 def test_a_unit_that_updates_itself_is_not_torn() -> None:
     model = Again(nn.BatchNorm1d(4))
     with pytest.raises(ModelError, match="updates itself, so that all its calls belong on one stage"):
-        cut_model(model, 2, example=(torch.randn(2, 4),), split_at=["block#2"], split="replay")
+        cut_model(model, 2, example=(torch.randn(2, 4),), split_at=["block#2"], options=CutOptions(method="replay"))
 
 
 def layer() -> nn.Module:

@@ -164,10 +164,10 @@ def pipelined(case: Case, mesh: Any, **options: Any) -> Outcome:
         microbatches=M,
         schedule=case.family,
         loss_fn=made.loss_fn,
-        skips=made.skips,
+        cut_options=penstock.CutOptions(skips=made.skips),
         mesh=mesh,
-        replicate=case.replicate,
-        window=case.window,
+        parallel_options=penstock.ParallelOptions(replicate=case.replicate, window=case.window),
+        
         seed=SEED if replica == 0 else SEED + 1,  # the first replica's counts
         timeout=30,
         **options,

@@ -172,8 +172,8 @@ def pipelined(case: Case, mesh: Any) -> dict[str, Any]:
         schedule=case.schedule,
         loss_fn=loss_fn,
         mesh=mesh,
-        replicate=case.replicate,
-        tensor_plan=case.tensor_plan(),
+        parallel_options=penstock.ParallelOptions(replicate=case.replicate, tensor_plan=case.tensor_plan()),
+        
         timeout=30,
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)

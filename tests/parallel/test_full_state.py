@@ -82,7 +82,7 @@ def of_replicas(kind: str) -> list[str]:
     wanted = trained(slice(0, ROWS // 2)).state_dict()  # of the first replica
     said = []
     with penstock.Pipeline(
-        net, stages=2, microbatches=M, loss_fn=F.mse_loss, mesh=mesh, replicate=kind, timeout=30
+        net, stages=2, microbatches=M, loss_fn=F.mse_loss, mesh=mesh, parallel_options=penstock.ParallelOptions(replicate=kind), timeout=30
     ) as pipe:
         train(pipe, x, y)
         state = pipe.full_state_dict()
@@ -118,8 +118,8 @@ def of_spread(replicate: str | None) -> None:
         microbatches=M,
         loss_fn=spread.loss_fn,
         mesh=mesh,
-        replicate=replicate,
-        tensor_plan=case.tensor_plan(),
+        parallel_options=penstock.ParallelOptions(replicate=replicate, tensor_plan=case.tensor_plan()),
+        
         timeout=30,
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)

@@ -47,7 +47,7 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
         schedule=schedule,
         loss_fn=F.mse_loss,
         mesh=mesh,
-        replicate=replicate,
+        parallel_options=penstock.ParallelOptions(replicate=replicate),
         timeout=TIMEOUT if how in (KILL, "exit") else SHORT,
     )
 
@@ -92,7 +92,7 @@ def lose_a_shard(say: Say, how: int | str, rank: int, shard: int) -> None:
         loss_fn=F.mse_loss,
         mesh=mesh,
         timeout=SHORT if how == STOP else TIMEOUT,
-        tensor_plan={"*.1": "colwise", "*.2": "rowwise"},
+        parallel_options=penstock.ParallelOptions(tensor_plan={"*.1": "colwise", "*.2": "rowwise"}),
     )
 
     def spring() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
+from penstock import LossOptions, ParallelOptions
 import penstock
 from penstock.errors import PenstockError
 from penstock.schedule import Op, build, lower
@@ -151,7 +152,7 @@ def weights(mesh: Any) -> Any:
         mine, wanted = own(mesh, x, target)
         for kind in KINDS:
             with pipeline(
-                mesh, loss_fn=token_loss, loss_weight=lambda target: (target[:, 0] != -100).sum(), replicate=kind
+                mesh, loss_fn=token_loss, loss_options=LossOptions(weight=lambda target: (target[:, 0] != -100).sum()), parallel_options=ParallelOptions(replicate=kind)
             ) as pipe:
                 result = pipe.step(mine, target=wanted)
                 found[kind, counting] = (result.loss, gradients(pipe))
@@ -174,8 +175,8 @@ def extra_losses(mesh: Any) -> Any:
             mesh,
             [Balanced(WIDTH, WIDTH), Balanced(WIDTH, WIDTH)],
             schedule="1f1b",
-            loss_reduction=reduction,
-            replicate="ddp",
+            loss_options=LossOptions(reduction=reduction),
+            parallel_options=ParallelOptions(replicate="ddp"),
             loss_fn=functools.partial(F.mse_loss, reduction=reduction),
         ) as pipe:
             result = pipe.step(x, target=y)
@@ -266,7 +267,7 @@ def refused(mesh: Any) -> Any:
         attempt(pipeline, mesh, microbatches=M + second, replicate="ddp"),
         attempt(pipeline, mesh, replicate="fsdp" if second else "ddp"),
         attempt(pipeline, mesh, mixed, schedule="1f1b", replicate="fsdp"),
-        attempt(pipeline, mesh, tied, schedule="1f1b", replicate="fsdp", shard_precision=policy),
+        attempt(pipeline, mesh, tied, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)),
         attempt(pipeline, mesh, turned, schedule="1f1b", replicate="fsdp"),
         attempt(penstock.mesh, 3, 2),
         attempt(penstock.mesh, 3, -1),
@@ -282,7 +283,7 @@ def low_precision(mesh: Any) -> Any:
     found = {}
     for family in ("1f1b", "zb-v"):
         with pipeline(
-            mesh, stages(2 if family == "1f1b" else 4), schedule=family, replicate="fsdp", shard_precision=policy
+            mesh, stages(2 if family == "1f1b" else 4), schedule=family, parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)
         ) as pipe:
             result = pipe.step(x, target=y)
             dtypes = {parameter.dtype for parameter in pipe.parameters()} | {result.loss.dtype}
@@ -491,7 +492,7 @@ def one_replica_in_low_precision(mesh: Any) -> Any:
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
     x, y = batch()
     computed = []
-    with pipeline(alone, schedule="1f1b", replicate="fsdp", shard_precision=policy) as pipe:
+    with pipeline(alone, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)) as pipe:
         for module in pipe.deployment.ranks.modules().values():
             module.linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

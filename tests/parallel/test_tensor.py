@@ -78,7 +78,7 @@ def scaled(mesh: Any) -> tuple[list[float], float]:
         microbatches=M,
         loss_fn=spread.loss_fn,
         mesh=mesh,
-        tensor_plan=spread.PLAIN,
+        parallel_options=penstock.ParallelOptions(tensor_plan=spread.PLAIN),
         timeout=20,
     ) as pipe:
         scaler = penstock.GradScaler(pipe, init_scale=8.0)
@@ -202,9 +202,9 @@ def replayed(_: Any) -> Any:
         example=(torch.zeros(LENGTH, LENGTH, dtype=torch.int64),),
         loss_fn=spread.loss_fn,
         mesh=mesh,
-        replicate="fsdp",
-        window=1,
-        tensor_plan=plan,
+        parallel_options=penstock.ParallelOptions(replicate="fsdp", window=1, tensor_plan=plan),
+        
+        
         timeout=30,
     ) as pipe:
         loss = pipe.step(ids, target=target).loss
@@ -275,7 +275,7 @@ def mistakes(mesh: Any) -> list[Any]:
             microbatches=M,
             loss_fn=spread.loss_fn,
             mesh=mesh,
-            tensor_plan=plan,
+            parallel_options=penstock.ParallelOptions(tensor_plan=plan),
             timeout=20,
         )
 
@@ -305,7 +305,7 @@ def mistakes(mesh: Any) -> list[Any]:
     whole = spread.model()
     early = torch.optim.SGD(whole.parameters(), lr=0.1)
     with penstock.Pipeline(
-        whole, stages=2, microbatches=M, loss_fn=spread.loss_fn, mesh=mesh, tensor_plan=spread.PLAIN, timeout=20
+        whole, stages=2, microbatches=M, loss_fn=spread.loss_fn, mesh=mesh, parallel_options=penstock.ParallelOptions(tensor_plan=spread.PLAIN), timeout=20
     ) as pipe:
         pipe.step(ids, target=target)
         found.append(attempt(early.step))
@@ -341,7 +341,7 @@ def crossing(mesh: Any) -> list[Any]:
         microbatches=M,
         loss_fn=spread.loss_fn,
         mesh=mesh,
-        tensor_plan=sequence_plan(True),
+        parallel_options=penstock.ParallelOptions(tensor_plan=sequence_plan(True)),
         timeout=20,
     ) as pipe:
         (executor,) = pipe.deployment.ranks.executors.values()

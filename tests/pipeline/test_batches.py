@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock import LossOptions
 import penstock
 from penstock import Microbatches, Shared
 from penstock.errors import ModelError, PeerFailure, UsageError
@@ -157,7 +158,7 @@ def test_wrong_loss_keywords_are_refused() -> None:
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), None, torch.ones(2), "many"])
 def test_a_weight_that_is_no_weight_is_an_error_with_the_microbatch(value: Any) -> None:
     with pytest.raises(ModelError, match=r"loss_weight gave .* for microbatch 0"):
-        pipeline(loss_weight=lambda target: value).step(X, target=Y)
+        pipeline(loss_options=LossOptions(weight=lambda target: value)).step(X, target=Y)
 
 
 @pytest.mark.parametrize(("value", "words"), [(torch.ones(3), r"a tensor of shape \(3,\)"), (1.0, "a float")])

@@ -118,7 +118,7 @@ def test_an_evaluation_weighs_microbatches_as_training_does() -> None:
         [nn.Linear(4, 5), nn.Identity()],
         microbatches=3,
         loss_fn=F.cross_entropy,
-        loss_weight=lambda target: (target != -100).sum(),
+        loss_options=penstock.LossOptions(weight=lambda target: (target != -100).sum()),
     )
     x, y = torch.randn(7, 4), torch.tensor([1, 2, -100, 0, -100, -100, 3])
     torch.testing.assert_close(pipe.evaluate(x, target=y).loss, F.cross_entropy(plain(pipe, x), y))

@@ -289,5 +289,5 @@ def test_schedules_that_do_not_fit_the_model(schedule: Schedule, options: dict[s
 def test_a_lowered_schedule_must_know_the_models_skips() -> None:
     lowered = lower(build("1f1b", 4, 2))
     with pytest.raises(UsageError, match=r"for the skips \[\], but the model's skips are \[\(0, 3\)\]"):
-        penstock.Pipeline(linears(4), schedule=lowered, skips=[(0, 3)], loss_fn=F.mse_loss)
-    penstock.Pipeline(linears(4), schedule=build("1f1b", 4, 2), skips=[(0, 3)], loss_fn=F.mse_loss)
+        penstock.Pipeline(linears(4), schedule=lowered, cut_options=penstock.CutOptions(skips=[(0, 3)]), loss_fn=F.mse_loss)
+    penstock.Pipeline(linears(4), schedule=build("1f1b", 4, 2), cut_options=penstock.CutOptions(skips=[(0, 3)]), loss_fn=F.mse_loss)

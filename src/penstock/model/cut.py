@@ -4,7 +4,7 @@
     replay     any module, with an example: every stage runs the model's own forward
     graph      any module that torch.export can capture, with an example
 
-`split="auto"` takes the first that applies and says which, and why the others did not.
+`CutOptions(method="auto")` takes the first that applies and says which, and why the others did not.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.balance.profile import Weight, crossing_of, profile_layers
 from penstock.model.balance.proposal import counts_of
 from penstock.model.balance.request import Balancing
+from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.split import Split, more_than_its_layers, split_model
 
-__all__ = ["WAYS", "cut_model"]
+__all__ = ["cut_model"]
 
-WAYS = ("auto", "position", "replay", "graph")
 Example = tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -35,33 +35,31 @@ def cut_model(
     stages: int | None,
     *,
     balance: Balancing | str | Sequence[int] | Mapping[str, float] | None = None,
-    skips: Iterable[tuple[int, int]] = (),
     example: Example | None = None,
     split_at: Sequence[str] = (),
-    split: str = "auto",
+    options: CutOptions = CutOptions(),
 ) -> Split:
     """Cut a model into stages."""
-    if split not in WAYS:
-        raise UsageError(f"split={split!r}: choose one of {', '.join(map(repr, WAYS))}")
+    method, skips = options.method, options.skips
     balance = balance if isinstance(balance, Balancing) else Balancing(balance)
     for part in [model] if isinstance(model, nn.Module) else model:
         if isinstance(part, nn.Module):  # what else is in a list is refused further down
             check_values(part)
-    if split == "auto" and example is None and split_at and balance.how is None and balance.speeds is None:
+    if method == "auto" and example is None and split_at and balance.how is None and balance.speeds is None:
         counts = _counts_at(model, stages, split_at)
         if counts is not None:
             balance, split_at = replace(balance, how=counts), ()
     listed = not isinstance(model, nn.Module) or isinstance(model, (nn.Sequential, nn.ModuleList))
     if example is not None and more_than_its_layers(model):
         listed = False
-    if split == "position" or (split == "auto" and listed and not split_at):
+    if method == "position" or (method == "auto" and listed and not split_at):
         if split_at:
-            raise UsageError("split='position' takes balance=[counts]; names need split='replay'")
+            raise UsageError("CutOptions(method='position') takes balance=[counts]; names need method='replay'")
         return _by_position(model, stages, balance, skips, example)
     if not isinstance(model, nn.Module):
-        raise UsageError("a list of stage modules is cut already; leave split=, split_at= and balance= out")
+        raise UsageError("a list of stage modules is cut already; leave cut_options=, split_at= and balance= out")
     if list(skips):
-        raise UsageError("skips= is for lists of stage modules; in other models skips are found")
+        raise UsageError("CutOptions(skips=) is for lists of stage modules; in other models skips are found")
     if stages is None and not split_at and balance.counts is None:
         raise ModelError("say into how many stages the model goes: stages=2, or split_at=[names]")
     if example is None:
@@ -69,7 +67,7 @@ def cut_model(
             f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword "
             f"arguments"
         )
-    return _by_example(model, stages, example, balance, split_at, split)
+    return _by_example(model, stages, example, balance, split_at, method)
 
 
 def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split_at: Sequence[str]) -> list[int] | None:
@@ -140,15 +138,15 @@ def _by_example(
     example: Example,
     balance: Balancing,
     split_at: Sequence[str],
-    split: str,
+    method: str,
 ) -> Split:
     refusals: list[str] = []
-    for way, cut in (("replay", _replay), ("graph", partial(_graph, split == "auto"))):
-        if split in ("auto", way):
+    for way, cut in (("replay", _replay), ("graph", partial(_graph, method == "auto"))):
+        if method in ("auto", way):
             try:
                 found = cut(model, stages, example, balance, split_at)
             except ModelError as error:
-                if split == way:
+                if method == way:
                     raise
                 refusals.append(f"{way}: {error}")
             else:
@@ -171,7 +169,7 @@ def _graph(
     if fallback and is_lazy(model):
         raise ModelError(
             "a model that was built under penstock.lazy() has no values yet, with which its graph could be checked "
-            "against it; pass split='graph' to take the graph as it is"
+            "against it; pass cut_options=CutOptions(method='graph') to take the graph as it is"
         )
     if balance.runs or isinstance(balance.how, Mapping):
         raise ModelError("a graph has no units to measure or name; leave balance= out, or give counts")

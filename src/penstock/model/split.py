@@ -164,8 +164,9 @@ class Split:
         if self.fallback:
             warnings.warn(
                 f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "
-                f"model, because replaying its own forward is not possible ({self.fallback}). Pass split='graph' if "
-                f"that is meant, or split='replay' for an error in its place",
+                f"model, because replaying its own forward is not possible ({self.fallback}). Pass cut_options="
+                f"CutOptions(method='graph') if "
+                f"that is meant, or method='replay' for an error in its place",
                 FallbackWarning,
                 stacklevel=3,
             )

@@ -28,7 +28,8 @@ def refuse_wrapped_model(model: Any) -> None:
     if isinstance(model, (DistributedDataParallel, DataParallel)) or kind == "FullyShardedDataParallel":
         raise UsageError(
             f"the model is wrapped in {kind}, which goes by whole batches and not by microbatches; pass the plain "
-            f"model that is its .module, and let the pipeline do it: mesh= with replicate='ddp' or 'fsdp'"
+            f"model that is its .module, and let the pipeline do it: mesh=, and ParallelOptions(replicate='fsdp') to "
+            f"shard"
         )
 
 
@@ -58,5 +59,5 @@ def refuse_wrapped(parts: Sequence[StagePart], schedule: Schedule) -> None:
                 continue
             raise UsageError(
                 f"stage {part.index} is wrapped in {how}, but {why}; pass the plain module, and let the pipeline do "
-                f"it: mesh= with replicate='ddp' or 'fsdp'"
+                f"it: mesh=, and ParallelOptions(replicate='fsdp') to shard"
             )

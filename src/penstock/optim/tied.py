@@ -142,7 +142,7 @@ def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
     if value is not None and mine.shape != value.shape:
         raise ModelError(
             f"a parameter that is tied across ranks has {tuple(mine.shape)} on one and {tuple(value.shape)} on "
-            f"another: tensor_plan= must spread all of its modules alike"
+            f"another: ParallelOptions(tensor_plan=) must spread all of its modules alike"
         )
 
 

@@ -59,7 +59,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
         if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             raise UsageError(
                 f"the parameters of stage {index} are spread or sharded already, by fully_shard(), DTensor or an "
-                f"earlier Pipeline; pass the model as it was built, and leave that to replicate= and tensor_plan="
+                f"earlier Pipeline; pass the model as it was built, and leave that to parallel_options="
             )
     for each in links.values():
         for module in with_loss.values():

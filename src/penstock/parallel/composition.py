@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError
 from penstock.messages.collective import all_gather
 from penstock.parallel.mesh import Axes
+from penstock.parallel.parallel_options import ParallelOptions
 from penstock.parallel.tensor_plan import plan_of
 from penstock.runtime.engine.replication import Alone
 from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
@@ -28,23 +29,23 @@ WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, 
 class Composition:
     """What a pipeline was asked to be composed with, before anything is built."""
 
-    def __init__(self, mesh: Any, replicate: str | None, window: int | None, precision: Any, plan: Any) -> None:
+    def __init__(self, mesh: Any, options: ParallelOptions) -> None:
+        replicate = options.replicate
         self.axes = Axes.of(mesh, replicate)
         if replicate is None and self.axes.size("dp") > 1:
             replicate = "ddp"
         self.replicate = replicate
-        for name, value in (("window", window), ("shard_precision", precision)):
-            if value is not None and replicate != "fsdp":
-                raise UsageError(f"{name}= is about sharded parameters; pass replicate='fsdp' with it, or leave it out")
-        self.window = WINDOW if window is None else window
-        self.precision = precision
-        self.plan = plan_of(plan)
+        self.window = WINDOW if options.window is None else options.window
+        self.precision = options.shard_precision
+        self.plan = plan_of(options.tensor_plan)
         if self.plan is not None and (self.axes.mesh is None or "tp" not in self.axes.mesh.mesh_dim_names):
-            raise UsageError("tensor_plan= spreads tensors over an axis 'tp': pass mesh=penstock.mesh(pp=2, tp=2)")
+            raise UsageError(
+                "ParallelOptions(tensor_plan=) spreads tensors over an axis 'tp': pass mesh=penstock.mesh(pp=2, tp=2)"
+            )
         if self.plan is None and self.axes.size("tp") > 1:
             raise UsageError(
-                f"the mesh has tp={self.axes.size('tp')}, but no tensor_plan= says what to spread over it; pass one, "
-                f"such as 'llama', or a mesh with tp=1"
+                f"the mesh has tp={self.axes.size('tp')}, but no ParallelOptions(tensor_plan=) says what to spread "
+                f"over it; pass one, such as 'llama', or a mesh with tp=1"
             )
 
     @property

@@ -89,8 +89,9 @@ class Checks:
     def _look(self) -> None:
         if any(parameter._backward_hooks for parameter in self._sharded):
             raise UsageError(
-                "a parameter has a hook (register_hook), which replicate='fsdp' cannot call: autograd sees the whole "
-                "parameter and never its shard; change gradients between step() and optimizer.step(), or use 'ddp'"
+                "a parameter has a hook (register_hook), which ParallelOptions(replicate='fsdp') cannot call: "
+                "autograd sees the whole parameter and never its shard; change gradients between step() and "
+                "optimizer.step(), or use 'ddp'"
             )
         versions = [parameter._version for _, parameter in self._copied]
         self._changed = None if self._versions is None else versions != self._versions

@@ -47,15 +47,15 @@ def check_shardable(parts: Mapping[int, StagePart], precise: bool, shared: set[n
         if precise and any(parameter in shared for parameter in module.parameters()):
             raise ModelError(
                 f"stage {stage} has parameters that are tied across stages (or scalars), which stay whole and are not "
-                f"cast by shard_precision=; use precision='bf16' instead"
+                f"cast by ParallelOptions(shard_precision=); use precision='bf16' instead"
             )
         for name, parameter in module.named_parameters():
             hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
             if parameter not in shared and hooks:
                 raise ModelError(
-                    f"{part.names.get(name, name)} of stage {stage} has a hook, which replicate='fsdp' cannot call: a "
-                    f"shard takes the parameter's place. Change gradients between step() and optimizer.step(), or use "
-                    f"replicate='ddp'"
+                    f"{part.names.get(name, name)} of stage {stage} has a hook, which "
+                    f"ParallelOptions(replicate='fsdp') cannot call: a shard takes the parameter's place. Change "
+                    f"gradients between step() and optimizer.step(), or use replicate='ddp'"
                 )
             if parameter not in shared and not getattr(parameter, "_local_tensor", parameter).is_contiguous():
                 raise ModelError(

@@ -90,8 +90,8 @@ def plan_of(given: Any) -> TensorPlan | None:
     if isinstance(given, Mapping) and all(isinstance(pattern, str) for pattern in given):
         return TensorPlan(dict(given))
     raise UsageError(
-        f"tensor_plan={given!r}: pass a dict of module-name patterns to styles, a penstock.TensorPlan, or the name of "
-        f"a ready one: {', '.join(map(repr, READY))}"
+        f"ParallelOptions(tensor_plan={given!r}): pass a dict of module-name patterns to styles, a "
+        f"penstock.TensorPlan, or the name of a ready one: {', '.join(map(repr, READY))}"
     )
 
 

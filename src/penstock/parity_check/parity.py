@@ -25,12 +25,13 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
+from penstock.model.cut_options import CutOptions
 from penstock.model.split import OUTPUT, Split
 from penstock.optim.precision import Precision
 from penstock.parity_check.uncut import compare_whole, largest, near, poison, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
-from penstock.runtime.batch.lengths import ByTokens
+from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.stage import Stage
@@ -46,7 +47,7 @@ from penstock.schedule import Op
 __all__ = ["Parity", "parity"]
 
 STEPS = 2
-CUT_OPTIONS = ("balance", "skips", "example", "split_at", "split")
+CUTS = ("balance", "example", "split_at")  # what says how a model is cut, with cut_options
 KINDS = ("output", "buffer", "loss", "gradient", "tied")
 AFTER = 2**31  # as the number of a microbatch: when all are done
 
@@ -107,18 +108,16 @@ def parity(
             "parity() makes its own Pipeline: pass the model, and the other arguments as a dict: "
             "parity(model, x, target=y, pipeline={'stages': 2, 'microbatches': 4, 'loss_fn': loss_fn})"
         )
-    if pipeline.get("batch_norm") == "exact":
+    if pipeline.get("batch_options", BatchOptions()).batch_norm == "exact":
         raise UsageError(
-            "parity() goes microbatch by microbatch, and batch_norm='exact' normalises the batch as a whole; compare "
-            "such a pipeline with the plain model on the whole batch"
+            "parity() goes microbatch by microbatch, and BatchOptions(batch_norm='exact') normalises the batch as a "
+            "whole; compare such a pipeline with the plain model on the whole batch"
         )
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
-    for name in ("replicate", "window", "shard_precision", "tensor_plan"):
-        options.pop(name, None)  # in one process there is one pipeline
-    cut = {name: pipeline[name] for name in CUT_OPTIONS if name in pipeline}
+    options.pop("parallel_options", None)  # in one process there is one pipeline
+    cut = {name: pipeline[name] for name in CUTS if name in pipeline}
     cut["example"] = plain_example(cut.get("example"))
-    if isinstance(cut.get("split"), ByTokens):
-        del cut["split"]
+    cut["options"] = pipeline.get("cut_options", CutOptions())
     loss_fn = pipeline.get("loss_fn")
     (piped, options["loss_fn"]), (own, own_loss_fn), (single, single_loss_fn) = (
         copy.deepcopy((model, loss_fn)) if module_of(loss_fn) is not None else (copy.deepcopy(model), loss_fn)
@@ -126,7 +125,7 @@ def parity(
     )
     with Pipeline(piped, **options) as pipe:
         for each in (own, single):
-            prepare_batch_norm(each, pipe.batch_norm)
+            prepare_batch_norm(each, pipe.batches.options.batch_norm)
         plain = cut_model(own, pipeline.get("stages"), **cut)
         if plain.recut is not None and plain.cuts != pipe.deployment.split.cuts:  # the pipeline's placement had a say
             plain = plain.recut(pipe.deployment.split.cuts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ParityError
 from penstock.model.cut import cut_model
+from penstock.model.cut_options import CutOptions
 from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split
 
@@ -34,7 +35,7 @@ def uncut(split: Split, model: Any, cut: Mapping[str, Any]) -> Split | None:
     """The model in one stage, where its cut could hide a mistake: where it is replayed."""
     if split.stages == 1 or not isinstance(model, nn.Module) or not isinstance(split.parts[0], ReplayPart):
         return None
-    return cut_model(model, 1, example=cut["example"], split="replay")
+    return cut_model(model, 1, example=cut["example"], options=CutOptions(method="replay"))
 
 
 def compare_whole(

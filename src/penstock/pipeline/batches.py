@@ -19,12 +19,14 @@ from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, posi
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.state import ModelState
+from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
-from penstock.runtime.batch.lengths import ByTokens, LengthPlan, PlanSplitter, merge_by_plan
+from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, merge, split_batch
 from penstock.runtime.batch.result import StepResult, loss_value
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.loss.check import LossChecks
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import trained_loss
 from penstock.runtime.loss.shares import BatchShares, Shares, Weighing
 
@@ -54,23 +56,20 @@ class Batches:
         forward: Callable[..., Any],
         *,
         loss_fn: Callable[..., Any] | None,
-        weighing: Weighing,
-        checks: LossChecks,
+        loss_options: LossOptions,
+        options: BatchOptions,
         recompute: str,
-        dims: Mapping[str | int, Any],
-        inputs: str,
-        by_tokens: ByTokens | None,
         least: int,
     ) -> None:
         self.deployment, self.state = deployment, state
         self.loss_fn = loss_fn
-        self.weighing = weighing
-        self.checks = checks
-        self.dims = dict(dims)
-        self.inputs = inputs
+        self.options = options
+        self.dims = dict(options.dims)
+        self.weighing = Weighing(loss_fn, loss_options, positional(forward))
+        self.checks = LossChecks(loss_fn, self.weighing, self.dims)
         self._forward = forward  # of the model, as the user has written it
         self._recompute = recompute
-        self._by_tokens = by_tokens
+        self._by_tokens = options.split
         self._least = least  # microbatches, where their number follows from the batch
         self._plan: LengthPlan | None = None  # for the batch that runs
         self._checked_keywords: set[frozenset[str]] = set()
@@ -119,7 +118,7 @@ class Batches:
         ranks.changes.check()
         if training:
             self._check_trains()
-        batch = self._carried(call, count) if self.inputs == "first" else self._checked(call, count)
+        batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
         batches = {rank: _on_device(batch, deployment.devices.get(rank)) for rank in ranks.executors}
         shares, check, last = Shares(count, 1.0 / count), None, ranks.last()
         if last is not None:
@@ -144,7 +143,7 @@ class Batches:
                 replicas=replicas.replicas,
                 steps=deployment.clock.step,
                 seen=seen,
-                readers=self._readers if self.inputs == "every" else None,
+                readers=self._readers if self.options.inputs == "every" else None,
             )
             for rank, own in batches.items()
         }

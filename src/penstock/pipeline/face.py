@@ -7,7 +7,7 @@ on every local rank, share the losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, Self
@@ -22,18 +22,19 @@ from penstock.group.world import World, collective
 from penstock.model.balance.proposal import Proposal
 from penstock.model.balance.request import Balancing
 from penstock.model.cut import cut_model
+from penstock.model.cut_options import CutOptions
 from penstock.model.wrapped import refuse_wrapped
 from penstock.optim.precision import precision_of
 from penstock.optim.tied import TiedParameters, tied_places
 from penstock.parallel.composition import Composition
-from penstock.pipeline.arguments import check_arguments, op_of, token_split
+from penstock.parallel.parallel_options import ParallelOptions
+from penstock.pipeline.arguments import alike, check_arguments, first_count, op_of
 from penstock.pipeline.batches import Batches, Call
-from penstock.pipeline.call_arguments import positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.programs import Programs
 from penstock.pipeline.rebalance import move_state, propose_cut
 from penstock.pipeline.state import ModelState
-from penstock.runtime.batch.lengths import ByTokens
+from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.executor import Handler
@@ -42,9 +43,8 @@ from penstock.runtime.engine.ranks import Clock, LocalRanks
 from penstock.runtime.engine.recorder import Begun, Recorder
 from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import StepReport
-from penstock.runtime.loss.check import LossChecks
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.module import loss_holding
-from penstock.runtime.loss.shares import Weighing
 from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
 from penstock.schedule import Op, Schedule, Timeline, Topology, align
 from penstock.schedule.timeline import peaks
@@ -61,147 +61,121 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module],
         *,
-        microbatches: int | None = None,
         stages: int | None = None,
+        microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         loss_fn: Callable[..., Any] | None = None,
         example: tuple[Any, ...] | dict[str, Any] | None = None,
         balance: str | Sequence[int] | Mapping[str, float] | None = None,
-        speeds: Sequence[float] | None = None,
-        optimizer: str = "adamw",
-        split: str | ByTokens = "auto",
         split_at: Sequence[str] = (),
-        skips: Iterable[tuple[int, int]] = (),
         ranks: int | None = None,
         group: Any = None,
         mesh: Any = None,
-        replicate: str | None = None,
-        window: int | None = None,
-        shard_precision: Any = None,
-        tensor_plan: Any = None,
-        transport: str | None = None,
         devices: Sequence[torch.device | str] | None = None,
+        transport: str | None = None,
         recompute: str = "never",
         precision: str | torch.dtype | None = None,
-        batch_norm: str = "microbatch",
-        batch_norm_group: Any = None,
-        loss_reduction: str | None = None,
-        loss_weight: Callable[..., Any] | None = None,
-        loss_per_microbatch: bool = False,
-        init: Callable[[str, Tensor], Any] | None = None,
-        batch_dims: Mapping[str | int, Any] | None = None,
-        inputs: str = "every",
         seed: int | None = None,
+        timeout: float = 60.0,
+        init: Callable[[str, Tensor], Any] | None = None,
         keep_model: bool = False,
         atomic: bool = False,
-        timeout: float = 60.0,
+        loss_options: LossOptions = LossOptions(),
+        batch_options: BatchOptions = BatchOptions(),
+        cut_options: CutOptions = CutOptions(),
+        parallel_options: ParallelOptions = ParallelOptions(),
     ) -> None:
-        check_arguments(model, locals())
-        self.composition = Composition(mesh, replicate, window, shard_precision, tensor_plan)
-        replicated = self.composition.replicate is not None
-        method, by_tokens, first_count = token_split(split, microbatches, schedule, replicated)
-        forward = model.forward if isinstance(model, nn.Module) else model[0].forward
-        weighing = Weighing(loss_fn, loss_weight, loss_reduction, loss_per_microbatch, positional(forward))
-        dims = dict(batch_dims or {})
-        self.recompute = recompute
-        self.batch_norm = batch_norm
-        self.atomic = atomic
+        given = dict(locals())
+        check_arguments(model, given)
+        self.recompute, self.atomic = recompute, atomic
+        self.composition = composition = Composition(mesh, parallel_options)
+        count = first_count(batch_options.split, microbatches, schedule, composition.replicate is not None)
         world = World.find(group, mesh, transport, timeout)
+        computes_in = precision_of(precision)
         self._settings = {
-            "recompute": recompute,
-            "batch_norm": batch_norm,
-            "inputs": inputs,
-            "atomic": str(atomic),
-            "split of batches": str(by_tokens or "by rows"),
+            **alike(given),
             "transport": world.way or "no choice",
-            "timeout": str(timeout),
-            "loss_reduction": str(loss_reduction),
-            "loss_per_microbatch": str(loss_per_microbatch),
-            "loss_weight": "none" if loss_weight is None else "one",
-            "batch_dims": str(dims),
+            "precision": str(computes_in or "the caller's"),
         }
 
         def choose(topology: Topology, count: int | None) -> Schedule:
             return choose_schedule(schedule, topology, count, ranks, world)
 
-        def schedule_for(count: int) -> Schedule:
-            return choose(Topology.chain(count), first_count)
-
-        def measured(numbers: list[float]) -> list[float]:
-            return self.composition.first_says(world.first_says(numbers))
-
         with world.building():
-            prepare_batch_norm(model, batch_norm, self.composition.norm_group(batch_norm, batch_norm_group))
-            measures = world.is_first and self.composition.is_first
-            balancing = Balancing(balance, speeds, optimizer, schedule_for, measured, measures)
+            group = composition.norm_group(batch_options.batch_norm, batch_options.batch_norm_group)
+            prepare_batch_norm(model, batch_options.batch_norm, group)
+            measures = world.is_first and composition.is_first
             cut = cut_model(
                 model,
                 stages,
-                balance=balancing,
-                skips=skips,
+                balance=Balancing(
+                    balance,
+                    cut_options.speeds,
+                    cut_options.optimizer,
+                    schedule_for=lambda stages: choose(Topology.chain(stages), count),
+                    agree=lambda numbers: composition.first_says(world.first_says(numbers)),
+                    measures=measures,
+                ),
                 example=plain_example(example),
                 split_at=split_at,
-                split=method,
+                options=cut_options,
             )
             cut = replace(cut, loss=loss_holding(loss_fn, cut))
-            chosen = choose(cut.topology, first_count)
+            chosen = choose(cut.topology, count)
             programs = Programs(
                 chosen,
                 lambda count: choose(self.deployment.split.topology, count),
-                self.composition.lowered,
+                composition.lowered,
                 lambda always: whole_stages(cut.parts, always=always),
             )
             refuse_wrapped(cut.parts, programs.schedule)
-            transports = world.transports(chosen.ranks, devices)
-            places = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
             clock = Clock(torch.initial_seed() if seed is None else seed)
-            local = LocalRanks(cut, chosen.placement, transports, clock, places)
-            local.precision = precision_of(precision)
-            local.keeps_casts = self.composition.replicate != "fsdp"
-            self._settings["precision"] = str(local.precision or "the caller's")
+            places = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
+            local = LocalRanks(cut, chosen.placement, world.transports(chosen.ranks, devices), clock, places)
+            local.precision = computes_in
+            local.keeps_casts = composition.replicate != "fsdp"
             self.deployment = Deployment(world, cut, programs, local, clock, places)
             self.state = ModelState(self.deployment, keep_model)
             self.batches = self._batches_type(
                 self.deployment,
                 self.state,
-                forward,
+                model.forward if isinstance(model, nn.Module) else model[0].forward,
                 loss_fn=loss_fn,
-                weighing=weighing,
-                checks=LossChecks(loss_fn, weighing, dims, loss_per_microbatch),
+                loss_options=loss_options,
+                options=batch_options,
                 recompute=recompute,
-                dims=dims,
-                inputs=inputs,
-                by_tokens=by_tokens,
                 least=microbatches or 1,
             )
             self.state.materialise(model, init)
             self.deployment.put_on_devices()
             world.agree(self.facts(), clock)
             tied = tied_places(cut)  # before anything takes the place of a parameter
-            self.deployment.replicas = self.composition.build(self, tied)
+            self.deployment.replicas = composition.build(self, tied)
             world.built()
         local.watch()  # shards, or values for what had none, have taken the place of parameters
-        self.deployment.tied = TiedParameters(cut, chosen.placement, world.transport, tied)
+        self._tie(tied)
         with world.calling("Pipeline()"):
             self.deployment.tied.make_equal()
-        self._watch_leaves()
         if measures:
             cut.warn()
         self._closed = False
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
-        self._transaction = local.guard(lambda: self.loss_fn, atomic)
+
+    def _tie(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
+        """What follows from the cut: tied parameters, leaves of other ranks, and what a failed step puts back."""
+        deployment = self.deployment
+        transport = deployment.world.transport
+        deployment.tied = TiedParameters(deployment.split, deployment.placement, transport, tied)
+        if transport is not None:
+            (executor,) = deployment.ranks.executors.values()
+            replicated = deployment.replicas.replicas > 1
+            watch_leaves(executor.stages, deployment.split, deployment.placement, self.loss_fn, replicated)
+        self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
 
     def facts(self) -> dict[str, tuple[str, str]]:
         """What every rank must have been given alike."""
         return facts_of(self.schedule, self.deployment.split, self._settings)
-
-    def _watch_leaves(self) -> None:
-        deployment = self.deployment
-        if deployment.world.transport is not None:
-            (executor,) = deployment.ranks.executors.values()
-            replicated = deployment.replicas.replicas > 1
-            watch_leaves(executor.stages, deployment.split, deployment.placement, self.loss_fn, replicated)
 
     # -- what it is
 
@@ -416,8 +390,7 @@ class Pipeline:
         deployment.ranks.changes.check()
         after = replace(before.recut(proposal.cuts), loss=before.loss)
         schedule = self.schedule.compute().replace(topology=after.topology)
-        transport = deployment.world.transport
-        move_state(before, after, schedule.placement, transport, optimizer)
+        move_state(before, after, schedule.placement, deployment.world.transport, optimizer)
         deployment.split = after
         deployment.programs = deployment.programs.successor(
             align(schedule), lambda always: whole_stages(after.parts, always=always)
@@ -427,9 +400,7 @@ class Pipeline:
         deployment.ranks = deployment.ranks.successor(after, schedule.placement)
         deployment.put_on_devices()
         deployment.ranks.watch()
-        self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
-        deployment.tied = TiedParameters(after, schedule.placement, transport, tied_places(after))
-        self._watch_leaves()
+        self._tie(tied_places(after))
 
     # -- looking at it
 

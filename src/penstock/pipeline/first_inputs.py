@@ -49,8 +49,8 @@ def carry_batch(
     is_last = placement.rank_of(placement.stages - 1) == transport.rank
     if call.args or call.kwargs or (call.target is not None and (target is not None or not is_last)):
         raise UsageError(
-            f"inputs='first': only rank {home} passes a batch to step(); rank {transport.rank} did too (the target "
-            f"alone may come from the last stage's rank)"
+            f"BatchOptions(inputs='first'): only rank {home} passes a batch to step(); rank {transport.rank} did too "
+            f"(the target alone may come from the last stage's rank)"
         )
     target = call.target if target is None else target
     batch = cut_part(args, kwargs, target, {**loss_kwargs, **call.loss_kwargs})

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import UsageError
+from penstock.model.cut_options import CutOptions
+from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.losses import own_loss
 from penstock.train.config.consistent import stages_of
@@ -125,9 +127,10 @@ def build_pipeline(
 ) -> Pipeline:
     """The pipeline of a configuration; `batch` shows what the model takes."""
     options = config.pipeline
-    replicated: dict[str, Any] = {} if mesh is None else {"mesh": mesh, "replicate": config.mesh.replicate}
-    if mesh is not None and config.mesh.replicate == "fsdp":
-        replicated["window"] = config.mesh.window
+    replicated = ParallelOptions()
+    if mesh is not None:
+        window = config.mesh.window if config.mesh.replicate == "fsdp" else None
+        replicated = ParallelOptions(replicate=config.mesh.replicate, window=window)
     if batch.target is None:
         loss = None
     if config.training.accumulate > 1:
@@ -142,15 +145,16 @@ def build_pipeline(
         schedule=options.schedule,
         loss_fn=loss,
         example=example_of(batch, options.microbatches),
-        optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name),
         ranks=ranks,
+        mesh=mesh,
         transport=transport,
         recompute=options.recompute,
         precision=options.precision,
         timeout=options.timeout,
         seed=config.seed,
+        cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
+        parallel_options=replicated,
         **wanted,
-        **replicated,
     )
 
 

@@ -185,7 +185,7 @@ def recurrent() -> list[nn.Module]:
 
 def run_packed(split: Any) -> dict[str, Any]:
     packed, target = packed_batch()
-    with penstock.Pipeline(recurrent(), microbatches=3, loss_fn=F.mse_loss, split=split, timeout=20) as pipe:
+    with penstock.Pipeline(recurrent(), microbatches=3, loss_fn=F.mse_loss, cut_options=penstock.CutOptions(method=split), timeout=20) as pipe:
         result = pipe.step(packed, target=target, outputs=True)
         gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
         return {"loss": result.loss, "output": result.output, "gradients": gradients}
@@ -417,9 +417,9 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         with pytest.raises(UsageError, match="sequences="):
             penstock.by_tokens(sequences=wrong)
     with pytest.raises(UsageError, match="from a value or file has its number; leave max_tokens out"):
-        penstock.Pipeline(stages(Tag), schedule=build("1f1b", 4, 4), split=penstock.by_tokens(8))
+        penstock.Pipeline(stages(Tag), schedule=build("1f1b", 4, 4), batch_options=penstock.BatchOptions(split=penstock.by_tokens(8)))
     with pytest.raises(UsageError, match="say how many microbatches"):
-        penstock.Pipeline(stages(Tag), split=penstock.by_tokens())
+        penstock.Pipeline(stages(Tag), batch_options=penstock.BatchOptions(split=penstock.by_tokens()))
     split = penstock.by_tokens(16, sequences=(0, "target"))
     ids, lengths, _, labels = batch()
     with tagger(split=split) as pipe:
@@ -455,7 +455,7 @@ def test_a_dict_of_everything_is_a_batch_too() -> None:
     modules = [FromDict().double(), Both()]
     wanted = F.cross_entropy(modules[1](*modules[0]({"ids": ids, "lengths": lengths})), classes)
     split = penstock.by_tokens(16, lengths=lambda batch: batch["lengths"])
-    with penstock.Pipeline(modules, loss_fn=F.cross_entropy, split=split) as pipe:
+    with penstock.Pipeline(modules, loss_fn=F.cross_entropy, cut_options=penstock.CutOptions(method=split)) as pipe:
         found = pipe.step({"ids": ids, "lengths": lengths}, target=classes)
         torch.testing.assert_close(found.loss, wanted.detach(), rtol=1e-12, atol=1e-12)
         with pytest.raises(ModelError, match="0 has 20 entries along dimension 1, but 0 is padded to 12"):
@@ -465,7 +465,7 @@ def test_a_dict_of_everything_is_a_batch_too() -> None:
 def test_a_schedule_of_a_fixed_number_goes_by_length_within_it() -> None:
     ids, lengths, classes, _ = batch()
     with penstock.Pipeline(
-        stages(Classify), schedule=build("gpipe", 4, 5), loss_fn=F.cross_entropy, split=penstock.by_tokens()
+        stages(Classify), schedule=build("gpipe", 4, 5), loss_fn=F.cross_entropy, batch_options=penstock.BatchOptions(split=penstock.by_tokens())
     ) as pipe:
         loss = pipe.step(ids, lengths=lengths, target=classes).loss
         model = Whole(copy.deepcopy(stages(Classify)))

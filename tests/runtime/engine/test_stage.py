@@ -319,6 +319,6 @@ def test_a_stage_that_sends_elsewhere_than_declared_is_an_error() -> None:
     stages = [Wrong(), *(Small() for _ in range(3))]
     x = torch.randn(4, WIDTH)
     for skips in ([], [(0, 3)]):
-        pipe = penstock.Pipeline(stages, microbatches=2, skips=skips, loss_fn=F.mse_loss)
+        pipe = penstock.Pipeline(stages, microbatches=2, cut_options=penstock.CutOptions(skips=skips), loss_fn=F.mse_loss)
         with pytest.raises(PeerFailure, match=r"stage 0 sends to stages \[2\] beside the next one, but"):
             pipe.step(x, target=x)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock import LossOptions
 import penstock
 from penstock.errors import ModelError, PeerFailure
 from penstock.runtime.loss import check as loss_check
@@ -82,7 +83,7 @@ def test_a_mean_over_something_else_is_refused_and_right_with_its_weight() -> No
     assert f"their own, {numbers[0]:.7g} (weighing 3) and {numbers[1]:.7g} (weighing 3), make" in said
     assert f"taken together is {numbers[2]:.7g}" in said
     assert "loss_weight=" in said
-    pipe = pipeline(masked, loss_weight=lambda mask: mask.sum())
+    pipe = pipeline(masked, loss_options=LossOptions(weight=lambda mask: mask.sum()))
     for seed in range(2):
         x, y, mask = batch(seed=seed)
         close(stepped(pipe, x, target=y, loss_kwargs={"mask": mask}), whole(masked, x, y, mask=mask))
@@ -95,7 +96,7 @@ def test_a_sum_is_refused_and_right_as_one() -> None:
 
     x, y, _ = batch()
     assert "they add up, so pass loss_reduction='sum'" in refused(pipeline(total), x, target=y)
-    pipe = pipeline(total, loss_reduction="sum")
+    pipe = pipeline(total, loss_options=LossOptions(reduction="sum"))
     for _ in range(2):
         close(stepped(pipe, x, target=y), whole(total, x, y))
 
@@ -104,7 +105,7 @@ def test_rows_that_are_compared_are_refused_unless_that_is_meant() -> None:
     """Each microbatch then compares its own rows, and counts by their number."""
     x, y, _ = batch()
     assert "loss_per_microbatch=True if that is what you mean" in refused(pipeline(contrastive), x, target=y)
-    pipe = pipeline(contrastive, loss_per_microbatch=True)
+    pipe = pipeline(contrastive, loss_options=LossOptions(per_microbatch=True))
     net = model()
     shares = [
         (contrastive(net(a), b), len(a) / len(x)) for a, b in zip(x.tensor_split(M), y.tensor_split(M), strict=True)
@@ -117,13 +118,13 @@ def test_rows_that_are_compared_are_refused_unless_that_is_meant() -> None:
 
 def test_a_wrong_weight_is_refused() -> None:
     x, y, mask = batch()
-    pipe = pipeline(masked, loss_weight=lambda target, mask: (~mask).sum())
+    pipe = pipeline(masked, loss_options=LossOptions(weight=lambda target, mask: (~mask).sum()))
     assert "taken together" in refused(pipe, x, target=y, loss_kwargs={"mask": mask})
 
 
 def test_a_sum_of_means_is_refused() -> None:
     x, y, _ = batch()
-    assert "make" in refused(pipeline(lambda o, t: (o - t).square().mean(), loss_reduction="sum"), x, target=y)
+    assert "make" in refused(pipeline(lambda o, t: (o - t).square().mean(), loss_options=LossOptions(reduction="sum")), x, target=y)
 
 
 def test_an_evaluation_asks_too() -> None:
@@ -226,7 +227,7 @@ def test_a_target_that_the_loss_computes_must_be_weighed_by_the_user() -> None:
     y[2, 0, 0] = 0.0
     said = refused(pipeline(loss), x, target=y)
     assert "loss_weight=" in said
-    pipe = pipeline(loss, loss_weight=lambda target: (target[..., 0] <= 0.5).sum())
+    pipe = pipeline(loss, loss_options=LossOptions(weight=lambda target: (target[..., 0] <= 0.5).sum()))
     close(stepped(pipe, x, target=y), whole(loss, x, y))
 
 
@@ -271,7 +272,7 @@ def test_the_state_of_a_loss_is_that_of_its_own_calls() -> None:
     found = []
     for asked in (False, True):
         loss = Stateful()
-        pipe = pipeline(loss, loss_per_microbatch=not asked)
+        pipe = pipeline(loss, loss_options=LossOptions(per_microbatch=not asked))
         result = stepped(pipe, x, target=y)
         found.append((result, loss.calls, loss.seen, loss.total))
     assert found[0][1:3] == found[1][1:3] == (M, [3, 3, 2])
@@ -289,7 +290,7 @@ def test_a_loss_that_draws_cannot_be_asked_and_draws_the_same_numbers(source: st
     found = []
     for asked in (False, True):
         random.seed(5)
-        pipe = pipeline(noisy, loss_per_microbatch=not asked, seed=4, ranks=2)
+        pipe = pipeline(noisy, loss_options=LossOptions(per_microbatch=not asked), seed=4, ranks=2)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found.append((stepped(pipe, x, target=y), stepped(pipe, x, target=y), random.random()))
@@ -326,7 +327,7 @@ def test_of_large_outputs_a_few_rows_are_asked(monkeypatch: pytest.MonkeyPatch) 
     assert sizes == [3, 2, 3, 2, 4, 2, 4]
     said = refused(pipeline(masked), x, target=y, loss_kwargs={"mask": mask})
     assert "(weighing 2) and" in said
-    pipe = pipeline(masked, loss_weight=lambda mask: mask.sum())
+    pipe = pipeline(masked, loss_options=LossOptions(weight=lambda mask: mask.sum()))
     close(stepped(pipe, x, target=y, loss_kwargs={"mask": mask}), whole(masked, x, y, mask=mask))
 
 

@@ -83,7 +83,7 @@ SCHEDULES = [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 4), ("zb-v", 4), ("
 def test_a_pipeline_sees_each_batch_once(schedule: str, stages: int, recompute: str) -> None:
     options: dict[str, Any] = {"schedule": schedule, "stages": stages, "recompute": recompute, "loss_fn": F.mse_loss}
     model = convolutions()
-    with penstock.Pipeline(model, microbatches=CHUNKS, batch_norm="deferred", **options) as pipe:
+    with penstock.Pipeline(model, microbatches=CHUNKS, batch_options=penstock.BatchOptions(batch_norm="deferred"), **options) as pipe:
         for step in range(2):
             pipe.step(images(step), target=torch.zeros(ROWS, 3).double())
             before = copy.deepcopy(pipe.state_dict())
@@ -211,7 +211,7 @@ def test_a_norm_that_is_not_understood_is_refused(layer: nn.Module, message: str
 
 def test_wrong_options_are_named() -> None:
     with pytest.raises(UsageError, match="batch_norm='synced': choose one of 'microbatch', 'deferred'"):
-        penstock.Pipeline(convolutions(), stages=2, microbatches=2, batch_norm="synced")
+        penstock.Pipeline(convolutions(), stages=2, microbatches=2, batch_options=penstock.BatchOptions(batch_norm="synced"))
 
 
 def test_a_microbatch_of_one_value_says_what_to_do() -> None:

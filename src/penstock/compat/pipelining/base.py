@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,9 @@ from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, one_
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
+from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, Schedule, build, lower
 from penstock.schedule.text import from_csv, rows_to_csv
 
@@ -173,15 +176,16 @@ class _PipelineSchedule(CustomFunctions):
             schedule = lower(schedule, reduce=True, window=WINDOW)
         cut: dict[str, Any] = {}
         if first.pipe is not None:
-            modules, cut = first.pipe.model, {**first.pipe.cut, "inputs": "first", "keep_model": True}
+            modules, cut = first.pipe.model, {**first.pipe.cut, "keep_model": True}
+            split = self.options.get("batch_options", BatchOptions())
+            self.options["batch_options"] = replace(split, inputs="first")
             if not schedule.passes:
                 schedule = schedule.replace(topology=first.pipe.split.topology)
         pipe = Translated(
             modules,
             schedule=schedule,
             loss_fn=self._loss_fn,
-            loss_reduction="mean" if self.scale_grads else "sum",
-            loss_per_microbatch=True,
+            loss_options=LossOptions(reduction="mean" if self.scale_grads else "sum", per_microbatch=True),
             group=None if "mesh" in self.options else first.group,
             devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
             **{**cut, **self.options},
@@ -278,7 +282,7 @@ class _PipelineSchedule(CustomFunctions):
             raise UsageError(f"losses is a {type(losses).__name__}; pass a list, which the losses are put into")
         pipe = self.pipeline
         has_first = any(stage.is_first for stage in self._all_stages)
-        if not has_first and pipe.batches.inputs == "first":
+        if not has_first and pipe.batches.options.inputs == "first":
             args, kwargs = (), {}
         self.backward_counter.clear()
         for stage in self._all_stages:

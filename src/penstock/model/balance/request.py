@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.model.balance.profile import OPTIMIZERS, WAYS, Agree, Weight, piece_weights
+from penstock.model.balance.profile import WAYS, Agree, Weight, piece_weights
 from penstock.model.balance.proposal import best_cuts, in_flight
 from penstock.schedule.schedule import Schedule
 
@@ -40,8 +40,6 @@ class Balancing:
         if isinstance(self.how, str) and self.how not in WAYS:
             choices = ", ".join(map(repr, WAYS))
             raise UsageError(f"balance={self.how!r}: choose one of {choices}, counts, or {{name: weight}}")
-        if self.optimizer not in OPTIMIZERS:
-            raise UsageError(f"optimizer={self.optimizer!r}: choose one of {', '.join(map(repr, OPTIMIZERS))}")
 
     @property
     def counts(self) -> list[int] | None:

@@ -114,7 +114,8 @@ def left_out(told: Sequence[Told | None], readers: Readers) -> str:
         if lacking:
             return (
                 f"rank {giver} was given {name_of(name)} and {name_ranks(sorted(lacking))}, which reads it, was not; "
-                f"pass the same batch on every rank, or make the Pipeline with inputs='first'"
+                f"pass the same batch on every rank, or make the Pipeline with "
+                f"batch_options=BatchOptions(inputs='first')"
             )
     return ""
 

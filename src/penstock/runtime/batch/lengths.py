@@ -123,7 +123,7 @@ class ByTokens:
 def by_tokens(
     max_tokens: int | None = None, *, lengths: Label | Callable[..., Any] = "lengths", sequences: Any = (0,)
 ) -> ByTokens:
-    """Split batches by length: `Pipeline(..., split=by_tokens(4096))`.
+    """Split batches by length: `Pipeline(..., batch_options=BatchOptions(split=by_tokens(4096)))`.
 
     `max_tokens` is the most that a microbatch may have, rows times its longest row; there are then as many
     microbatches as it takes, and at least `microbatches=`. Without it there are just as many as `microbatches=` says.

@@ -189,10 +189,10 @@ class Splitter:
                 )
         elif rows != self.total and self.strict:
             raise ModelError(
-                f"{_name(label)} has {rows} rows{where}, but {self._said_by} has {self.total}; "
-                f"wrap it in penstock.Shared(...) if every microbatch needs it whole, say where its rows are with "
-                f"batch_dims={{{label!r}: ...}}, or, if these are no rows of the batch (pixels of its images), split "
-                f"it yourself: penstock.Microbatches([one part for each microbatch])"
+                f"{_name(label)} has {rows} rows{where}, but {self._said_by} has {self.total}; wrap it in "
+                f"penstock.Shared(...) if every microbatch needs it whole, say where its rows are with "
+                f"BatchOptions(dims={{{label!r}: ...}}), or, if these are no rows of the batch (pixels of its images), "
+                f"split it yourself: penstock.Microbatches([one part for each microbatch])"
             )
 
     def pieces(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
@@ -254,7 +254,7 @@ def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) 
     name, rows = next(iter(arguments.items()))
     raise ModelError(
         f"'target' has {target} rows in its microbatches, but {name} has {rows}; split both alike, or say with "
-        f"batch_dims={{'target': None}} that the target's dimension 0 is not that of rows"
+        f"BatchOptions(dims={{'target': None}}) that the target's dimension 0 is not that of rows"
     )
 
 
@@ -330,7 +330,7 @@ def _name(label: str | int) -> str:
     return f"argument {label}" if isinstance(label, int) else f"{label!r}"
 
 
-PAD = "pad them to one size in the model, or take them as a list with batch_dims={'output': None}"
+PAD = "pad them to one size in the model, or take them as a list with BatchOptions(dims={'output': None})"
 
 
 def merge(outputs: Sequence[Any], dim: Any = 0, remedy: str = PAD) -> Any:

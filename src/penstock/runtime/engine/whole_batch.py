@@ -190,8 +190,8 @@ def _cut(stage: int, payload: Any, rows: Sequence[int]) -> list[Any]:
 
 def _no_rows(stage: int, does: str, leaf: Tensor, count: int) -> str:
     return (
-        f"stage {stage} takes its batch in one piece and {does} a tensor of shape {tuple(leaf.shape)}, whose "
-        f"dimension 0 is not that of the {count} rows; cut the model elsewhere, or use batch_norm='deferred'"
+        f"stage {stage} takes its batch in one piece and {does} a tensor of shape {tuple(leaf.shape)}, whose dimension "
+        f"0 is not that of the {count} rows; cut the model elsewhere, or use BatchOptions(batch_norm='deferred')"
     )
 
 

@@ -50,11 +50,9 @@ Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that count
 class LossChecks:
     """What has been asked of one pipeline's loss."""
 
-    def __init__(
-        self, loss_fn: Callable[..., Any] | None, weighing: Weighing, dims: Dims, per_microbatch: bool
-    ) -> None:
+    def __init__(self, loss_fn: Callable[..., Any] | None, weighing: Weighing, dims: Dims) -> None:
         self.loss_fn, self.weighing, self.dims = loss_fn, weighing, dims
-        self._off = per_microbatch or weighing.is_known
+        self._off = weighing.options.per_microbatch or weighing.is_known
         self._asked: set[Hashable] = set()
         self._said = False
         self._uneven: set[Mark] = set()  # what was not alike in all microbatches when it was asked
@@ -80,8 +78,8 @@ class LossChecks:
             self._said = True
             warnings.warn(
                 f"whether the loss of a batch is what its microbatches' losses make could not be checked: {why}. If it "
-                f"is neither a mean over rows nor a cross-entropy, see loss_weight= and loss_reduction=; "
-                f"loss_per_microbatch=True says that it is as you mean it",
+                f"is neither a mean over rows nor a cross-entropy, see LossOptions(weight=) and (reduction=); "
+                f"LossOptions(per_microbatch=True) says that it is as you mean it",
                 stacklevel=2,
             )
 
@@ -297,13 +295,17 @@ class PairCheck:
 
 def disagreement(what: str, adds: bool) -> ModelError:
     """The error for losses of microbatches that do not make the batch's."""
-    first = "they add up, so pass loss_reduction='sum'" if adds else "pass loss_reduction='sum' if losses add up"
+    first = (
+        "they add up, so pass loss_options=LossOptions(reduction='sum')"
+        if adds
+        else "pass loss_options=LossOptions(reduction='sum') if losses add up"
+    )
     return ModelError(
         f"{what}: neither the batch's loss nor its gradients would be those of the whole batch in one piece; {first}. "
-        f"If the loss is a mean over something else than rows, pass loss_weight=, a function that counts it, of the "
+        f"If the loss is a mean over something else than rows, pass weight=, a function that counts it, of the "
         f"target or of anything that step() is passed, by name, such as lambda labels: (labels != -100).sum(). If it "
         f"compares rows with each other, as a contrastive loss does, it can only compare those of one microbatch: pass "
-        f"loss_per_microbatch=True if that is what you mean"
+        f"per_microbatch=True if that is what you mean"
     )
 
 

@@ -1,6 +1,6 @@
 """Each microbatch's share of the batch's loss, in one step, on the rank of the last stage.
 
-What microbatches weigh is told by the user (`loss_weight`, `loss_reduction`), known of the loss (torch's own
+What microbatches weigh is told by the user (`LossOptions`), known of the loss (torch's own
 cross-entropy), or else found out when the first loss of the step has been computed: before the first backward needs a
 share. If that loss is a cross-entropy of something in the batch, its entries are what counts; if it is a sum, losses
 add up; else rows count, and whether that is right is for `loss_check` to say. What was found out holds for later
@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.denominator import find_entries, is_constant, read_loss
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.weights import (
     ROWS,
     SUM,
@@ -33,8 +34,8 @@ from penstock.runtime.loss.weights import (
 __all__ = ["BatchShares", "Shares", "Weighing"]
 
 REMEDY = (
-    "say what it is a mean over with loss_weight=, a function of anything that step() is passed, by name, such as "
-    "lambda labels: (labels != -100).sum()"
+    "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
+    "such as lambda labels: (labels != -100).sum()"
 )
 
 
@@ -56,27 +57,25 @@ class Weighing:
     def __init__(
         self,
         loss_fn: Callable[..., Any] | None,
-        loss_weight: Callable[..., Any] | None,
-        reduction: str | None,
-        per_microbatch: bool,
+        options: LossOptions,
         names: Sequence[str],
     ) -> None:
         self._loss_fn = loss_fn
-        self.reduction = reduction
+        self.options = options
         self._told: Measure | None = None
         self.is_known = False  # by definition, so that there is nothing to check
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
-        if reduction == "sum" or (reduction is None and torch_reduction(loss_fn, {}) == "sum"):
+        if options.reduction == "sum" or (options.reduction is None and torch_reduction(loss_fn, {}) == "sum"):
             self._told = SUM
-        elif loss_weight is not None:
-            self._told = Counted(loss_weight, tuple(names))
-        elif per_microbatch:
+        elif options.weight is not None:
+            self._told = Counted(options.weight, tuple(names))
+        elif options.per_microbatch:
             self._told = ROWS
         elif (known := cross_entropy(loss_fn)) is not None:
             self._told, self.is_known = known, True
 
     def looks_at(self, name: str | int) -> bool:
-        """Whether loss_weight looks at that argument of step(), by its name or position."""
+        """Whether the weight looks at that argument of step(), by its name or position."""
         return isinstance(self._told, Counted) and self._told.looks_at(name)
 
     @property
@@ -219,8 +218,10 @@ class BatchShares(Shares):
             self._take(find_entries(reading, self._batch, number) or ROWS)
 
     def _take(self, measure: Measure) -> None:
-        if measure is SUM and self._weighing.reduction == "mean":
-            raise ModelError("loss_reduction='mean', but the loss is a sum over its targets; pass loss_reduction='sum'")
+        if measure is SUM and self._weighing.options.reduction == "mean":
+            raise ModelError(
+                "LossOptions(reduction='mean'), but the loss is a sum over its targets; pass reduction='sum'"
+            )
         self.measure, self.weights = measure, measure(self._batch)
         if not self._late:
             self._weighing.learn(measure, self._batch, self._replicas.replicas)

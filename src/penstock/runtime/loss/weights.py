@@ -95,7 +95,7 @@ def from_plain(said: Any) -> Measure:
 
 
 class Counted:
-    """The user's `loss_weight`: a function of anything that step() is given, by name, or of the target by any name."""
+    """The user's `LossOptions.weight`: a function of anything that step() is given, by name, or of the target by any name."""
 
     def __init__(self, function: Callable[..., Any], names: tuple[str, ...] = ()) -> None:
         self._function = function
@@ -126,8 +126,8 @@ class Counted:
                 named |= {} if by_place else {each.name: given.pop(each.name)}
             elif each.default is each.empty and each.kind is not each.VAR_POSITIONAL:
                 raise UsageError(
-                    f"loss_weight reads {each.name!r}, but step() got neither that nor a target on the rank of the "
-                    f"last stage; here it is passed {', '.join(sorted(given)) or 'nothing by name'}"
+                    f"LossOptions(weight=) reads {each.name!r}, but step() got neither that nor a target on the rank "
+                    f"of the last stage; here it is passed {', '.join(sorted(given)) or 'nothing by name'}"
                 )
             elif by_place:
                 places.append(each.default)
@@ -139,11 +139,11 @@ class Counted:
         return any(each.name == called or each.kind is each.VAR_KEYWORD for each in self._parameters)
 
     def __str__(self) -> str:
-        return "what loss_weight counts"
+        return "what LossOptions(weight=) counts"
 
 
 def _number(number: int, value: Any) -> float:
-    """What loss_weight says of one microbatch, as a number that a mean can go by."""
+    """What the user's weight says of one microbatch, as a number that a mean can go by."""
     try:
         weight = float(value)
     except (TypeError, ValueError, RuntimeError):  # None, a text, a tensor of several numbers
@@ -151,8 +151,8 @@ def _number(number: int, value: Any) -> float:
     if not 0 <= weight < math.inf:
         said = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
         raise ModelError(
-            f"loss_weight gave {said} for microbatch {number}; it must return one number, 0 or above, such as the "
-            f"target's count of valid tokens"
+            f"LossOptions(weight=) gave {said} for microbatch {number}; it must return one number, 0 or above, such as "
+            f"the target's count of valid tokens"
         )
     return weight
 

@@ -73,8 +73,8 @@ class Deferred(Converted):
             output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         except ValueError as error:
             error.add_note(
-                "a microbatch of a single row has no variance: use fewer microbatches, or batch_norm='exact', which "
-                "normalises the batch as a whole"
+                "a microbatch of a single row has no variance: use fewer microbatches, or "
+                "BatchOptions(batch_norm='exact'), which normalises the batch as a whole"
             )
             raise
         if phase.kind in ("forward", "checkpointing"):

@@ -1,0 +1,48 @@
+"""How a pipeline is spread over replicas and tensors, beside its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.rules import Rule, check_rules, choice, is_count
+
+__all__ = ["ParallelOptions"]
+
+RULES = {
+    "replicate": choice(None, "ddp", "fsdp"),
+    "window": Rule(
+        lambda value: is_count(value) and value >= 1,
+        "pass how many stages of a rank are whole at a time, at least 1",
+    ),
+    "shard_precision": Rule(
+        lambda value: type(value).__name__ == "MixedPrecisionPolicy",  # importing it takes a second
+        "pass a torch.distributed.fsdp.MixedPrecisionPolicy",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """How replicas and tensors are spread over `mesh=`: `Pipeline(..., parallel_options=ParallelOptions(...))`.
+
+    `replicate="ddp"` keeps all parameters of a stage on each replica (the default where the mesh has an axis `dp`);
+    `"fsdp"` shards them, with `window` stages of a rank complete at a time and `shard_precision` for their casts.
+    `tensor_plan` says how layers are spread over the axis `tp`: a `penstock.TensorPlan`, the name of a ready one such
+    as `"llama"`, or a dict of module-name patterns to styles.
+    """
+
+    replicate: str | None = None
+    window: int | None = None
+    shard_precision: Any = None
+    tensor_plan: Any = None
+
+    def __post_init__(self) -> None:
+        check_rules(vars(self), RULES, "ParallelOptions")
+        for name in ("window", "shard_precision"):
+            if getattr(self, name) is not None and self.replicate != "fsdp":
+                raise UsageError(
+                    f"ParallelOptions({name}=) is about sharded parameters; pass replicate='fsdp' with it, or leave it "
+                    f"out"
+                )

@@ -1,0 +1,51 @@
+"""Rules for what users pass: whether a value fits, and what would.
+
+A slip shows by its own name and value. Further down it would be a TypeError in code that the user has not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from penstock.errors import UsageError
+
+__all__ = ["Rule", "check_rules", "choice", "is_count", "is_number"]
+
+
+class Rule(NamedTuple):
+    """What an argument must be."""
+
+    fits: Callable[[Any], bool]
+    would_work: str
+    or_none: bool = True  # whether None fits as well: left out
+
+
+def choice(*choices: Any) -> Rule:
+    """The value is one of these."""
+    return Rule(choices.__contains__, f"choose one of {', '.join(map(repr, choices))}", or_none=False)
+
+
+def is_count(value: Any) -> bool:
+    """A whole number; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """A real number; True is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_rules(values: Mapping[str, Any], rules: Mapping[str, Rule], owner: str = "") -> None:
+    """Raise for the first value that does not fit; `owner` is what the values were passed to, if not the pipeline."""
+    for name, rule in rules.items():
+        value = values[name]
+        if not (value is None and rule.or_none) and not rule.fits(value):
+            shown = f"{name}={_shown(value)}"
+            raise UsageError(f"{f'{owner}({shown})' if owner else shown}: {rule.would_work}")
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"

@@ -1,0 +1,70 @@
+"""How batches become microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.errors import UsageError
+from penstock.rules import Rule, check_rules, choice, is_count
+from penstock.runtime.batch.lengths import ByTokens
+from penstock.runtime.state.batch_norm import BATCH_NORMS
+
+__all__ = ["BatchOptions"]
+
+
+def _is_dim(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_dim, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_dim, value))
+    return value is None or is_count(value)
+
+
+def _are_dims(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        (isinstance(label, str) or is_count(label)) and _is_dim(dim) for label, dim in value.items()
+    )
+
+
+RULES = {
+    "split": Rule(
+        lambda value: isinstance(value, ByTokens),
+        "pass penstock.by_tokens(...), or leave it out to split batches by rows (how the model is cut is said by "
+        "cut_options=)",
+    ),
+    "dims": Rule(_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
+    "inputs": choice("every", "first"),
+    "batch_norm": choice(*BATCH_NORMS),
+    "batch_norm_group": Rule(lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of replicas"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How batches are split: `Pipeline(..., batch_options=BatchOptions(dims={"mask": 1}))`.
+
+    Batches are split by rows, or by length with `split=by_tokens(...)`. `dims` names the dimension of the rows where
+    it is not 0, by the argument's name or position, `"target"` and `"output"` among them; None: every microbatch gets
+    the whole value. With `inputs="first"` only the first stage's rank is given batches. `batch_norm="deferred"` keeps
+    the running statistics of whole batches, `"exact"` normalises over whole batches, over those of all replicas or of
+    the ranks in `batch_norm_group`.
+    """
+
+    split: ByTokens | None = None
+    dims: Mapping[str | int, Any] = field(default_factory=dict)
+    inputs: str = "every"
+    batch_norm: str = "microbatch"
+    batch_norm_group: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", {} if self.dims is None else self.dims)
+        check_rules(vars(self), RULES, "BatchOptions")
+        if self.batch_norm_group is not None and self.batch_norm != "exact":
+            raise UsageError(
+                f"BatchOptions(batch_norm_group=) is for batch_norm='exact', and batch_norm={self.batch_norm!r}; leave "
+                f"one of them out"
+            )

@@ -1,0 +1,44 @@
+"""How the losses of microbatches count in the loss of their batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.rules import Rule, check_rules, choice
+
+__all__ = ["LossOptions"]
+
+RULES = {
+    "weight": Rule(
+        callable,
+        "pass a function that returns a number, of the target or of anything that step() is passed, by name",
+    ),
+    "reduction": choice(None, "mean", "sum"),
+    "per_microbatch": choice(False, True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """How losses count: `Pipeline(..., loss_options=LossOptions(weight=...))`.
+
+    By default the loss of a batch is what a plain loop over the whole batch would compute; where that cannot be known,
+    the first step says so. `weight` counts what a microbatch's loss is a mean over: a function of the target, or of
+    anything that `step()` is passed, by name, such as `lambda labels: (labels != -100).sum()`. `reduction="sum"` adds
+    losses up. `per_microbatch=True` means: each microbatch's own loss counts by its rows, although the loss of the
+    batch taken together is another one.
+    """
+
+    weight: Callable[..., Any] | None = None
+    reduction: str | None = None
+    per_microbatch: bool = False
+
+    def __post_init__(self) -> None:
+        check_rules(vars(self), RULES, "LossOptions")
+        if self.weight is not None and self.reduction == "sum":
+            raise UsageError(
+                "LossOptions(weight=) weighs the terms of a mean; with reduction='sum' all count alike: leave one out"
+            )

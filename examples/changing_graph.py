@@ -98,7 +98,9 @@ def plain_step(model: nn.Module, graphs: list[Graph], targets: list[Tensor]) -> 
 
 def main() -> None:
     modules, plain = stages(), nn.Sequential(*stages())
-    pipe = penstock.Pipeline(modules, microbatches=GRAPHS, schedule="1f1b", loss_fn=F.mse_loss, loss_options=penstock.LossOptions(weight=len))
+    pipe = penstock.Pipeline(
+        modules, microbatches=GRAPHS, schedule="1f1b", loss_fn=F.mse_loss, loss_options=penstock.LossOptions(weight=len)
+    )
     optimizer = torch.optim.Adam(pipe.parameters(), lr=1e-2)
     losses = []
     for step in range(STEPS):

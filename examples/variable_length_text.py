@@ -123,7 +123,10 @@ def main() -> None:
     compared, steps = 10, 120
     wanted, state = train_plain(compared)
     with penstock.Pipeline(
-        stages(), loss_fn=F.cross_entropy, schedule="1f1b", batch_options=penstock.BatchOptions(split=penstock.by_tokens(MAX_TOKENS))
+        stages(),
+        loss_fn=F.cross_entropy,
+        schedule="1f1b",
+        batch_options=penstock.BatchOptions(split=penstock.by_tokens(MAX_TOKENS)),
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
         losses = []

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock import BatchOptions, CutOptions
 from penstock.errors import ModelError
 from penstock.schedule import Op, build, lower
 
@@ -57,7 +58,7 @@ def test_a_batch_may_be_along_the_last_dimension() -> None:
 
     torch.manual_seed(0)
     stages = [Columns(WIDTH, WIDTH).double() for _ in range(2)]
-    pipe = pipeline(stages, batch_dims={0: -1, "target": -1, "output": -1})
+    pipe = pipeline(stages, batch_options=BatchOptions(dims={0: -1, "target": -1, "output": -1}))
     x, y = (value.t() for value in batch())
     result = pipe.step(x, target=y, shift=2.0, outputs=True)
     assert result.output.shape == (WIDTH, 8)
@@ -141,7 +142,7 @@ def test_a_skip_works_under_1f1b() -> None:
 
     stages = linears()
     stages[0], stages[3] = Fork(WIDTH, WIDTH).double(), Join(WIDTH, WIDTH).double()
-    pipe, (x, y) = pipeline(stages, skips=[(0, 3)]), batch()
+    pipe, (x, y) = pipeline(stages, cut_options=CutOptions(skips=[(0, 3)])), batch()
     pipe.step(x, target=y)
     found = gradients(pipe)
     early = F.linear(x, stages[0].weight, stages[0].bias)

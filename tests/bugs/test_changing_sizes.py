@@ -79,7 +79,12 @@ def trained(way: str) -> tuple[list[Tensor | None], int]:
     """The gradients of steps of changing lengths, and of how many kinds of microbatches anything is known then."""
     torch.manual_seed(0)
     model, before = Residual(), {id(each) for each in held(Recent)}
-    options: dict[str, Any] = {"stages": 2, "microbatches": 2, "loss_fn": F.mse_loss, "split": way}
+    options: dict[str, Any] = {
+        "stages": 2,
+        "microbatches": 2,
+        "loss_fn": F.mse_loss,
+        "cut_options": penstock.CutOptions(method=way),
+    }
     with penstock.Pipeline(model, example=(torch.ones(1, 3, 4),), **options) as pipe:
         for length in [*range(2, 10), 2, 9]:
             x = torch.randn(2, length, 4)

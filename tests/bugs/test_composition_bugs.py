@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from penstock import ParallelOptions
 from penstock.schedule import Op
 
 WIDTH, M, ROWS = 5, 4, 16
@@ -65,7 +66,13 @@ class Outside(nn.Module):
 def trained(mesh: Any, kind: str) -> dict[str, Tensor]:
     """Three steps of SGD on what the two replicas share."""
     x, y = (value.chunk(2)[mesh.get_local_rank("dp")] for value in small())
-    given = {"microbatches": M, "loss_fn": F.mse_loss, "mesh": mesh, "timeout": 20, "replicate": kind}
+    given = {
+        "microbatches": M,
+        "loss_fn": F.mse_loss,
+        "mesh": mesh,
+        "timeout": 20,
+        "parallel_options": penstock.ParallelOptions(replicate=kind),
+    }
     with penstock.Pipeline(Outside(kind == "ddp"), stages=2, example=(x[:2],), **given) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for _ in range(3):
@@ -125,15 +132,25 @@ def everything() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("ddp", "fsdp"):
         for family in ("zb-v", "interleaved-zb"):
-            found[kind, family] = run(mesh, stages(), schedule=family, replicate=kind)
-        found[kind, "tied"] = run(mesh, stages(tied=True), schedule="zb-v", replicate=kind)
-        found[kind, "looped"] = run(mesh, stages(tied=True), schedule="looped-bfs", replicate=kind)
-        found[kind, "evaluated"] = run(mesh, stages(), steps=2, evaluate=True, schedule="zb-v", replicate=kind)
-        found[kind, "picky"] = run(mesh, stages(picky=True), schedule="1f1b", replicate=kind)
+            found[kind, family] = run(mesh, stages(), schedule=family, parallel_options=ParallelOptions(replicate=kind))
+        found[kind, "tied"] = run(
+            mesh, stages(tied=True), schedule="zb-v", parallel_options=ParallelOptions(replicate=kind)
+        )
+        found[kind, "looped"] = run(
+            mesh, stages(tied=True), schedule="looped-bfs", parallel_options=ParallelOptions(replicate=kind)
+        )
+        found[kind, "evaluated"] = run(
+            mesh, stages(), steps=2, evaluate=True, schedule="zb-v", parallel_options=ParallelOptions(replicate=kind)
+        )
+        found[kind, "picky"] = run(
+            mesh, stages(picky=True), schedule="1f1b", parallel_options=ParallelOptions(replicate=kind)
+        )
         found[kind, "outside"] = trained(mesh, kind)
     for family in ("dualpipe-v", "interleaved-1f1b"):
         stages_of = 8 if family == "interleaved-1f1b" else 4
-        found["fsdp", family] = run(mesh, stages(stages_of), schedule=family, replicate="fsdp", window=1)
+        found["fsdp", family] = run(
+            mesh, stages(stages_of), schedule=family, parallel_options=ParallelOptions(replicate="fsdp", window=1)
+        )
     return found
 
 

@@ -13,8 +13,8 @@ from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import CutOptions
 import penstock
+from penstock import CutOptions
 from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.model.cut import cut_model
 from penstock.parallel.sharded import check_shardable
@@ -156,7 +156,13 @@ def test_a_unit_that_is_run_for_its_shapes_keeps_its_tensors() -> None:
     """
     net, (x, y) = Net().double(), batch(8)
     with penstock.Pipeline(
-        net, stages=2, microbatches=4, loss_fn=F.mse_loss, example=(x[:3],), cut_options=penstock.CutOptions(method="replay"), ranks=2
+        net,
+        stages=2,
+        microbatches=4,
+        loss_fn=F.mse_loss,
+        example=(x[:3],),
+        cut_options=penstock.CutOptions(method="replay"),
+        ranks=2,
     ) as pipe:
         for step in (1, 2):
             pipe.step(x, target=y)
@@ -173,7 +179,9 @@ def test_a_hook_on_a_parameter_that_fsdp_would_lose_is_refused(kind: str) -> Non
     getattr(stages[1].bias, kind)(lambda gradient: None)
     parts = dict(enumerate(cut_model(stages, None).parts))
     check_shardable({0: parts[0]}, False, set())
-    with pytest.raises(ModelError, match=r"1\.bias of stage 1 has a hook, which replicate='fsdp' cannot call"):
+    with pytest.raises(
+        ModelError, match=r"1\.bias of stage 1 has a hook, which ParallelOptions\(replicate='fsdp'\) cannot call"
+    ):
         check_shardable(parts, False, set())
     check_shardable(parts, False, {stages[1].bias})  # what stays whole keeps its hooks
 

@@ -14,6 +14,7 @@ from processes import on_processes
 from torch import Tensor, nn
 
 import penstock
+from penstock import CutOptions
 from penstock.errors import ModelError, PeerFailure
 
 OTHER_PATH = r"took another path than with the example: the output needs a value"
@@ -37,7 +38,13 @@ class Long(Skips):
 
 
 def piped(model: nn.Module, example: Any, **options: Any) -> penstock.Pipeline:
-    options = {"stages": 2, "microbatches": 2, "loss_fn": square, "split": "replay", **options}
+    options = {
+        "stages": 2,
+        "microbatches": 2,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+        **options,
+    }
     return penstock.Pipeline(model, example=example, **options)
 
 
@@ -190,7 +197,7 @@ def test_outputs_that_share_memory_are_refused_where_one_is_written_to_and_the_o
     with pytest.raises(ModelError, match=r"blocks\.0 returns tensors that share memory"):
         trains(WritesOneView(), rows())
     torch.manual_seed(0)
-    assert trains(WritesOneView(), rows(), split="graph") == 0.0
+    assert trains(WritesOneView(), rows(), cut_options=CutOptions(method="graph")) == 0.0
 
 
 class Sum(nn.Module):
@@ -369,7 +376,7 @@ def test_a_unit_inside_of_vmap_is_refused_in_both_ways_and_works_the_other_way_r
         r"replay: blocks\.0 is called inside of torch\.vmap.*put a module in its place.*\n.*graph: torch\.export cannot"
     )
     with pytest.raises(ModelError, match=told):
-        trains(Mapped(), rows(), split="auto")
+        trains(Mapped(), rows(), cut_options=CutOptions(method="auto"))
     assert trains(Chain(block=Maps), rows()) == 0.0
 
 

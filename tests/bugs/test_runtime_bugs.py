@@ -62,7 +62,9 @@ def test_a_share_of_a_third_is_a_third_in_double_precision() -> None:
 
 def test_a_microbatch_of_nothing_but_ignored_tokens_does_not_make_the_loss_nan() -> None:
     """CT-37, and ours: its mean is nan, its share 0, and 0 * nan is nan."""
-    pipe = pipeline(loss_fn=F.cross_entropy, loss_options=LossOptions(weight=lambda y: (y != -100).sum()), microbatches=2)
+    pipe = pipeline(
+        loss_fn=F.cross_entropy, loss_options=LossOptions(weight=lambda y: (y != -100).sum()), microbatches=2
+    )
     x, y = batch(4)[0], torch.tensor([-100, -100, 1, 2])
     result = pipe.step(x, target=y)
     model = nn.Sequential(*pipe.deployment.ranks.modules().values())

@@ -63,7 +63,12 @@ def test_the_numbers_of_a_units_own_generator_are_those_of_the_plain_loop() -> N
 
 @pytest.mark.parametrize("batch_norm", ["deferred", "exact"])
 def test_whatever_the_batch_norm(batch_norm: str) -> None:
-    assert compare({"batch_norm": batch_norm, "schedule": "gpipe", **TWO_RANKS}, steps=3) == []
+    assert (
+        compare(
+            {"batch_options": penstock.BatchOptions(batch_norm=batch_norm), "schedule": "gpipe", **TWO_RANKS}, steps=3
+        )
+        == []
+    )
 
 
 # -- on processes
@@ -75,7 +80,7 @@ def on_ranks() -> list[str]:
         ({"schedule": "1f1b", "atomic": True}, 2),
         ({"schedule": "zb-h1", "recompute": "except_last", "elsewhere": False}, 1),
         ({"cut": "replay", "transport": "distributed"}, 1),
-        ({"schedule": "gpipe", "batch_norm": "exact"}, 1),
+        ({"schedule": "gpipe", "batch_options": penstock.BatchOptions(batch_norm="exact")}, 1),
     ):
         found += [f"{options}: {each}" for each in compare({**options, **TWO_RANKS}, every=every, steps=3)]
     return found + notes_on_processes() + ranks_apart()
@@ -113,7 +118,12 @@ def on_replicas() -> list[str]:
     found = []
     for replicate in ("ddp", "fsdp"):
         mesh = penstock.mesh(pp=2, dp=2)
-        options = {"mesh": mesh, "replicate": replicate, "elsewhere": False, **TWO_RANKS}
+        options = {
+            "mesh": mesh,
+            "parallel_options": penstock.ParallelOptions(replicate=replicate),
+            "elsewhere": False,
+            **TWO_RANKS,
+        }
         found += [f"{replicate}: {each}" for each in compare(options, every=2, steps=3)]
     return found
 
@@ -223,7 +233,10 @@ class Uneven(nn.Module):
 def outputs_that_do_not_fit() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(WIDTH), Uneven())
-    loss = {"loss_fn": lambda output, target: nn.functional.mse_loss(output[0], target), "loss_per_microbatch": True}
+    loss = {
+        "loss_fn": lambda output, target: nn.functional.mse_loss(output[0], target),
+        "loss_options": penstock.LossOptions(per_microbatch=True),
+    }
     with penstock.Pipeline(model, stages=2, microbatches=2, timeout=30.0, **loss) as pipe:  # type: ignore[arg-type]
         x, y = batch(0)
         found = []

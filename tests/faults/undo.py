@@ -118,11 +118,11 @@ def pipeline(cut: str = "position", *, stages: int = 4, elsewhere: bool = True, 
     model: Any = nn.Sequential(*layers)
     if cut != "position":
         model = Net(layers)
-        options |= {"example": (torch.zeros(2, WIDTH),), "split": cut}
+        options |= {"example": (torch.zeros(2, WIDTH),), "cut_options": penstock.CutOptions(method=cut)}
     options = {
         "microbatches": 4,
         "loss_fn": Centred(),
-        "loss_per_microbatch": True,
+        "loss_options": penstock.LossOptions(per_microbatch=True),
         "seed": 5,
         "timeout": 30.0,
         **options,

@@ -185,14 +185,15 @@ def options(case: Case) -> Iterator[str]:
     if case.whole:
         side = {None: "", "none": ', "side": None', "rows": ', "side": batch(0)[1][:2]'}[case.side]
         yield f"stages={len(case.stages)},"
-        yield f"split={case.way!r},"
+        yield f"cut_options=penstock.CutOptions(method={case.way!r}),"
         yield f'example={{"x": batch(0)[0][:2]{side}}},'
     if case.skip is not None and not case.whole:
-        yield "skips=[SKIP],"
+        yield "cut_options=penstock.CutOptions(skips=[SKIP]),"
     yield "loss_fn=loss_fn," if case.loss != "own" else "loss_fn=None,"
-    yield from ['loss_reduction="sum",'] * (case.loss == "sum")
-    yield from ["loss_weight=weigh,"] * (case.loss in ("weighted", "cross"))
-    yield from ["mesh=mesh,", f"replicate={case.replicate!r},"] * (case.replicate is not None)
+    yield from ['loss_options=penstock.LossOptions(reduction="sum"),'] * (case.loss == "sum")
+    yield from ["loss_options=penstock.LossOptions(weight=weigh),"] * (case.loss in ("weighted", "cross"))
+    if case.replicate is not None:
+        yield f"mesh=mesh,\n        parallel_options=penstock.ParallelOptions(replicate={case.replicate!r}),"
     yield f"recompute={case.recompute!r},"
     yield f"precision={case.precision!r},"
     yield from ["atomic=True,"] * case.atomic

@@ -223,7 +223,7 @@ def test_the_models_names_may_be_any() -> None:
 
 def test_a_label_of_batch_dims_that_nothing_has_is_named() -> None:
     pipe = penstock.GPipe(layers(), balance=2, batch_dims={"masc": 1})
-    with pytest.raises(UsageError, match="batch_dims names 'masc'"):
+    with pytest.raises(UsageError, match="dims names 'masc'"):
         pipe(rows())
 
 

@@ -23,10 +23,10 @@ def facts(change: Any = None, **options: Any) -> dict[str, tuple[str, str]]:
     [
         ({"change": lambda stage: stage.double()}, "stage 1, dtypes", "float64"),
         ({"change": lambda stage: stage.bias.requires_grad_(False)}, "stage 1, trained", "1 of 2 parameters"),
-        ({"loss_reduction": "mean"}, "loss_reduction", "mean"),
-        ({"loss_per_microbatch": True}, "loss_per_microbatch", "True"),
-        ({"loss_weight": len}, "loss_weight", "one"),
-        ({"batch_dims": {"target": None}}, "batch_dims", "{'target': None}"),
+        ({"loss_options": penstock.LossOptions(reduction="mean")}, "loss reduction", "mean"),
+        ({"loss_options": penstock.LossOptions(per_microbatch=True)}, "loss per microbatch", "True"),
+        ({"loss_options": penstock.LossOptions(weight=len)}, "loss weight", "one"),
+        ({"batch_options": penstock.BatchOptions(dims={"target": None})}, "dims of batches", "{'target': None}"),
         ({"timeout": 5.0}, "timeout", "5.0"),
     ],
 )

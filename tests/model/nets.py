@@ -216,7 +216,13 @@ def rows(*shape: int) -> Tensor:
 def trains(model: nn.Module, *inputs: Tensor, steps: int = 2, stages: int = 2, **options: Any) -> float:
     """How far the pipeline's gradients and losses are from the plain model's, for two steps."""
     plain = copy.deepcopy(model)
-    options = {"split": "replay", "microbatches": 2, "loss_fn": square, "stages": stages, **options}
+    options = {
+        "cut_options": penstock.CutOptions(method="replay"),
+        "microbatches": 2,
+        "loss_fn": square,
+        "stages": stages,
+        **options,
+    }
     far = 0.0
     options = {"example": tuple(each[:2].clone() for each in inputs), **options}
     with penstock.Pipeline(model, **options) as pipe:

@@ -100,8 +100,8 @@ def batch() -> tuple[Tensor, Tensor]:
 WAYS: dict[str, tuple[Callable[[], Model], dict[str, Any]]] = {
     "sequential": (sequential, {"stages": 2}),
     "list": (listed, {}),
-    "replay": (net, {"stages": 2, "split": "replay", "example": (batch()[0][:4],)}),
-    "graph": (net, {"stages": 2, "split": "graph", "example": (batch()[0][:4],)}),
+    "replay": (net, {"stages": 2, "cut_options": penstock.CutOptions(method="replay"), "example": (batch()[0][:4],)}),
+    "graph": (net, {"stages": 2, "cut_options": penstock.CutOptions(method="graph"), "example": (batch()[0][:4],)}),
 }
 
 

@@ -1,4 +1,4 @@
-"""`split="auto"` takes a graph only where it is proved to be the model's function, and says so.
+"""`CutOptions(method="auto")` takes a graph only where it is proved to be the model's function, and says so.
 
 Replay refuses Python's and numpy's random numbers between units, and torch.export builds one draw in: layer drop by
 `random.random() < 0.5` trained the same layers for ever, and `x * random.random()` was a constant.
@@ -20,6 +20,7 @@ from model.nets import Chain, W, rows, square, trains
 from torch import Tensor, nn
 
 import penstock
+from penstock import CutOptions
 from penstock.errors import FallbackWarning, ModelError, PeerFailure
 
 GENERATOR, PYTHON, T = np.random.default_rng(1), random.Random(2), torch.Generator()
@@ -192,8 +193,8 @@ def test_a_graph_whose_gradients_go_elsewhere_is_refused() -> None:
 
 def test_a_fallback_trains_as_the_plain_model_and_is_said_once_with_its_reason() -> None:
     torch.manual_seed(0)
-    with pytest.warns(FallbackWarning, match=r"torch.export graph.*gives a tensor away.*split='graph'") as told:
-        assert trains(net(lambda net: 2.0), torch.randn(4, W), split="auto") <= 1e-6
+    with pytest.warns(FallbackWarning, match=r"torch.export graph.*gives a tensor away.*method='graph'") as told:
+        assert trains(net(lambda net: 2.0), torch.randn(4, W), cut_options=CutOptions(method="auto")) <= 1e-6
     assert len(told) == 1
     assert told[0].filename.endswith("nets.py"), "where the Pipeline is made"
     with cut(net(lambda net: 2.0), "graph"):
@@ -211,7 +212,7 @@ class Draws(Chain):
 def test_a_model_without_values_is_not_cut_by_a_graph_that_nothing_can_check() -> None:
     with penstock.lazy():
         model = Draws()
-    with pytest.raises(ModelError, match=r"Python's random(.|\n)*has no values yet.*split='graph'"):
+    with pytest.raises(ModelError, match=r"Python's random(.|\n)*has no values yet.*method='graph'"):
         cut(model)
 
 
@@ -230,6 +231,6 @@ def test_a_clock_that_is_read_while_garbage_is_collected_is_not_the_models() -> 
 
     gc.callbacks.append(timed)
     try:
-        assert trains(Litters(), rows(), split="graph") < 1e-6
+        assert trains(Litters(), rows(), cut_options=CutOptions(method="graph")) < 1e-6
     finally:
         gc.callbacks.remove(timed)

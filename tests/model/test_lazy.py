@@ -51,7 +51,13 @@ def ids() -> Tensor:
 
 
 def piped(model: nn.Module, x: Tensor, **options: Any) -> penstock.Pipeline:
-    options = {"stages": 2, "microbatches": 2, "loss_fn": square, "split": "replay", **options}
+    options = {
+        "stages": 2,
+        "microbatches": 2,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+        **options,
+    }
     return penstock.Pipeline(model, example=(x[:2],), **options)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import CutOptions
 import penstock
+from penstock import CutOptions
 from penstock.errors import ModelError, PenstockError
 from penstock.model.cut import cut_model
 from penstock.model.split import split_model

@@ -10,8 +10,8 @@ import torch
 from model.nets import W, rows, square, trains
 from torch import Tensor, nn
 
-from penstock import CutOptions
 import penstock
+from penstock import CutOptions
 from penstock.errors import ModelError
 from penstock.model.cut import cut_model
 from penstock.model.use_names import name_and_use
@@ -45,13 +45,24 @@ def test_places_have_a_name_and_a_use() -> None:
 def test_a_stage_may_begin_with_a_later_use(split: Any, place: str) -> None:
     if (split, place) == ("replay", "scale#3"):
         with pytest.raises(ModelError, match="no unit 'scale' is called"):
-            cut_model(Again(nn.Linear(4, 4), own=True), 2, example=(torch.randn(2, 4),), split_at=[place], options=CutOptions(method=split))
+            cut_model(
+                Again(nn.Linear(4, 4), own=True),
+                2,
+                example=(torch.randn(2, 4),),
+                split_at=[place],
+                options=CutOptions(method=split),
+            )
         return
     torch.manual_seed(0)
     model = Again(nn.Linear(4, 4), own=place == "scale#3")
     plain, x, y = copy.deepcopy(model), torch.randn(6, 4), torch.randn(6, 4)
     pipe = penstock.Pipeline(
-        model, split_at=[place], microbatches=3, example=(x[:2],), cut_options=penstock.CutOptions(method=split), loss_fn=nn.functional.mse_loss
+        model,
+        split_at=[place],
+        microbatches=3,
+        example=(x[:2],),
+        cut_options=penstock.CutOptions(method=split),
+        loss_fn=nn.functional.mse_loss,
     )
     assert [set(part.names.values()) >= {"block.weight"} for part in pipe.deployment.split.parts] == [True, True]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
@@ -72,7 +83,9 @@ def test_places_that_are_not_there_are_refused(split: Any) -> None:
     with pytest.raises(ModelError, match=r"block#5 is no place to cut: the model calls .* 4 times"):
         cut_model(Again(nn.Linear(4, 4)), 2, example=(x,), split_at=["block#5"], options=CutOptions(method=split))
     with pytest.raises(ModelError, match="before scale: it is not used there"):
-        cut_model(Again(nn.Linear(4, 4), own=True), 2, example=(x,), split_at=["scale#5"], options=CutOptions(method="graph"))
+        cut_model(
+            Again(nn.Linear(4, 4), own=True), 2, example=(x,), split_at=["scale#5"], options=CutOptions(method="graph")
+        )
 
 
 def test_a_unit_that_updates_itself_is_not_torn() -> None:
@@ -139,4 +152,4 @@ def test_a_layer_inside_of_a_block_that_cannot_be_opened_is_told_of() -> None:
 
     with pytest.raises(ModelError, match=r"blocks\.0\.inner is a part of blocks\.0, which has parameters of its own"):
         trains(Both(), rows())
-    assert trains(Both(), rows(), split="graph") < 1e-7
+    assert trains(Both(), rows(), cut_options=CutOptions(method="graph")) < 1e-7

@@ -108,7 +108,9 @@ def test_layer_drop_raises_and_never_trains_by_the_old_plan() -> None:
         if hasattr(module, "config"):
             module.config.layerdrop = 0.5
     example = {name: value[:2] for name, value in batch(S).items()}
-    with penstock.Pipeline(model, stages=2, microbatches=2, example=example, cut_options=penstock.CutOptions(method="replay")) as pipe:
+    with penstock.Pipeline(
+        model, stages=2, microbatches=2, example=example, cut_options=penstock.CutOptions(method="replay")
+    ) as pipe:
 
         def train() -> None:
             for _ in range(8):

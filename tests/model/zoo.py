@@ -224,7 +224,7 @@ def compared(
     example = {name: _part(value, 0, rows) for name, value in batches[0].items()}
     extra = {"use_cache": False} if "use_cache" in inspect.signature(plain.forward).parameters else {}
     far = 0.0
-    options = {"split": "replay", **options}
+    options = {"cut_options": penstock.CutOptions(method="replay"), **options}
     with penstock.Pipeline(model, microbatches=microbatches, loss_fn=loss, example=example, **options) as pipe:
         for batch in batches:
             found = pipe.step(**batch).loss

@@ -280,9 +280,13 @@ def test_a_model_that_is_cut_by_replay_or_graph_follows() -> None:
     x, y = batch()
     for split in ("replay", "graph"):
         options = {
-            "stages": 2, "microbatches": 2, "example": (x[:2],), "split": split, "loss_fn": F.mse_loss,
+            "stages": 2,
+            "microbatches": 2,
+            "example": (x[:2],),
+            "cut_options": penstock.CutOptions(method=split),
+            "loss_fn": F.mse_loss,
             "precision": "bf16",
-        }  # fmt: skip
+        }
         assert penstock.parity(Whole(), x, target=y, pipeline=options).exact
         with penstock.Pipeline(Whole(), **options) as pipe:
             assert pipe.predict(x).dtype is torch.bfloat16

@@ -28,7 +28,7 @@ def made(**options: Any) -> Tied:
 
 
 def piped(model: nn.Module, ranks: int, **options: Any) -> penstock.Pipeline:
-    options = {"microbatches": 2, "loss_fn": square, "split": "replay", **options}
+    options = {"microbatches": 2, "loss_fn": square, "cut_options": penstock.CutOptions(method="replay"), **options}
     return penstock.Pipeline(model, stages=ranks, example=(batch()[:2],), **options)
 
 

@@ -173,7 +173,6 @@ def pipelined(case: Case, mesh: Any) -> dict[str, Any]:
         loss_fn=loss_fn,
         mesh=mesh,
         parallel_options=penstock.ParallelOptions(replicate=case.replicate, tensor_plan=case.tensor_plan()),
-        
         timeout=30,
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)

@@ -82,7 +82,13 @@ def of_replicas(kind: str) -> list[str]:
     wanted = trained(slice(0, ROWS // 2)).state_dict()  # of the first replica
     said = []
     with penstock.Pipeline(
-        net, stages=2, microbatches=M, loss_fn=F.mse_loss, mesh=mesh, parallel_options=penstock.ParallelOptions(replicate=kind), timeout=30
+        net,
+        stages=2,
+        microbatches=M,
+        loss_fn=F.mse_loss,
+        mesh=mesh,
+        parallel_options=penstock.ParallelOptions(replicate=kind),
+        timeout=30,
     ) as pipe:
         train(pipe, x, y)
         state = pipe.full_state_dict()
@@ -119,7 +125,6 @@ def of_spread(replicate: str | None) -> None:
         loss_fn=spread.loss_fn,
         mesh=mesh,
         parallel_options=penstock.ParallelOptions(replicate=replicate, tensor_plan=case.tensor_plan()),
-        
         timeout=30,
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)

@@ -73,7 +73,12 @@ def every_case() -> Any:
     found: dict[Any, Any] = {}
     for name, kind in CASES:
         with penstock.Pipeline(
-            stages(name == "own"), microbatches=2, loss_fn=LOSSES[name], mesh=mesh, parallel_options=penstock.ParallelOptions(replicate=kind), timeout=20
+            stages(name == "own"),
+            microbatches=2,
+            loss_fn=LOSSES[name],
+            mesh=mesh,
+            parallel_options=penstock.ParallelOptions(replicate=kind),
+            timeout=20,
         ) as pipe:
             if name == "written":  # one replica is refused its batch before any weight is known, and all can go on
                 x, y = batch(0)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
-from penstock import LossOptions, ParallelOptions
 import penstock
+from penstock import LossOptions, ParallelOptions
 from penstock.errors import PenstockError
 from penstock.schedule import Op, build, lower
 
@@ -107,7 +107,7 @@ def reductions(mesh: Any) -> Any:
         for family in ("zb-v", "looped-bfs", "dualpipe-v", "zb-h1", "1f1b"):
             modules = stages(2 if family in ("zb-h1", "1f1b") else 4)
             modules[-1].linear.weight = modules[0].linear.weight  # tied: on zb-v between two stages of one rank
-            with pipeline(mesh, modules, schedule=family, replicate=kind) as pipe:
+            with pipeline(mesh, modules, schedule=family, parallel_options=ParallelOptions(replicate=kind)) as pipe:
                 pipe.step(x, target=y)
                 counted.clear()
                 for name in names:
@@ -129,7 +129,9 @@ def clipping(mesh: Any) -> Any:
             made = example("transformer", 4, ROWS, torch.float64)
             tie(made.stages)
             ids, target = own(mesh, made.args[0], made.target)
-            with pipeline(mesh, made.stages, loss_fn=made.loss_fn, replicate=kind, seed=11) as pipe:
+            with pipeline(
+                mesh, made.stages, loss_fn=made.loss_fn, parallel_options=ParallelOptions(replicate=kind), seed=11
+            ) as pipe:
                 pipe.step(ids, target=target)
                 norm = pipe.clip_grad_norm_(0.01, norm_type)
                 found[kind, norm_type] = (norm, gradients(pipe))
@@ -152,7 +154,10 @@ def weights(mesh: Any) -> Any:
         mine, wanted = own(mesh, x, target)
         for kind in KINDS:
             with pipeline(
-                mesh, loss_fn=token_loss, loss_options=LossOptions(weight=lambda target: (target[:, 0] != -100).sum()), parallel_options=ParallelOptions(replicate=kind)
+                mesh,
+                loss_fn=token_loss,
+                loss_options=LossOptions(weight=lambda target: (target[:, 0] != -100).sum()),
+                parallel_options=ParallelOptions(replicate=kind),
             ) as pipe:
                 result = pipe.step(mine, target=wanted)
                 found[kind, counting] = (result.loss, gradients(pipe))
@@ -189,7 +194,9 @@ def evaluations(mesh: Any) -> Any:
     x, y = batch()
     found = {}
     for kind in KINDS:
-        with pipeline(mesh, replicate=kind, window=1 if kind == "fsdp" else None) as pipe:
+        with pipeline(
+            mesh, parallel_options=ParallelOptions(replicate=kind, window=1 if kind == "fsdp" else None)
+        ) as pipe:
             pipe.step(*own(mesh, x), target=own(mesh, y)[0])
             before = gradients(pipe)
             mine, target = own(mesh, x, y, rows=(7, 2))
@@ -207,7 +214,7 @@ def failures(mesh: Any) -> Any:
     x, y = own(mesh, *batch())
     found = []
     for kind in KINDS:
-        with pipeline(mesh, replicate=kind) as pipe:
+        with pipeline(mesh, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             pipe.step(x, target=y)
             wanted = gradients(pipe)
             pipe.zero_grad()
@@ -238,7 +245,7 @@ def a_failed_step_keeps_what_was_added_before(mesh: Any) -> Any:
     x, y = own(mesh, *batch())
     found = []
     for kind in KINDS:
-        with pipeline(mesh, replicate=kind) as pipe:
+        with pipeline(mesh, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             pipe.step(x, target=y)
             before = gradients(pipe)
             if 3 in pipe.deployment.ranks.modules() and mesh.get_local_rank("dp") == 1:
@@ -264,15 +271,23 @@ def refused(mesh: Any) -> Any:
     turned = stages(2)
     turned[1].linear.weight.data = turned[1].linear.weight.data.t().contiguous().t()
     found = [
-        attempt(pipeline, mesh, microbatches=M + second, replicate="ddp"),
-        attempt(pipeline, mesh, replicate="fsdp" if second else "ddp"),
-        attempt(pipeline, mesh, mixed, schedule="1f1b", replicate="fsdp"),
-        attempt(pipeline, mesh, tied, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)),
-        attempt(pipeline, mesh, turned, schedule="1f1b", replicate="fsdp"),
+        attempt(pipeline, mesh, microbatches=M + second, parallel_options=ParallelOptions(replicate="ddp")),
+        attempt(pipeline, mesh, parallel_options=ParallelOptions(replicate="fsdp" if second else "ddp")),
+        attempt(pipeline, mesh, mixed, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp")),
+        attempt(
+            pipeline,
+            mesh,
+            tied,
+            schedule="1f1b",
+            parallel_options=ParallelOptions(
+                parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)
+            ),
+        ),
+        attempt(pipeline, mesh, turned, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp")),
         attempt(penstock.mesh, 3, 2),
         attempt(penstock.mesh, 3, -1),
     ]
-    with pipeline(mesh, sparse, schedule="1f1b", replicate="ddp") as pipe:
+    with pipeline(mesh, sparse, schedule="1f1b", parallel_options=ParallelOptions(replicate="ddp")) as pipe:
         found.append(attempt(pipe.step, ids, target=torch.zeros(4, WIDTH)))
     return found
 
@@ -283,7 +298,12 @@ def low_precision(mesh: Any) -> Any:
     found = {}
     for family in ("1f1b", "zb-v"):
         with pipeline(
-            mesh, stages(2 if family == "1f1b" else 4), schedule=family, parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)
+            mesh,
+            stages(2 if family == "1f1b" else 4),
+            schedule=family,
+            parallel_options=ParallelOptions(
+                parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)
+            ),
         ) as pipe:
             result = pipe.step(x, target=y)
             dtypes = {parameter.dtype for parameter in pipe.parameters()} | {result.loss.dtype}
@@ -296,7 +316,7 @@ def names_and_state(mesh: Any) -> Any:
     whole = {name: value + 1 for name, value in nn.ModuleList(stages()).state_dict().items()}
     found = {}
     for kind in KINDS:
-        with pipeline(mesh, replicate=kind) as pipe:
+        with pipeline(mesh, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             names = sorted(pipe.state_dict())
             pipe.load_state_dict(whole)
             taken = all(torch.equal(whole_of(value), whole[name]) for name, value in pipe.state_dict().items())
@@ -316,7 +336,15 @@ def own_meshes(mesh: Any) -> Any:
     nameless = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     crossed = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("dp", "pp"))
     found = [attempt(pipeline, given, schedule="1f1b", modules=stages(2)) for given in (strange, nameless, crossed)]
-    found.append(attempt(pipeline, strange["pp"], schedule="1f1b", modules=stages(2), replicate="ddp"))
+    found.append(
+        attempt(
+            pipeline,
+            strange["pp"],
+            schedule="1f1b",
+            modules=stages(2),
+            parallel_options=ParallelOptions(replicate="ddp"),
+        )
+    )
     with pipeline(turned) as pipe:  # with a dp axis, replicas are the default
         result = pipe.step(*own(turned, x), target=own(turned, y)[0])
         words = pipe.describe()
@@ -329,7 +357,9 @@ def schedules_with_transfers(mesh: Any) -> Any:
     program = lower(build("zb-v", 2, M, 2))
     found = {}
     for kind in KINDS:
-        with pipeline(mesh, schedule=program, microbatches=None, replicate=kind) as pipe:
+        with pipeline(
+            mesh, schedule=program, microbatches=None, parallel_options=ParallelOptions(replicate=kind)
+        ) as pipe:
             found[kind] = (pipe.step(x, target=y).loss, gradients(pipe))
     return found
 
@@ -344,8 +374,7 @@ def windows(mesh: Any) -> Any:
             stages(6),
             schedule=build("interleaved-1f1b", 2, M, 3),
             microbatches=None,
-            replicate="fsdp",
-            window=window,
+            parallel_options=ParallelOptions(replicate="fsdp", window=window),
         ) as pipe:
             (executor,) = pipe.deployment.ranks.executors.values()
             groups = [
@@ -375,7 +404,7 @@ def loss_scaling(mesh: Any) -> Any:
     for kind in KINDS:
         modules = stages()
         modules[-1].linear.weight = modules[0].linear.weight  # stays whole, beside sharded ones
-        with pipeline(mesh, modules, replicate=kind) as pipe:
+        with pipeline(mesh, modules, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             scaler = penstock.GradScaler(pipe, init_scale=4.0)
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
             steps = []
@@ -406,7 +435,7 @@ def frozen_at_first(mesh: Any) -> Any:
         modules = stages()
         for module in modules:
             module.linear.weight.requires_grad_(False)
-        with pipeline(mesh, modules, replicate=kind) as pipe:
+        with pipeline(mesh, modules, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             pipe.step(x, target=y)
             kept = [name for name, value in gradients(pipe).items() if value is None]
             pipe.zero_grad()
@@ -440,7 +469,7 @@ def set_apart(mesh: Any) -> Any:
     for kind in KINDS:
         modules = stages()
         before = torch.optim.SGD([parameter for module in modules for parameter in module.parameters()], lr=0.1)
-        with pipeline(mesh, modules, replicate=kind) as pipe:
+        with pipeline(mesh, modules, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             found["optimizers"].append(attempt(train_with, pipe, x, y, before))
             pipe.zero_grad()
             for name, parameter in pipe.named_parameters():  # as many on both replicas, and not the same
@@ -449,22 +478,26 @@ def set_apart(mesh: Any) -> Any:
             for parameter in pipe.parameters():
                 parameter.requires_grad_(True)
             found[f"scales {kind}"] = attempt(unscale, pipe, x, y, 8.0 if second else 4.0)
-        with pipeline(mesh, replicate=kind) as pipe:
+        with pipeline(mesh, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             for module in pipe.deployment.ranks.modules().values():
                 module.linear = nn.Linear(WIDTH, WIDTH)
             found[f"exchanged {kind}"] = attempt(pipe.step, x, target=y)
         modules = stages()
-        with pipeline(mesh, modules, replicate=kind) as pipe:
+        with pipeline(mesh, modules, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             pipe.step(x, target=y)
             pipe.zero_grad()
             if not second:  # as in `if rank == 0: load`
                 pipe.load_state_dict({name: value + 1 for name, value in nn.ModuleList(stages()).state_dict().items()})
             found[f"loaded {kind}"] = attempt(pipe.step, x, target=y)
-        found[f"elsewhere {kind}"] = attempt(made_and_closed, mesh, [each.linear for each in modules], replicate=kind)
+        found[f"elsewhere {kind}"] = attempt(
+            made_and_closed, mesh, [each.linear for each in modules], parallel_options=ParallelOptions(replicate=kind)
+        )
         modules = stages()
-        made_and_closed(mesh, modules, replicate=kind)
-        found[f"again {kind}"] = attempt(made_and_closed, mesh, [each.linear for each in modules], replicate=kind)
-        with pipeline(mesh, replicate=kind) as pipe:
+        made_and_closed(mesh, modules, parallel_options=ParallelOptions(replicate=kind))
+        found[f"again {kind}"] = attempt(
+            made_and_closed, mesh, [each.linear for each in modules], parallel_options=ParallelOptions(replicate=kind)
+        )
+        with pipeline(mesh, parallel_options=ParallelOptions(replicate=kind)) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
             pipe.step(x, target=y)
             if second or kind == "fsdp":  # a shard is nobody else's: there is nothing to differ from
@@ -477,7 +510,7 @@ def set_apart(mesh: Any) -> Any:
             for parameter in pipe.parameters():
                 parameter.register_hook(lambda gradient: 2 * gradient)
             found[f"hooked {kind}"] = attempt(pipe.step, x, target=y)
-        with pipeline(mesh, stages(2), schedule="1f1b", replicate=kind) as pipe:
+        with pipeline(mesh, stages(2), schedule="1f1b", parallel_options=ParallelOptions(replicate=kind)) as pipe:
             other = y + mesh.get_local_rank("pp")  # rows by the number in the world: each rank has its own
             found[f"targets {kind}"] = attempt(pipe.step, x, target=other)
             found[f"then {kind}"] = all(parameter.grad is None for parameter in pipe.parameters())
@@ -492,7 +525,11 @@ def one_replica_in_low_precision(mesh: Any) -> Any:
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
     x, y = batch()
     computed = []
-    with pipeline(alone, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)) as pipe:
+    with pipeline(
+        alone,
+        schedule="1f1b",
+        parallel_options=ParallelOptions(parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)),
+    ) as pipe:
         for module in pipe.deployment.ranks.modules().values():
             module.linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -817,7 +854,7 @@ def test_values_that_drift_apart_are_noticed_in_the_next_step(told: Any, kind: s
             assert "so they train apart" in hooked[1]  # still
         else:
             assert (stepped[0], hooked[0], again[0]) == ("", "UsageError", "UsageError")
-            assert "which replicate='fsdp' cannot call" in hooked[1]
+            assert "which ParallelOptions(replicate='fsdp') cannot call" in hooked[1]
             assert "are spread or sharded already" in again[1]
 
 
@@ -893,19 +930,10 @@ def test_names_are_the_models_own_and_sharded_state_is_a_part_of_it(told: Any) -
         assert sorted({name for rank in told for name in rank["names_and_state"][kind][0]}) == names
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"replicate": "ddp"}, "needs mesh="),
-        ({"replicate": "zero"}, "choose one of None, 'ddp', 'fsdp'"),
-        ({"window": 2}, "pass replicate='fsdp' with it"),
-        ({"window": 0}, "at least 1"),
-        ({"shard_precision": "bf16"}, "MixedPrecisionPolicy"),
-    ],
-)
-def test_arguments_that_do_not_fit_together(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(penstock.errors.UsageError, match=words):
-        penstock.Pipeline(stages(2), microbatches=2, loss_fn=F.mse_loss, **options)
+def test_replicas_need_a_mesh() -> None:
+    options = penstock.ParallelOptions(replicate="ddp")
+    with pytest.raises(penstock.errors.UsageError, match="needs mesh="):
+        penstock.Pipeline(stages(2), microbatches=2, loss_fn=F.mse_loss, parallel_options=options)
 
 
 def test_all_replicas_cut_by_the_times_of_the_first(told: Any) -> None:

@@ -203,8 +203,6 @@ def replayed(_: Any) -> Any:
         loss_fn=spread.loss_fn,
         mesh=mesh,
         parallel_options=penstock.ParallelOptions(replicate="fsdp", window=1, tensor_plan=plan),
-        
-        
         timeout=30,
     ) as pipe:
         loss = pipe.step(ids, target=target).loss
@@ -235,7 +233,14 @@ def ready_models(hugging: bool) -> dict[str, Any]:
     batch = ((ids,), ids.roll(-1, 1))
     if not hugging:
         options = GPTOptions(vocabulary=16, width=8, heads=4, layers=2, context=6, dropout=0.0)
-        return {"gpt": (build_gpt(options, 6).double(), batch, loss_of, {"tensor_plan": "gpt"})}
+        return {
+            "gpt": (
+                build_gpt(options, 6).double(),
+                batch,
+                loss_of,
+                {"parallel_options": penstock.ParallelOptions(tensor_plan="gpt")},
+            )
+        }
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -252,7 +257,7 @@ def ready_models(hugging: bool) -> dict[str, Any]:
     config.tie_word_embeddings = True
     tied = LlamaForCausalLM(config).double()
 
-    given = {"tensor_plan": "llama", "example": (ids[:2],)}
+    given = {"parallel_options": penstock.ParallelOptions(tensor_plan="llama"), "example": (ids[:2],)}
     return {"llama": (llama, batch, loss_of, given), "tied llama": (tied, batch, loss_of, given)}
 
 
@@ -305,7 +310,13 @@ def mistakes(mesh: Any) -> list[Any]:
     whole = spread.model()
     early = torch.optim.SGD(whole.parameters(), lr=0.1)
     with penstock.Pipeline(
-        whole, stages=2, microbatches=M, loss_fn=spread.loss_fn, mesh=mesh, parallel_options=penstock.ParallelOptions(tensor_plan=spread.PLAIN), timeout=20
+        whole,
+        stages=2,
+        microbatches=M,
+        loss_fn=spread.loss_fn,
+        mesh=mesh,
+        parallel_options=penstock.ParallelOptions(tensor_plan=spread.PLAIN),
+        timeout=20,
     ) as pipe:
         pipe.step(ids, target=target)
         found.append(attempt(early.step))
@@ -319,11 +330,11 @@ def test_plans_that_do_not_fit_are_refused_by_name(told: Any) -> None:
         assert "no module matches '*.atention.query'; the model has, for one, '4.attention.query'" in pattern[1]
         assert "the style 'columns': choose one of 'colwise'" in style[1]
         assert "(LayerNorm) cannot be spread by ColwiseParallel" in kind[1]
-        assert "the mesh has tp=2, but no tensor_plan=" in none[1]
+        assert "the mesh has tp=2, but no ParallelOptions(tensor_plan=)" in none[1]
         assert "tensor_plan='bert'" in name[1]
         assert (apart[0], across[0], partial[0]) == ("ModelError", "ModelError", "ModelError")
         assert "tied across ranks has (6, 8)" in apart[1] or "tied across ranks has (12, 8)" in apart[1]
-        assert "tensor_plan= must spread all of its modules alike" in across[1]
+        assert "ParallelOptions(tensor_plan=) must spread all of its modules alike" in across[1]
         assert "the gradient of 5.norm.weight differs between the ranks of the tp axis" in partial[1]
         assert rows[0] == "ModelError"
         assert "the ranks of the tp axis were given different batches" in rows[1]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from penstock import CutOptions
 from penstock.errors import ParityError
 from penstock.parity_check.parity import Parity
 from penstock.parity_check.uncut import near
@@ -104,7 +105,7 @@ def test_skips_and_a_frozen_stage_are_exact_too() -> None:
             return self.linear(x + early)  # type: ignore[no-any-return]
 
     frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    assert check([Sender(), frozen, Receiver()], ranks=3, skips=[(0, 2)]).exact
+    assert check([Sender(), frozen, Receiver()], ranks=3, cut_options=CutOptions(skips=[(0, 2)])).exact
 
 
 def test_tied_parameters_are_compared_as_one_sum() -> None:
@@ -130,7 +131,7 @@ def test_weights_and_loss_arguments_reach_both_sides() -> None:
         pipeline={
             "microbatches": M,
             "loss_fn": loss_fn,
-            "loss_weight": lambda goal, weight: weight[goal[goal != -1]].sum(),
+            "loss_options": penstock.LossOptions(weight=lambda goal, weight: weight[goal[goal != -1]].sum()),
             "transport": "threads",
         },
     )

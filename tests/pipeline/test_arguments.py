@@ -34,18 +34,14 @@ def pipeline(**options: Any) -> penstock.Pipeline:
         ("timeout", float("nan")),
         ("seed", "7"),
         ("loss_fn", 3),
-        ("loss_weight", 3),
         ("init", 3),
-        ("batch_dims", [1]),
-        ("batch_dims", {"mask": "1"}),
-        ("batch_dims", {"mask": {"a": True}}),
         ("group", "pp"),
         ("mesh", "pp"),
-        ("skips", [(0, "1")]),
-        ("skips", 3),
         ("devices", "cpu"),
         ("devices", ["cpu", "moon"]),
-        ("speeds", "fast"),
+        ("loss_options", None),
+        ("batch_options", 3),
+        ("cut_options", {"method": "graph"}),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named(name: str, value: Any) -> None:
@@ -55,12 +51,64 @@ def test_a_value_of_the_wrong_kind_is_named(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (penstock.LossOptions, "weight", 3),
+        (penstock.LossOptions, "reduction", "max"),
+        (penstock.LossOptions, "per_microbatch", None),
+        (penstock.BatchOptions, "split", "auto"),
+        (penstock.BatchOptions, "dims", [1]),
+        (penstock.BatchOptions, "dims", {"mask": "1"}),
+        (penstock.BatchOptions, "dims", {"mask": {"a": True}}),
+        (penstock.BatchOptions, "inputs", "last"),
+        (penstock.BatchOptions, "batch_norm", "synced"),
+        (penstock.BatchOptions, "batch_norm_group", "dp"),
+        (penstock.CutOptions, "method", "trace"),
+        (penstock.CutOptions, "skips", [(0, "1")]),
+        (penstock.CutOptions, "skips", 3),
+        (penstock.CutOptions, "speeds", "fast"),
+        (penstock.CutOptions, "optimizer", "muon"),
+        (penstock.ParallelOptions, "replicate", "zero"),
+        (penstock.ParallelOptions, "window", 0),
+        (penstock.ParallelOptions, "shard_precision", "bf16"),
+    ],
+)
+def test_so_is_one_inside_of_a_group_of_options(kind: Any, name: str, value: Any) -> None:
+    with pytest.raises(UsageError) as refused:
+        kind(**{name: value})
+    assert str(refused.value).startswith(f"{kind.__name__}({name}={value!r}): ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (penstock.LossOptions, {"weight": len, "reduction": "sum"}, "weighs the terms of a mean"),
+        (penstock.ParallelOptions, {"window": 2}, "pass replicate='fsdp' with it"),
+        (penstock.ParallelOptions, {"replicate": "ddp", "window": 2}, "pass replicate='fsdp' with it"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(kind: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        kind(**options)
+
+
+def test_options_are_values() -> None:
+    for kind in (penstock.LossOptions, penstock.BatchOptions, penstock.CutOptions, penstock.ParallelOptions):
+        assert kind() == kind()
+        assert kind.__doc__
+        with pytest.raises(AttributeError):
+            kind().anything = 1
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"model": nn.Sequential(), "stages": 1}, "the model is an empty Sequential"),
-        ({"speeds": [1.0, 0.5]}, "speeds= helps to find a cut, but a list of stage modules says"),
+        (
+            {"cut_options": penstock.CutOptions(speeds=[1.0, 0.5])},
+            "helps to find a cut, but a list of stage modules says",
+        ),
         ({"init": lambda name, tensor: None}, "init= fills parameters that were built under penstock.lazy"),
-        ({"loss_weight": len, "loss_reduction": "sum"}, "loss_weight= weighs the terms of a mean"),
     ],
 )
 def test_what_does_not_apply_is_refused(options: dict[str, Any], words: str) -> None:

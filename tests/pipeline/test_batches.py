@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import LossOptions
 import penstock
-from penstock import Microbatches, Shared
+from penstock import BatchOptions, LossOptions, Microbatches, Shared
 from penstock.errors import ModelError, PeerFailure, UsageError
 
 X, Y = torch.randn(7, 4), torch.randn(7, 4)
@@ -104,8 +103,8 @@ def test_no_gradient_flows_to_the_batch() -> None:
 
 @pytest.mark.parametrize("label", ["taget", 1, "input"])
 def test_a_label_that_nothing_has_is_refused(label: Any) -> None:
-    pipe = pipeline(batch_dims={label: 0})
-    with pytest.raises(UsageError, match=rf"batch_dims names {label!r}, .* it has 0, 'target', 'output'"):
+    pipe = pipeline(batch_options=BatchOptions(dims={label: 0}))
+    with pytest.raises(UsageError, match=rf"dims names {label!r}, .* it has 0, 'target', 'output'"):
         pipe.step(X, target=Y)
 
 
@@ -113,7 +112,7 @@ def test_a_label_of_an_optional_argument_may_be_left_out_of_a_call() -> None:
     def loss(output: Tensor, target: Tensor, weight: Any = 1.0) -> Tensor:
         return ((output - target) * weight).pow(2).mean()
 
-    pipe = pipeline(batch_dims={"bias": None, "weight": None}, loss_fn=loss)
+    pipe = pipeline(batch_options=BatchOptions(dims={"bias": None, "weight": None}), loss_fn=loss)
     pipe.predict(X)
     pipe.step(X, target=Y, bias=torch.ones(4), loss_kwargs={"weight": torch.ones(4)})
 
@@ -157,7 +156,7 @@ def test_wrong_loss_keywords_are_refused() -> None:
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), None, torch.ones(2), "many"])
 def test_a_weight_that_is_no_weight_is_an_error_with_the_microbatch(value: Any) -> None:
-    with pytest.raises(ModelError, match=r"loss_weight gave .* for microbatch 0"):
+    with pytest.raises(ModelError, match=r"weight=\) gave .* for microbatch 0"):
         pipeline(loss_options=LossOptions(weight=lambda target: value)).step(X, target=Y)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from penstock import BatchOptions
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
@@ -192,7 +193,7 @@ def test_an_example_may_have_the_marks_of_a_batch() -> None:
 
 
 def test_lengths_that_only_the_split_reads_need_no_stage_that_takes_them() -> None:
-    pipe = pipeline(split=penstock.by_tokens(lengths="lengths", sequences=()))
+    pipe = pipeline(batch_options=BatchOptions(split=penstock.by_tokens(lengths="lengths", sequences=())))
     result = pipe.step(X, lengths=torch.arange(1, 9), target=Y)
     torch.testing.assert_close(
         result.loss, F.mse_loss(nn.Sequential(*pipe.deployment.ranks.modules().values())(X), Y).detach()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock import Microbatches, Shared
+from penstock import BatchOptions, Microbatches, Shared
 from penstock.errors import PenstockError
 
 WIDTH = 4
@@ -94,7 +94,7 @@ def every_rank_passes_the_batch(rank: int) -> Any:
 
 def only_the_first_passes_it(rank: int) -> Any:
     x, mask, y = batch()
-    with pipeline(inputs="first") as pipe:
+    with pipeline(batch_options=BatchOptions(inputs="first")) as pipe:
         given: Any = ((x,), {"target": y, "mask": mask}) if rank == 0 else ((), {})
         return [seen(pipe, pipe.step(*given[0], **given[1])) for _ in range(2)]
 
@@ -103,7 +103,7 @@ def first_passes_ready_and_shared_values(rank: int) -> Any:
     x, mask, y = batch()
     table = torch.arange(3.0)
     ready = [Microbatches(value.tensor_split(3)) for value in (x, mask, y)]
-    with pipeline(inputs="first") as pipe:
+    with pipeline(batch_options=BatchOptions(inputs="first")) as pipe:
         if rank:
             return seen(pipe, pipe.step())
         return seen(pipe, pipe.step(ready[0], mask=ready[1], target=ready[2], table=Shared(table)))
@@ -114,7 +114,7 @@ def model_loss_of_a_ragged_batch(rank: int) -> Any:
     x, _, y = batch()
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), Loss()]
-    with pipeline(stages=modules, inputs="first", loss_fn=None, schedule="1f1b") as pipe:
+    with pipeline(stages=modules, batch_options=BatchOptions(inputs="first"), loss_fn=None, schedule="1f1b") as pipe:
         labels = {"labels": Microbatches([{"y": part}["y"] for part in y.tensor_split(3)])}
         result = pipe.step(*((x,) if rank == 0 else ()), **(labels if rank == 0 else {}))
         return seen(pipe, result)
@@ -122,7 +122,7 @@ def model_loss_of_a_ragged_batch(rank: int) -> Any:
 
 def mistakes_with_one_batch(rank: int) -> Any:
     x, mask, y = batch()
-    with pipeline(inputs="first") as pipe:
+    with pipeline(batch_options=BatchOptions(inputs="first")) as pipe:
         good = [((x,), {"target": y, "mask": mask}), ((), {})][rank]
         found = []
         for first, other in [

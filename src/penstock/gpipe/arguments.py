@@ -12,12 +12,24 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.wrapped import refuse_compiled_model
-from penstock.pipeline.arguments import RULES, check_gpus
-from penstock.runtime.state.batch_norm import BATCH_NORMS
+from penstock.pipeline import arguments
+from penstock.pipeline.arguments import check_gpus
+from penstock.rules import Rule, check_rules, choice, is_count
+from penstock.runtime.batch import batch_options
 
 __all__ = ["check_gpipe", "check_tangents"]
 
-CHECKPOINTS = ("always", "except_last", "never")
+RULES = {
+    "chunks": Rule(
+        lambda value: is_count(value) and value >= 1,
+        "pass the number of microbatches, a whole number of at least 1",
+        or_none=False,
+    ),
+    "checkpoint": choice("always", "except_last", "never"),
+    "batch_dims": batch_options.RULES["dims"],
+    **{name: batch_options.RULES[name] for name in ("batch_norm", "batch_norm_group")},
+    **{name: arguments.RULES[name] for name in ("stages", "devices", "timeout")},
+}
 
 
 def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> None:
@@ -40,11 +52,7 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
         )
     if isinstance(model, nn.ModuleList):
         raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")
-    chunks = given["chunks"]
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise UsageError(f"chunks={chunks!r}: pass the number of microbatches, a whole number of at least 1")
-    if given["checkpoint"] not in CHECKPOINTS:
-        raise UsageError(f"checkpoint={given['checkpoint']!r}: choose one of {', '.join(map(repr, CHECKPOINTS))}")
+    check_rules(given, RULES)
     balance = given["balance"]
     if isinstance(balance, bool) or (isinstance(balance, int) and balance < 1):
         raise UsageError(f"balance={balance!r}: pass the number of stages, or the number of layers in each")
@@ -53,14 +61,8 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
             f"balance={balance!r}: pass the number of layers in each stage, a number of stages, 'time', 'parameters' "
             f"or 'memory', or {{name: weight}}"
         )
-    if given["batch_norm"] not in BATCH_NORMS:
-        raise UsageError(f"batch_norm={given['batch_norm']!r}: choose one of {', '.join(map(repr, BATCH_NORMS))}")
     if given["deferred_batch_norm"] and given["batch_norm"] == "exact":
         raise UsageError("deferred_batch_norm=True and batch_norm='exact' are two things; leave one of them out")
-    for name in ("stages", "devices", "batch_dims", "timeout", "batch_norm_group"):
-        fits, would_work = RULES[name]
-        if given[name] is not None and not fits(given[name]):
-            raise UsageError(f"{name}={given[name]!r}: {would_work}")
     check_gpus(given["devices"])
 
 

@@ -12,6 +12,7 @@ from model import nets
 from model.nets import W, trains
 from torch import Tensor, nn
 
+from penstock import CutOptions
 from penstock.errors import FallbackWarning
 
 ROUNDING = 1e-6
@@ -30,7 +31,7 @@ def test_a_graph_trains_in_a_pipeline_as_the_plain_model(
     net: type[nn.Module], inputs: tuple[Tensor, ...], stages: int, schedule: str
 ) -> None:
     torch.manual_seed(0)
-    assert trains(net(), *inputs, stages=stages, schedule=schedule, split="graph") <= ROUNDING
+    assert trains(net(), *inputs, stages=stages, schedule=schedule, cut_options=CutOptions(method="graph")) <= ROUNDING
 
 
 class Stashes(nets.Chain):
@@ -47,4 +48,4 @@ class Stashes(nets.Chain):
 def test_what_replay_refuses_falls_back_to_the_graph_and_trains() -> None:
     torch.manual_seed(0)
     with pytest.warns(FallbackWarning, match="gives a tensor away"):
-        assert trains(Stashes(), torch.randn(4, W), split="auto") <= ROUNDING
+        assert trains(Stashes(), torch.randn(4, W), cut_options=CutOptions(method="auto")) <= ROUNDING

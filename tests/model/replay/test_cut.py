@@ -179,7 +179,12 @@ def test_a_parameter_free_norm_on_the_input_counts_once() -> None:
 
     assert trains(Normed(), rows(), stages=4) == 0.0
     assert trains(Normed(), rows(), stages=2, recompute="always") == 0.0
-    options: dict[str, Any] = {"split": "replay", "microbatches": 2, "loss_fn": square, "example": (rows(),)}
+    options: dict[str, Any] = {
+        "cut_options": penstock.CutOptions(method="replay"),
+        "microbatches": 2,
+        "loss_fn": square,
+        "example": (rows(),),
+    }
     with penstock.Pipeline(model := Normed(), stages=2, **options) as pipe:  # on threads the stages share its buffers
         owners = [
             stage

@@ -53,7 +53,12 @@ class Counts(Chain):
 
 def piped(model: nn.Module) -> penstock.Pipeline:
     return penstock.Pipeline(
-        model, stages=2, microbatches=2, loss_fn=square, cut_options=penstock.CutOptions(method="replay"), example=(torch.ones(2, W).cumsum(0),)
+        model,
+        stages=2,
+        microbatches=2,
+        loss_fn=square,
+        cut_options=penstock.CutOptions(method="replay"),
+        example=(torch.ones(2, W).cumsum(0),),
     )
 
 

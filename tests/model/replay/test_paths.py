@@ -51,7 +51,11 @@ def test_another_path_than_the_examples_raises(net: type[Chain]) -> None:
         for block in model.blocks:
             block.weight.copy_(torch.eye(W))
             block.bias.zero_()
-    options: dict[str, Any] = {"microbatches": 2, "loss_fn": square, "split": "replay"}
+    options: dict[str, Any] = {
+        "microbatches": 2,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+    }
     with penstock.Pipeline(model, split_at=["blocks.2"], example=(torch.ones(2, W),), **options) as pipe:
         assert pipe.step(torch.ones(4, W)).loss is not None
         with pytest.raises(PeerFailure, match="took another path than with the example"):
@@ -73,7 +77,12 @@ def test_a_plain_value_that_changes_raises() -> None:
                 x = x * 2 if positive else x
             return x
 
-    options: dict[str, Any] = {"microbatches": 1, "loss_fn": square, "split": "replay", "stages": 2}
+    options: dict[str, Any] = {
+        "microbatches": 1,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+        "stages": 2,
+    }
     with (
         penstock.Pipeline(Listens(4, Says), example=(torch.ones(4, W),), **options) as pipe,
         pytest.raises(PeerFailure, match=r"blocks\.0 returned False instead of True"),
@@ -100,7 +109,13 @@ class Noisy(Chain):
 def noisy_gradients(**options: Any) -> list[Tensor]:
     torch.manual_seed(0)
     model, x = Noisy(), rows()
-    options = {"split": "replay", "microbatches": 2, "loss_fn": square, "seed": 3, **options}
+    options = {
+        "cut_options": penstock.CutOptions(method="replay"),
+        "microbatches": 2,
+        "loss_fn": square,
+        "seed": 3,
+        **options,
+    }
     with penstock.Pipeline(model, example=(x[:2],), **options) as pipe:
         pipe.step(x)
         pipe.step(x)
@@ -139,7 +154,13 @@ def test_checkpointing_inside_units_changes_nothing(schedule: str) -> None:
         SelfCheckpointing.checkpoints = checkpoints  # type: ignore[attr-defined]
         torch.manual_seed(0)
         model, x = Chain(4, SelfCheckpointing), rows()
-        options: dict[str, Any] = {"split": "replay", "microbatches": 2, "loss_fn": square, "seed": 3, "stages": 2}
+        options: dict[str, Any] = {
+            "cut_options": penstock.CutOptions(method="replay"),
+            "microbatches": 2,
+            "loss_fn": square,
+            "seed": 3,
+            "stages": 2,
+        }
         with penstock.Pipeline(model, example=(x[:2],), schedule=schedule, **options) as pipe:
             pipe.step(x)
             found.append([parameter.grad for parameter in pipe.parameters()])
@@ -168,7 +189,12 @@ def test_checkpointing_around_a_unit_in_the_glue_changes_nothing(stages: int, sc
         torch.manual_seed(0)
         model, x = Around(), rows()
         model.checkpoints = checkpoints
-        options: dict[str, Any] = {"split": "replay", "microbatches": 2, "loss_fn": square, "seed": 3}
+        options: dict[str, Any] = {
+            "cut_options": penstock.CutOptions(method="replay"),
+            "microbatches": 2,
+            "loss_fn": square,
+            "seed": 3,
+        }
         with penstock.Pipeline(model, example=(x[:2],), stages=stages, schedule=schedule, **options) as pipe:
             for _ in range(2):
                 pipe.step(x)

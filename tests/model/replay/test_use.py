@@ -12,12 +12,19 @@ from model.nets import Chain, W, rows, square
 from torch import Tensor, nn
 
 import penstock
+from penstock import BatchOptions, CutOptions
 from penstock.errors import ModelError, ParityError, UsageError
 from penstock.model.replay import plan
 
 
 def piped(model: nn.Module, x: Tensor, **options: Any) -> penstock.Pipeline:
-    options = {"microbatches": 2, "loss_fn": square, "split": "replay", "example": (x[:2],), **options}
+    options = {
+        "microbatches": 2,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+        "example": (x[:2],),
+        **options,
+    }
     return penstock.Pipeline(model, **options)
 
 
@@ -91,13 +98,13 @@ def test_bad_input_is_told_what_is_wrong_and_what_to_write(options: dict[str, An
 )
 def test_slips_in_the_arguments_are_named_and_no_graph_is_tried(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        piped(Chain(), torch.randn(4, W), **{"stages": 2, "split": "auto", **options})
+        piped(Chain(), torch.randn(4, W), **{"stages": 2, "cut_options": penstock.CutOptions(method="auto"), **options})
 
 
 @pytest.mark.parametrize(("model", "split"), [(Chain, "auto"), (len, "replay")])
 def test_what_is_no_model_is_named(model: Any, split: str) -> None:
     with pytest.raises(UsageError, match=r"pass an nn\.Module, or a list of stage modules"):
-        piped(model, torch.randn(4, W), stages=2, split=split)
+        piped(model, torch.randn(4, W), stages=2, cut_options=CutOptions(method=split))
 
 
 def test_a_model_without_parameters_or_that_calls_none_of_its_modules_is_told_so() -> None:
@@ -149,7 +156,13 @@ def test_a_compiled_unit_trains_as_an_eager_one() -> None:
 
 
 def check(model: nn.Module, x: Tensor, **options: Any) -> Any:
-    options = {"microbatches": 2, "loss_fn": square, "split": "replay", "example": (x[:2],), **options}
+    options = {
+        "microbatches": 2,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+        "example": (x[:2],),
+        **options,
+    }
     return penstock.parity(model, x, pipeline=options)
 
 
@@ -250,4 +263,4 @@ def test_a_scripted_norm_is_not_moved_by_the_look_at_the_example() -> None:
         pipe.evaluate(x)
         assert pipe.state_dict()["blocks.1.1.num_batches_tracked"] == 2
     with pytest.raises(ModelError, match=r"blocks\.1\.1 is scripted and stays as it is"):
-        piped(model, x, stages=2, batch_norm="deferred")
+        piped(model, x, stages=2, batch_options=BatchOptions(batch_norm="deferred"))

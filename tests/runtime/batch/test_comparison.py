@@ -184,5 +184,5 @@ def test_what_one_rank_was_given_by_position_and_another_by_name_is_there_on_bot
     del told[1][1]["mask"]
     assert left_out(told, lambda name: {0, 1}) == (
         "rank 0 was given argument 1 and rank 1, which reads it, was not; pass the same batch on every rank, or make "
-        "the Pipeline with inputs='first'"
+        "the Pipeline with batch_options=BatchOptions(inputs='first')"
     )

@@ -109,13 +109,25 @@ def batch(step: int = 0, filling: int = 0) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def classifier(**options: Any) -> penstock.Pipeline:
-    given = {"microbatches": 4, "loss_fn": F.cross_entropy, "split": penstock.by_tokens(), "timeout": 20, **options}
+    given = {
+        "microbatches": 4,
+        "loss_fn": F.cross_entropy,
+        "batch_options": penstock.BatchOptions(split=penstock.by_tokens()),
+        "timeout": 20,
+        **options,
+    }
     return penstock.Pipeline(stages(Classify), ranks=2, schedule="interleaved-1f1b", **given)
 
 
-def tagger(**options: Any) -> penstock.Pipeline:
-    split = penstock.by_tokens(16, sequences={0: 1, "target": 1, "output": 1})
-    given = {"loss_fn": tag_loss, "loss_weight": count_valid, "split": split, "timeout": 20, **options}
+def tagger(inputs: str = "every", split: Any = None, **options: Any) -> penstock.Pipeline:
+    split = split or penstock.by_tokens(16, sequences={0: 1, "target": 1, "output": 1})
+    given = {
+        "loss_fn": tag_loss,
+        "loss_options": penstock.LossOptions(weight=count_valid),
+        "batch_options": penstock.BatchOptions(split=split, inputs=inputs),
+        "timeout": 20,
+        **options,
+    }
     return penstock.Pipeline(stages(Tag), ranks=2, schedule="interleaved-1f1b", **given)
 
 
@@ -185,7 +197,9 @@ def recurrent() -> list[nn.Module]:
 
 def run_packed(split: Any) -> dict[str, Any]:
     packed, target = packed_batch()
-    with penstock.Pipeline(recurrent(), microbatches=3, loss_fn=F.mse_loss, cut_options=penstock.CutOptions(method=split), timeout=20) as pipe:
+    with penstock.Pipeline(
+        recurrent(), microbatches=3, loss_fn=F.mse_loss, batch_options=penstock.BatchOptions(split=split), timeout=20
+    ) as pipe:
         result = pipe.step(packed, target=target, outputs=True)
         gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
         return {"loss": result.loss, "output": result.output, "gradients": gradients}
@@ -214,7 +228,7 @@ def on_a_rank() -> dict[str, Any]:
     with tagger() as pipe:
         ids, lengths, _, labels = batch(rank)
         found["apart"] = attempt(lambda: pipe.step(ids, lengths=lengths, target=labels))
-    found["packed"] = run_packed("auto")
+    found["packed"] = run_packed(None)
     found["packed by tokens"] = run_packed(penstock.by_tokens(lengths=0, sequences=()))
     return found
 
@@ -281,7 +295,7 @@ def test_padding_never_leaks(make: Any) -> None:
             assert not one[~used].any()
 
 
-@pytest.mark.parametrize("split", ["auto", penstock.by_tokens(lengths=0, sequences=())])
+@pytest.mark.parametrize("split", [None, penstock.by_tokens(lengths=0, sequences=())])
 def test_packed_sequences_are_split_and_cross_as_they_are(split: Any, ranks: Ranks) -> None:
     packed, target = packed_batch()
     model = nn.Sequential(*recurrent())
@@ -289,7 +303,7 @@ def test_packed_sequences_are_split_and_cross_as_they_are(split: Any, ranks: Ran
     loss = F.mse_loss(output, target)
     loss.backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
-    name = "packed" if split == "auto" else "packed by tokens"
+    name = "packed" if split is None else "packed by tokens"
     for found in [run_packed(split), *(rank[name] for rank in ranks)]:
         torch.testing.assert_close(found["loss"], loss.detach(), rtol=1e-12, atol=1e-12)
         for parameter, gradient in found["gradients"].items():
@@ -306,9 +320,14 @@ def test_a_mistake_with_lengths_is_told_to_all_ranks(ranks: Ranks) -> None:
 
 def test_parity_goes_by_tokens_too() -> None:
     ids, lengths, classes, _ = batch()
-    options = {"microbatches": 4, "loss_fn": F.cross_entropy, "split": penstock.by_tokens(), "schedule": "zb-h1"}
+    options = {
+        "microbatches": 4,
+        "loss_fn": F.cross_entropy,
+        "batch_options": penstock.BatchOptions(split=penstock.by_tokens()),
+        "schedule": "zb-h1",
+    }
     assert penstock.parity(stages(Classify), ids, lengths=lengths, target=classes, pipeline=options).exact
-    options["split"] = penstock.by_tokens(16)
+    options["batch_options"] = penstock.BatchOptions(split=penstock.by_tokens(16))
     assert penstock.parity(stages(Classify), ids, lengths=lengths, target=classes, pipeline=options).exact
 
 
@@ -417,7 +436,9 @@ def test_arguments_that_cannot_work_are_refused() -> None:
         with pytest.raises(UsageError, match="sequences="):
             penstock.by_tokens(sequences=wrong)
     with pytest.raises(UsageError, match="from a value or file has its number; leave max_tokens out"):
-        penstock.Pipeline(stages(Tag), schedule=build("1f1b", 4, 4), batch_options=penstock.BatchOptions(split=penstock.by_tokens(8)))
+        penstock.Pipeline(
+            stages(Tag), schedule=build("1f1b", 4, 4), batch_options=penstock.BatchOptions(split=penstock.by_tokens(8))
+        )
     with pytest.raises(UsageError, match="say how many microbatches"):
         penstock.Pipeline(stages(Tag), batch_options=penstock.BatchOptions(split=penstock.by_tokens()))
     split = penstock.by_tokens(16, sequences=(0, "target"))
@@ -427,10 +448,16 @@ def test_arguments_that_cannot_work_are_refused() -> None:
             pipe.predict(ids, lengths=lengths)
         pipe.step(ids, lengths=lengths, target=labels)
     slip = penstock.by_tokens(16, sequences=(0, "taget"))
-    with tagger(split=slip) as pipe, pytest.raises(UsageError, match="name 'taget', which this call does not pass"):
+    with (
+        tagger(split=slip) as pipe,
+        pytest.raises(UsageError, match="name 'taget', which this call does not pass"),
+    ):
         pipe.step(ids, lengths=lengths, target=labels)
     turned = penstock.by_tokens(16, sequences={0: 0})
-    with tagger(split=turned) as pipe, pytest.raises(UsageError, match="padded along dimension 0, but it has shape"):
+    with (
+        tagger(split=turned) as pipe,
+        pytest.raises(UsageError, match="padded along dimension 0, but it has shape"),
+    ):
         pipe.step(ids, lengths=lengths, target=labels)
 
 
@@ -455,7 +482,7 @@ def test_a_dict_of_everything_is_a_batch_too() -> None:
     modules = [FromDict().double(), Both()]
     wanted = F.cross_entropy(modules[1](*modules[0]({"ids": ids, "lengths": lengths})), classes)
     split = penstock.by_tokens(16, lengths=lambda batch: batch["lengths"])
-    with penstock.Pipeline(modules, loss_fn=F.cross_entropy, cut_options=penstock.CutOptions(method=split)) as pipe:
+    with penstock.Pipeline(modules, loss_fn=F.cross_entropy, batch_options=penstock.BatchOptions(split=split)) as pipe:
         found = pipe.step({"ids": ids, "lengths": lengths}, target=classes)
         torch.testing.assert_close(found.loss, wanted.detach(), rtol=1e-12, atol=1e-12)
         with pytest.raises(ModelError, match="0 has 20 entries along dimension 1, but 0 is padded to 12"):
@@ -465,7 +492,10 @@ def test_a_dict_of_everything_is_a_batch_too() -> None:
 def test_a_schedule_of_a_fixed_number_goes_by_length_within_it() -> None:
     ids, lengths, classes, _ = batch()
     with penstock.Pipeline(
-        stages(Classify), schedule=build("gpipe", 4, 5), loss_fn=F.cross_entropy, batch_options=penstock.BatchOptions(split=penstock.by_tokens())
+        stages(Classify),
+        schedule=build("gpipe", 4, 5),
+        loss_fn=F.cross_entropy,
+        batch_options=penstock.BatchOptions(split=penstock.by_tokens()),
     ) as pipe:
         loss = pipe.step(ids, lengths=lengths, target=classes).loss
         model = Whole(copy.deepcopy(stages(Classify)))

@@ -84,9 +84,9 @@ def test_the_rows_of_a_ready_split_are_counted_where_its_rows_are() -> None:
         (lambda: split(2, torch.ones(4), target=torch.ones(6)), "'target' has 6 rows along dimension 0"),
         (lambda: split(4, torch.ones(3)), "argument 0 has 3 rows, fewer than the 4 microbatches"),
         (lambda: split(2, Microbatches([torch.ones(1)] * 3)), "argument 0 has 3 microbatches, the pipeline 2"),
-        (lambda: split(2, torch.ones(4), dims={0: 1}), r"batch_dims\[0\] is 1, but the tensor has shape \(4,\)"),
-        (lambda: split(2, (torch.ones(4), 1), dims={0: (0,)}), r"batch_dims\[0\] says nothing about \[1\]"),
-        (lambda: split(2, {"x": torch.ones(4)}, dims={0: {"y": 0}}), r"batch_dims\[0\] says nothing about \['x'\]"),
+        (lambda: split(2, torch.ones(4), dims={0: 1}), r"dims\[0\] is 1, but the tensor has shape \(4,\)"),
+        (lambda: split(2, (torch.ones(4), 1), dims={0: (0,)}), r"dims\[0\] says nothing about \[1\]"),
+        (lambda: split(2, {"x": torch.ones(4)}, dims={0: {"y": 0}}), r"dims\[0\] says nothing about \['x'\]"),
     ],
 )
 def test_what_does_not_fit_is_an_error_with_the_numbers(make: Any, words: str) -> None:

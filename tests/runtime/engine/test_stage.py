@@ -249,7 +249,7 @@ def test_a_value_with_three_readers_adds_their_gradients_in_the_order_of_a_plain
     wanted = [parameter.grad for stage in stages for parameter in stage.parameters()]
     for stage in stages:
         stage.zero_grad()
-    options: dict[str, Any] = {"loss_fn": F.mse_loss, "skips": ((0, 2), (0, 3))}
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "cut_options": penstock.CutOptions(skips=((0, 2), (0, 3)))}
     with penstock.Pipeline(list(stages), microbatches=4, schedule=schedule, **options) as pipe:
         pipe.step(x, target=y)
     assert all(map(torch.equal, [parameter.grad for stage in stages for parameter in stage.parameters()], wanted))
@@ -319,6 +319,8 @@ def test_a_stage_that_sends_elsewhere_than_declared_is_an_error() -> None:
     stages = [Wrong(), *(Small() for _ in range(3))]
     x = torch.randn(4, WIDTH)
     for skips in ([], [(0, 3)]):
-        pipe = penstock.Pipeline(stages, microbatches=2, cut_options=penstock.CutOptions(skips=skips), loss_fn=F.mse_loss)
+        pipe = penstock.Pipeline(
+            stages, microbatches=2, cut_options=penstock.CutOptions(skips=skips), loss_fn=F.mse_loss
+        )
         with pytest.raises(PeerFailure, match=r"stage 0 sends to stages \[2\] beside the next one, but"):
             pipe.step(x, target=x)

@@ -112,7 +112,9 @@ def test_a_pipeline_trains_as_the_plain_model_on_whole_batches(schedule: str, re
     model, wanted = network(everywhere), plain_run(network(everywhere))
     stages = 2 if schedule == "gpipe" else 4
     options: dict[str, Any] = {"schedule": schedule, "recompute": recompute, "loss_fn": F.mse_loss}
-    with penstock.Pipeline(model, stages=stages, microbatches=4, batch_options=penstock.BatchOptions(batch_norm="exact"), **options) as pipe:
+    with penstock.Pipeline(
+        model, stages=stages, microbatches=4, batch_options=penstock.BatchOptions(batch_norm="exact"), **options
+    ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         losses = []
         for step in range(2):
@@ -135,7 +137,12 @@ def test_stages_of_one_rank_wait_for_those_that_take_their_batch_whole(ranks: in
     model, wanted = network(), plain_run(network())
     options: dict[str, Any] = {"ranks": ranks, "recompute": recompute, "loss_fn": F.mse_loss}
     with penstock.Pipeline(
-        model, balance=[1, 2, 2, 1], microbatches=4, schedule="gpipe", batch_options=penstock.BatchOptions(batch_norm="exact"), **options
+        model,
+        balance=[1, 2, 2, 1],
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=penstock.BatchOptions(batch_norm="exact"),
+        **options,
     ) as pipe:
         train(pipe)
     assert_close(model, wanted)
@@ -145,13 +152,24 @@ def test_stages_of_one_rank_wait_for_those_that_take_their_batch_whole(ranks: in
 def test_schedules_that_would_wait_for_ever_are_refused_with_those_that_can(schedule: str) -> None:
     stages = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
     with pytest.raises(UsageError, match="gpipe"):
-        penstock.Pipeline(network(), stages=stages, microbatches=8, schedule=schedule, batch_options=penstock.BatchOptions(batch_norm="exact"))
+        penstock.Pipeline(
+            network(),
+            stages=stages,
+            microbatches=8,
+            schedule=schedule,
+            batch_options=penstock.BatchOptions(batch_norm="exact"),
+        )
 
 
 def test_one_microbatch_is_whole_under_any_schedule() -> None:
     model, wanted = network(), plain_run(network(), steps=1)
     with penstock.Pipeline(
-        model, stages=2, microbatches=1, schedule="1f1b", batch_options=penstock.BatchOptions(batch_norm="exact"), loss_fn=F.mse_loss
+        model,
+        stages=2,
+        microbatches=1,
+        schedule="1f1b",
+        batch_options=penstock.BatchOptions(batch_norm="exact"),
+        loss_fn=F.mse_loss,
     ) as pipe:
         x, y = batch(0)
         pipe.step(x, target=y)
@@ -163,7 +181,12 @@ def test_without_running_statistics_evaluation_is_whole_too() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 6)).double()
     x = batch(0)[0]
     with penstock.Pipeline(
-        model, stages=3, microbatches=4, schedule="gpipe", batch_options=penstock.BatchOptions(batch_norm="exact"), loss_fn=F.mse_loss
+        model,
+        stages=3,
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=penstock.BatchOptions(batch_norm="exact"),
+        loss_fn=F.mse_loss,
     ) as pipe:
         torch.testing.assert_close(pipe.predict(x), model.eval()(x).detach())
     torch.testing.assert_close(penstock.GPipe(model, balance=3, chunks=4, batch_norm="exact")(x), model(x))
@@ -195,7 +218,13 @@ def test_values_past_the_stage_and_side_inputs_come_through() -> None:
     stages = [First().double(), Middle().double(), End()]
     x, y = batch(0)
     mask = (torch.arange(ROWS) % 3 > 0).double().unsqueeze(1)
-    with penstock.Pipeline(stages, microbatches=4, schedule="gpipe", batch_options=penstock.BatchOptions(batch_norm="exact"), loss_fn=F.mse_loss) as pipe:
+    with penstock.Pipeline(
+        stages,
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=penstock.BatchOptions(batch_norm="exact"),
+        loss_fn=F.mse_loss,
+    ) as pipe:
         pipe.step(x, target=y, mask=mask)
         have = [parameter.grad for parameter in pipe.parameters()]
         pipe.zero_grad()
@@ -272,7 +301,7 @@ def test_conversion_options_and_parity_are_clear() -> None:
     with pytest.raises(UsageError, match="process group of replicas"):
         penstock.GPipe(network(), balance=2, batch_norm="exact", batch_norm_group="all")
     with pytest.raises(UsageError, match="as a whole"):
-        penstock.parity(network(), batch(0)[0], pipeline={"batch_norm": "exact"})
+        penstock.parity(network(), batch(0)[0], pipeline={"batch_options": penstock.BatchOptions(batch_norm="exact")})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,7 +331,11 @@ def stages() -> dict[str, dict[str, Tensor]]:
     """Both ways in a pipeline whose ranks are processes: the state of this rank."""
     found = {}
     for how, recompute in (("deferred", "never"), ("exact", "never"), ("exact", "always")):
-        options: dict[str, Any] = {"recompute": recompute, "batch_norm": how, "loss_fn": F.mse_loss}
+        options: dict[str, Any] = {
+            "recompute": recompute,
+            "batch_options": penstock.BatchOptions(batch_norm=how),
+            "loss_fn": F.mse_loss,
+        }
         with penstock.Pipeline(network(), stages=2, microbatches=4, schedule="gpipe", **options) as pipe:
             train(pipe)
             found[f"{how} {recompute}"] = pipe.state_dict()
@@ -313,7 +346,12 @@ def meshed() -> dict[str, Tensor]:
     """Two replicas of a pipeline of two ranks: the mesh says over whose batches to normalise. This rank's state."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     replica = mesh.get_local_rank("dp")
-    options: dict[str, Any] = {"schedule": "gpipe", "batch_norm": "exact", "loss_fn": F.mse_loss, "mesh": mesh}
+    options: dict[str, Any] = {
+        "schedule": "gpipe",
+        "batch_options": penstock.BatchOptions(batch_norm="exact"),
+        "loss_fn": F.mse_loss,
+        "mesh": mesh,
+    }
     with penstock.Pipeline(network(), stages=2, microbatches=3, **options) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for step in range(2):
@@ -363,7 +401,12 @@ def test_over_replicas_and_with_stages_on_processes() -> None:
     whole = plain_run(network())
     deferred = network()
     with penstock.Pipeline(
-        deferred, stages=2, microbatches=4, schedule="gpipe", batch_options=penstock.BatchOptions(batch_norm="deferred"), loss_fn=F.mse_loss
+        deferred,
+        stages=2,
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=penstock.BatchOptions(batch_norm="deferred"),
+        loss_fn=F.mse_loss,
     ) as pipe:
         train(pipe)
     for _, found in answers:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock import LossOptions
 import penstock
+from penstock import BatchOptions, LossOptions
 from penstock.errors import ModelError, PeerFailure
 from penstock.runtime.loss import check as loss_check
 
@@ -82,7 +82,7 @@ def test_a_mean_over_something_else_is_refused_and_right_with_its_weight() -> No
     numbers = [masked(model()(x[rows]), y[rows], mask[rows]).item() for rows in (slice(3), slice(3, 6), slice(6))]
     assert f"their own, {numbers[0]:.7g} (weighing 3) and {numbers[1]:.7g} (weighing 3), make" in said
     assert f"taken together is {numbers[2]:.7g}" in said
-    assert "loss_weight=" in said
+    assert "weight=" in said
     pipe = pipeline(masked, loss_options=LossOptions(weight=lambda mask: mask.sum()))
     for seed in range(2):
         x, y, mask = batch(seed=seed)
@@ -95,7 +95,7 @@ def test_a_sum_is_refused_and_right_as_one() -> None:
         return (output - target).square().sum()
 
     x, y, _ = batch()
-    assert "they add up, so pass loss_reduction='sum'" in refused(pipeline(total), x, target=y)
+    assert "they add up, so pass loss_options=LossOptions(reduction='sum')" in refused(pipeline(total), x, target=y)
     pipe = pipeline(total, loss_options=LossOptions(reduction="sum"))
     for _ in range(2):
         close(stepped(pipe, x, target=y), whole(total, x, y))
@@ -104,7 +104,7 @@ def test_a_sum_is_refused_and_right_as_one() -> None:
 def test_rows_that_are_compared_are_refused_unless_that_is_meant() -> None:
     """Each microbatch then compares its own rows, and counts by their number."""
     x, y, _ = batch()
-    assert "loss_per_microbatch=True if that is what you mean" in refused(pipeline(contrastive), x, target=y)
+    assert "per_microbatch=True if that is what you mean" in refused(pipeline(contrastive), x, target=y)
     pipe = pipeline(contrastive, loss_options=LossOptions(per_microbatch=True))
     net = model()
     shares = [
@@ -124,7 +124,9 @@ def test_a_wrong_weight_is_refused() -> None:
 
 def test_a_sum_of_means_is_refused() -> None:
     x, y, _ = batch()
-    assert "make" in refused(pipeline(lambda o, t: (o - t).square().mean(), loss_options=LossOptions(reduction="sum")), x, target=y)
+    assert "make" in refused(
+        pipeline(lambda o, t: (o - t).square().mean(), loss_options=LossOptions(reduction="sum")), x, target=y
+    )
 
 
 def test_an_evaluation_asks_too() -> None:
@@ -226,7 +228,7 @@ def test_a_target_that_the_loss_computes_must_be_weighed_by_the_user() -> None:
     y[3:, :, 0] = 0.0
     y[2, 0, 0] = 0.0
     said = refused(pipeline(loss), x, target=y)
-    assert "loss_weight=" in said
+    assert "weight=" in said
     pipe = pipeline(loss, loss_options=LossOptions(weight=lambda target: (target[..., 0] <= 0.5).sum()))
     close(stepped(pipe, x, target=y), whole(loss, x, y))
 
@@ -337,5 +339,5 @@ def test_rows_may_be_in_another_dimension() -> None:
 
     x, y, _ = batch()
     x, y = x.transpose(0, 1), y.transpose(0, 1)
-    pipe = pipeline(total, batch_dims={0: 1, "target": 1, "output": 1})
+    pipe = pipeline(total, batch_options=BatchOptions(dims={0: 1, "target": 1, "output": 1}))
     close(stepped(pipe, x, target=y), whole(total, x, y))

@@ -55,7 +55,9 @@ def test_a_sum_is_the_sum_of_the_batch() -> None:
     def total(output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target, reduction="sum")
 
-    pipe = penstock.Pipeline(stages(), microbatches=3, loss_fn=total, loss_options=penstock.LossOptions(reduction="sum"))
+    pipe = penstock.Pipeline(
+        stages(), microbatches=3, loss_fn=total, loss_options=penstock.LossOptions(reduction="sum")
+    )
     x, y = torch.randn(7, 6).double(), torch.randn(7, 6).double()
     result = pipe.step(x, target=y)
     found = gradients(pipe)
@@ -101,13 +103,17 @@ def test_a_microbatch_that_weighs_nothing_adds_nothing_although_its_own_mean_is_
 
 
 def test_a_batch_without_weight_has_no_mean() -> None:
-    pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=F.mse_loss, loss_options=penstock.LossOptions(weight=lambda target: 0))
+    pipe = penstock.Pipeline(
+        stages(), microbatches=2, loss_fn=F.mse_loss, loss_options=penstock.LossOptions(weight=lambda target: 0)
+    )
     with pytest.raises(ModelError, match=r"the microbatches weigh 0\.0 in all"):
         pipe.step(torch.randn(4, 6).double(), target=torch.randn(4, 6).double())
     with pytest.raises(UsageError, match="was passed no target, but loss_fn mse_loss needs one"):
         pipe.step(torch.randn(4, 6).double())
-    with pytest.raises(UsageError, match=r"loss_weight reads .target., but step\(\) got neither that nor a target"):
-        penstock.Pipeline(stages(), microbatches=2, loss_options=penstock.LossOptions(weight=lambda target: 0)).step(torch.randn(4, 6).double())
+    with pytest.raises(UsageError, match=r"weight=\) reads .target., but step\(\) got neither that nor a target"):
+        penstock.Pipeline(stages(), microbatches=2, loss_options=penstock.LossOptions(weight=lambda target: 0)).step(
+            torch.randn(4, 6).double()
+        )
 
 
 def test_loss_kwargs_are_split_like_the_batch() -> None:

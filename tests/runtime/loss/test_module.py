@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from penstock import ParallelOptions
 from penstock.errors import ModelError, PenstockError
 
 W, M, ROWS, STEPS = 6, 2, 8, 3
@@ -184,7 +185,7 @@ def test_on_processes_it_is_the_last_ranks_and_others_are_told_of_what_no_stage_
 def on_replicas() -> dict[str, Any]:
     mesh = penstock.mesh(pp=2, dp=2)
     return {
-        **{kind: trained(mesh=mesh, replicate=kind) for kind in ("ddp", "fsdp")},
+        **{kind: trained(mesh=mesh, parallel_options=ParallelOptions(replicate=kind)) for kind in ("ddp", "fsdp")},
         "closure": with_closure(nn.Parameter, mesh=mesh)[0],
         "later": with_closure(nn.Parameter, 4 * M, mesh=mesh)[0],
     }

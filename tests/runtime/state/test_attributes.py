@@ -93,7 +93,7 @@ def plain(model: nn.Module, steps: int = 2) -> list[float]:
 
 def piped(model: nn.Module, kind: str, schedule: str, recompute: str, **options: Any) -> penstock.Pipeline:
     x, _ = batch()
-    given = {"example": (x[:2],), "split": "replay"} if kind == "replayed" else {}
+    given = {"example": (x[:2],), "cut_options": penstock.CutOptions(method="replay")} if kind == "replayed" else {}
     return penstock.Pipeline(
         model,
         stages=4 if schedule == "zb-v" else 2,

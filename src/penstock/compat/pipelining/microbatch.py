@@ -1,4 +1,4 @@
-"""Chunk specs: torch's way to say along which dimension a value is cut and joined, as `batch_dims` has it."""
+"""Chunk specs: torch's way to say along which dimension a value is cut and joined, as dims say it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import UsageError
 from penstock.rules import Rule, check_rules, choice, is_count
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.state.batch_norm import BATCH_NORMS
@@ -63,8 +62,3 @@ class BatchOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", {} if self.dims is None else self.dims)
         check_rules(vars(self), RULES, "BatchOptions")
-        if self.batch_norm_group is not None and self.batch_norm != "exact":
-            raise UsageError(
-                f"BatchOptions(batch_norm_group=) is for batch_norm='exact', and batch_norm={self.batch_norm!r}; leave "
-                f"one of them out"
-            )

@@ -128,11 +128,11 @@ def plain_example(example: Any) -> Any:
 
 
 def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[str | int]) -> None:
-    """A label of `batch_dims` that nothing has is a slip, and would leave what it meant cut along dimension 0."""
+    """A label of `dims` that nothing has is a slip, and would leave what it meant cut along dimension 0."""
     strange = [label for label in dims if label not in allowed]
     if strange:
         raise UsageError(
-            f"batch_dims names {', '.join(map(repr, strange))}, which this call does not pass; it has "
+            f"dims names {', '.join(map(repr, strange))}, which this call does not pass; it has "
             f"{', '.join(map(repr, passed))} (an argument that is passed by position goes by its number)"
         )
 
@@ -172,7 +172,7 @@ class Splitter:
                 f"yourself: penstock.Microbatches([one {kind} for each microbatch])"
             )
         if not -value.dim() <= dim < value.dim():
-            raise UsageError(f"batch_dims[{label!r}] is {dim}, but the tensor has shape {tuple(value.shape)}")
+            raise UsageError(f"dims[{label!r}] is {dim}, but the tensor has shape {tuple(value.shape)}")
         self._note(label, value.shape[dim], f" along dimension {dim}", f" (its shape is {tuple(value.shape)})")
         return self.pieces(label, value, dim)
 
@@ -303,7 +303,7 @@ def _apart(value: Any) -> Any:
 
 
 def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
-    """What `batch_dims` says about one value, leaf by leaf; None: the leaf is not cut.
+    """What `dims` says about one value, leaf by leaf; None: the leaf is not cut.
 
     One number, or None, holds for all leaves below the place where it stands; keys are found by name.
     """
@@ -319,7 +319,7 @@ def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[
             here = dim
         if not (here is None or isinstance(here, int)):
             raise UsageError(
-                f"batch_dims[{label!r}] says nothing about {pytree.keystr(path) or 'the value'}; "
+                f"dims[{label!r}] says nothing about {pytree.keystr(path) or 'the value'}; "
                 f"give one number or None in all, or one for each leaf"
             )
         found.append(here)

@@ -136,7 +136,7 @@ class ExtraLosses:
 def add_loss(name: str, value: Tensor) -> None:
     """Add a loss from inside any stage's forward, such as an expert balance; by name.
 
-    The batch's loss of that name is the mean over microbatches, whatever `loss_reduction` says (and the sum
+    The batch's loss of that name is the mean over microbatches, whatever `LossOptions` says (and the sum
     over the calls in one microbatch); its gradient flows, and `result.extra_losses` reports it on every rank.
     """
     kind = run_kind()

@@ -95,7 +95,7 @@ def from_plain(said: Any) -> Measure:
 
 
 class Counted:
-    """The user's `LossOptions.weight`: a function of anything that step() is given, by name, or of the target by any name."""
+    """The user's `LossOptions.weight`: a function of what step() is given, by name, or of the target."""
 
     def __init__(self, function: Callable[..., Any], names: tuple[str, ...] = ()) -> None:
         self._function = function

@@ -137,7 +137,12 @@ def test_another_batch_size_than_the_examples_adds_other_shapes() -> None:
 
 def test_collecting_what_was_not_collected_with_the_example_raises() -> None:
     x = rows()
-    options: dict[str, Any] = {"stages": 2, "microbatches": 2, "loss_fn": square, "split": "replay"}
+    options: dict[str, Any] = {
+        "stages": 2,
+        "microbatches": 2,
+        "loss_fn": square,
+        "cut_options": penstock.CutOptions(method="replay"),
+    }
     with penstock.Pipeline(Collects(), example={"x": x[:2], "collect": False}, **options) as pipe:
         pipe.step(x=x, collect=False)
         with pytest.raises((ModelError, PeerFailure), match="adds to a list that it left alone with the example"):

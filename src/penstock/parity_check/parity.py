@@ -34,8 +34,8 @@ from penstock.pipeline.batches import Call
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Alone
-from penstock.runtime.engine.stage import Stage
-from penstock.runtime.loss.losses import ExtraLosses, check_loss, own_loss
+from penstock.runtime.engine.stage import Stage, StageInput
+from penstock.runtime.loss.losses import check_loss, own_loss
 from penstock.runtime.loss.module import module_of
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
@@ -237,9 +237,9 @@ def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
     def watch(index: int, stage: Stage) -> None:
         forward, backward, weights = stage.forward, stage.backward, stage.weights
 
-        def watched_forward(number: int, *inputs: Any, **options: Any) -> Any:
-            made = forward(number, *inputs, **options)
-            trace.keep_forward(index, number, *made)
+        def watched_forward(given: StageInput) -> Any:
+            made = forward(given)
+            trace.keep_forward(index, given.microbatch, *made)
             return made
 
         def watched_backward(number: int, *inputs: Any, **options: Any) -> Any:
@@ -285,8 +285,7 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
-                with Phase("forward", number, statistics):
-                    loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision)
+                loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics)
                 shares.saw(number, loss)
                 share = shares()[number] if shares.counts(number) else 0.0
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
@@ -305,7 +304,14 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, preci
 
 
 def _plain_forward(
-    pipe: Pipeline, split: Split, batch: Batch, step: int, number: int, trace: _Trace, precision: Precision | None
+    pipe: Pipeline,
+    split: Split,
+    batch: Batch,
+    step: int,
+    number: int,
+    trace: _Trace,
+    precision: Precision | None,
+    statistics: Statistics,
 ) -> tuple[Tensor, list[Tensor]]:
     """The loss of one microbatch, and all extra losses."""
     payloads: dict[tuple[int, int], Any] = {}
@@ -314,7 +320,8 @@ def _plain_forward(
     for part in split.parts:
         arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
         stream = randomness(pipe.deployment.clock.seed, step, number, part.stream)
-        with stream, ExtraLosses() as collected, nullcontext() if precision is None else precision():
+        phase = Phase("forward", number, statistics)
+        with stream, phase, nullcontext() if precision is None else precision():
             emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
             if OUTPUT in emitted:
                 result = emitted[OUTPUT]
@@ -322,8 +329,8 @@ def _plain_forward(
                     result = own_loss(result)
                 else:
                     result = pipe.loss_fn(result, batch.targets[number], **batch.loss_kwargs[number])
-        trace.keep_forward(part.index, number, emitted, None if result is None else check_loss(result), collected.found)
-        extra += [value for _, value in collected.found]
+        trace.keep_forward(part.index, number, emitted, None if result is None else check_loss(result), phase.extra)
+        extra += [value for _, value in phase.extra]
         payloads.update({(part.index, reader): payload for reader, payload in emitted.items()})
     return check_loss(result), extra
 

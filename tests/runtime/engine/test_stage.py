@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import PeerFailure, RunError
 from penstock.model.split import split_model
-from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.stage import Stage, StageInput
 
 SCHEDULES = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"]
 WIDTH = 6
@@ -292,10 +292,10 @@ def one_stage(module: nn.Module) -> Stage:
 
 def test_a_microbatch_goes_forward_once_and_back_once() -> None:
     stage = one_stage(nn.Linear(2, 1))
-    given: dict[str, Any] = {"split": True, "recompute": False, "loss_of": lambda output: output.mean()}
-    stage.forward(0, {}, (torch.randn(3, 2),), {}, **given)
+    given = StageInput(0, {}, (torch.randn(3, 2),), {}, lambda output: output.mean(), split=True)
+    stage.forward(given)
     with pytest.raises(RunError, match="stage 0 has run microbatch 0 forward already"):
-        stage.forward(0, {}, (torch.randn(3, 2),), {}, **given)
+        stage.forward(given)
     seeds: dict[str, Any] = {"split": True, "loss_seed": torch.tensor(1.0), "extra_seed": None}
     with pytest.raises(RunError, match="no weight gradient of microbatch 0 put off"):
         stage.weights(0)

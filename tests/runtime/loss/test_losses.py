@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ModelError, PeerFailure, UsageError
-from penstock.runtime.loss.losses import ExtraLosses
+from penstock.runtime.state.phase import Phase
 from penstock.schedule import Schedule
 
 IGNORED = -100
@@ -259,10 +259,10 @@ def test_losses_inside_a_model_that_is_cut_by_its_forward_count_once(rows: int, 
         pipe.zero_grad()
         expected = 0.0
         for a, b in zip(x.split(2), y.split(2), strict=True):
-            with ExtraLosses() as extra:
+            with Phase("forward", 0) as phase:
                 loss = F.mse_loss(model(a), b)
-            assert len(extra.found) == 3
-            total = sum((value for _, value in extra.found), torch.zeros((), dtype=torch.float64))
+            assert len(phase.extra) == 3
+            total = sum((value for _, value in phase.extra), torch.zeros((), dtype=torch.float64))
             ((loss + total) / 3).backward()
             expected += total.item() / 3
         close(found, gradients(pipe))

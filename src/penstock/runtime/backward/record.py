@@ -9,7 +9,7 @@ each leaf therefore keeps what would not be taken over as it is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from penstock.model.part import OUTPUT
 from penstock.runtime.backward.split import DeferredWeights
 from penstock.runtime.state.memory import LINE, is_dense
 
-__all__ = ["GraphRecord", "edge_of", "tensors_with_gradient"]
+__all__ = ["GraphRecord", "tensors_with_gradient"]
 
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 
@@ -42,8 +43,9 @@ class GraphRecord:
         "whole",
     )
 
-    def __init__(self, leaves: dict[int, list[Tensor]]) -> None:
-        self.leaves = leaves  # by producing stage: the arrived tensors that want a gradient
+    def __init__(self, arrived: Mapping[int, Any]) -> None:
+        # by producing stage: the arrived tensors that want a gradient
+        self.leaves = leaves = {stage: tensors_with_gradient(payload) for stage, payload in arrived.items()}
         self._strange: dict[int, Tensor] = {}  # by id of the leaf: gradients that do not lie as autograd would lay them
         self._hooks = [_watch(leaf, self._strange) for group in leaves.values() for leaf in group]
         self.roots: dict[int, list[GradientEdge]] = {}  # by consuming stage
@@ -55,6 +57,28 @@ class GraphRecord:
         # of a stage that takes its batch in one piece: by producer and microbatch, which tensors want a gradient
         self.wants: dict[int, list[list[bool]]] = {}
         self.total: Tensor | None = None  # and its loss
+
+    def end_forward(
+        self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], returns: bool
+    ) -> None:
+        """Keep the edges at which the backward begins. `returns`: the output's gradient comes from the user's graph."""
+        ends: list[Tensor] = []
+        for target, payload in emitted.items():
+            if target != OUTPUT or returns:
+                found = tensors_with_gradient(payload)
+                self.roots[target] = [_edge_of(tensor) for tensor in found]
+                ends += found
+        if loss is not None and loss.requires_grad:
+            self.loss = _edge_of(loss)
+        if extra:
+            self.extra = [_edge_of(value) for _, value in extra if value.requires_grad]
+        if self.deferred is not None:
+            ends += [value for value in (loss, *(value for _, value in extra)) if value is not None]
+            self.deferred.learn(ends)
+
+    def forget_graph(self) -> None:
+        """The forward will run again: drop what it has recorded."""
+        self.roots, self.loss, self.extra, self.deferred = {}, None, [], None
 
     def begin_backward(self) -> None:
         """Hooks of the stage's own, which may change a gradient, go first."""
@@ -104,7 +128,7 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def edge_of(tensor: Tensor) -> GradientEdge:
+def _edge_of(tensor: Tensor) -> GradientEdge:
     """`get_gradient_edge` without its questions where the answer is plain: an ordinary node of autograd's own."""
     node = tensor.grad_fn
     if node is None or isinstance(node, _WRITTEN_IN_PYTHON):

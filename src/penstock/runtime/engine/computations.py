@@ -18,7 +18,7 @@ from penstock.errors import RunError
 from penstock.model.split import OUTPUT
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.report import StepInput, StepReport
-from penstock.runtime.engine.stage import LossOf, Stage
+from penstock.runtime.engine.stage import LossOf, Stage, StageInput
 from penstock.runtime.engine.whole_batch import WholeBatch
 from penstock.runtime.loss.losses import own_loss, with_graph
 from penstock.runtime.loss.seeds import Seeds, sum_in_order
@@ -136,16 +136,12 @@ class Computations:
         loss_of = self.loss_of(microbatch) if owner.is_last and not given.returns else None
         if not given.training:
             graph = loss_of is not None and given.loss_fn is None and given.shares.wants_graph
-            emitted, loss, extra = owner.infer(microbatch, arrived, args, kwargs, loss_of, graph)
+            emitted, loss, extra = owner.infer(StageInput(microbatch, arrived, args, kwargs, loss_of), graph)
         else:
+            split = (stage, microbatch) in self.split
+            recompute = microbatch in given.recompute or stage in given.recompute_stages
             emitted, loss, extra = owner.forward(
-                microbatch,
-                arrived,
-                args,
-                kwargs,
-                split=(stage, microbatch) in self.split,
-                recompute=microbatch in given.recompute or stage in given.recompute_stages,
-                loss_of=loss_of,
+                StageInput(microbatch, arrived, args, kwargs, loss_of, split, recompute)
             )
         self.deliver(stage, microbatch, emitted, loss, extra)
 

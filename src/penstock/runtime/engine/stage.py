@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
-from penstock.runtime.backward.record import GraphRecord, edge_of, tensors_with_gradient
+from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.backward.split import DeferredWeights, StageParameters
-from penstock.runtime.loss.losses import ExtraLosses, check_loss
+from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
@@ -39,12 +39,31 @@ from penstock.runtime.state.ownership import (
 )
 from penstock.runtime.state.phase import Phase
 
-__all__ = ["GraphRecord", "LossOf", "Stage", "tensors_with_gradient"]
+__all__ = ["LossOf", "Stage", "StageInput"]
 
 LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
 Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 Turn = Callable[[str, int], AbstractContextManager[None] | None]  # (F or B, microbatch); None: nothing to enter
+
+
+class StageInput(NamedTuple):
+    """What one stage is run on, for one microbatch, and how."""
+
+    microbatch: int
+    arrived: Mapping[int, Any]  # by producing stage
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss_of: LossOf | None
+    split: bool = False  # its backward comes as I and W
+    recompute: bool = False  # its forward runs again when the backward is due
+
+    def afresh(self, split: bool) -> StageInput:
+        """The same tensors in containers of their own."""
+        value = (dict(self.arrived), self.args, dict(self.kwargs))
+        arrived, args, kwargs = pytree.tree_map(lambda leaf: leaf, value)
+        return self._replace(arrived=arrived, args=args, kwargs=kwargs, split=split)
+
 
 _NOTHING = nullcontext()
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -100,140 +119,89 @@ class Stage:
 
     # -- forward
 
-    def infer(
-        self,
-        microbatch: int,
-        arrived: Mapping[int, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        loss_of: LossOf | None,
-        graph: bool = False,
-    ) -> Forward:
+    def infer(self, given: StageInput, graph: bool = False) -> Forward:
         """A forward that keeps nothing; the loss has a graph only if that is asked for."""
-        phase = Phase("forward", microbatch, self.statistics)
-        with torch.set_grad_enabled(graph), self.turn("F", microbatch) or _NOTHING, ExtraLosses() as extra, phase:
-            emitted, loss = self._compute(arrived, args, kwargs, loss_of)
-        return emitted, loss, extra.found
+        phase = Phase("forward", given.microbatch, self.statistics)
+        with torch.set_grad_enabled(graph), self.turn("F", given.microbatch) or _NOTHING, phase:
+            emitted, loss = self._compute(given)
+        return emitted, loss, phase.extra
 
-    def forward(
-        self,
-        microbatch: int,
-        arrived: Mapping[int, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        split: bool,
-        recompute: bool,
-        loss_of: LossOf | None,
-    ) -> Forward:
+    def forward(self, given: StageInput) -> Forward:
         """Leaves a record for the backward."""
-        if microbatch in self.records:
-            raise RunError(f"stage {self.part.index} has run microbatch {microbatch} forward already in this step")
-        record = GraphRecord({stage: tensors_with_gradient(payload) for stage, payload in arrived.items()})
-        self.records[microbatch] = record
-        if recompute:
-            return self._run_to_forget(record, microbatch, arrived, args, kwargs, split, loss_of)
+        if given.microbatch in self.records:
+            raise RunError(
+                f"stage {self.part.index} has run microbatch {given.microbatch} forward already in this step"
+            )
+        self.records[given.microbatch] = record = GraphRecord(given.arrived)
+        if given.recompute:
+            return self._run_to_forget(record, given)
         if not self._attributes.in_use or not any(other.again for other in self.records.values()):
-            return self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+            return self._run(record, given)
         attributes = self._attributes.before()  # what this forward changes, others that run again must not see
-        results = self._run(record, microbatch, arrived, args, kwargs, split, loss_of)
+        results = self._run(record, given)
         self._attributes.after(attributes)
         return results
 
-    def _run_to_forget(
-        self,
-        record: GraphRecord,
-        microbatch: int,
-        arrived: Mapping[int, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        split: bool,
-        loss_of: LossOf | None,
-    ) -> Forward:
+    def _run_to_forget(self, record: GraphRecord, given: StageInput) -> Forward:
         """A forward that will run again: on the same tensors, in containers of its own, and on the same state."""
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
         # so that the gradients of all microbatches are added in W, in their order
-        learns = split and not self._parameters.known
-        buffers, watched = self._buffers.before(), versions((dict(arrived), args, dict(kwargs)))
+        learns = given.split and not self._parameters.known
+        buffers, watched = self._buffers.before(), versions((dict(given.arrived), given.args, dict(given.kwargs)))
         attributes = self._attributes.before()
         with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
-            own, own_args, own_kwargs = _afresh((dict(arrived), args, dict(kwargs)))
-            results = self._run(record, microbatch, own, own_args, own_kwargs, learns, loss_of, "checkpointing")
+            results = self._run(record, given.afresh(split=learns), "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
-        record.roots, record.loss, record.extra, record.deferred = {}, None, [], None
+        record.forget_graph()
         precision = self.precision
 
         def again() -> None:
             self.precision = precision
-            what = f"what stage {self.part.index} was given for microbatch {microbatch}"
+            what = f"what stage {self.part.index} was given for microbatch {given.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
             with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
-                own, own_args, own_kwargs = _afresh((dict(arrived), args, dict(kwargs)))
-                self._run(record, microbatch, own, own_args, own_kwargs, split, loss_of, "recomputing")
+                self._run(record, given.afresh(split=given.split), "recomputing")
 
         record.again = again
         return results
 
-    def _run(
-        self,
-        record: GraphRecord,
-        microbatch: int,
-        arrived: Mapping[int, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        split: bool,
-        loss_of: LossOf | None,
-        kind: str = "forward",
-    ) -> Forward:
-        turn = self.turn("F", microbatch)
-        with ExtraLosses() as extra, Phase(kind, microbatch, self.statistics):
-            if turn is None and not split:  # the plain way, without managers that do nothing
-                emitted, loss = self._compute(arrived, args, kwargs, loss_of)
+    def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
+        turn = self.turn("F", given.microbatch)
+        with Phase(kind, given.microbatch, self.statistics) as phase:
+            if turn is None and not given.split:  # the plain way, without managers that do nothing
+                emitted, loss = self._compute(given)
             else:
                 recording: AbstractContextManager[object] = _NOTHING
-                if split:
+                if given.split:
                     record.deferred = DeferredWeights(self._parameters)
                     recording = record.deferred.recording()
                 with turn or _NOTHING, recording:
-                    emitted, loss = self._compute(arrived, args, kwargs, loss_of)
-        ends: list[Tensor] = []
-        for target, payload in emitted.items():
-            if target != OUTPUT or self.returns:
-                found = tensors_with_gradient(payload)
-                record.roots[target] = [edge_of(tensor) for tensor in found]
-                ends += found
-        if loss is not None and loss.requires_grad:
-            record.loss = edge_of(loss)
-        if extra.found:
-            record.extra = [edge_of(value) for _, value in extra.found if value.requires_grad]
-        if record.deferred is not None:
-            ends += [value for value in (loss, *(value for _, value in extra.found)) if value is not None]
-            record.deferred.learn(ends)
+                    emitted, loss = self._compute(given)
+        record.end_forward(emitted, loss, phase.extra, self.returns)
         self._look_at_graph(record, kind)
-        return emitted, loss, extra.found
+        return emitted, loss, phase.extra
 
     def _look_at_graph(self, record: GraphRecord, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
         if self.look is not None:
             self.look(record)
 
-    def _compute(
-        self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss_of: LossOf | None
-    ) -> tuple[dict[int, Any], Tensor | None]:
+    def _compute(self, given: StageInput) -> tuple[dict[int, Any], Tensor | None]:
         if self.precision is None:
-            emitted = self._call(arrived, args, kwargs)
-            loss = None if loss_of is None else loss_of(emitted[OUTPUT])
+            emitted = self._call(given)
+            loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
         else:
             with self.precision():
-                emitted = self._call(arrived, args, kwargs)
-                loss = None if loss_of is None else loss_of(emitted[OUTPUT])
+                emitted = self._call(given)
+                loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
         return emitted, None if loss is None else check_loss(loss)
 
-    def _call(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+    def _call(self, given: StageInput) -> dict[int, Any]:
         """Run the part on what it may write to, and see to it that what it emits may leave."""
         run = self.part.run if self.wrap is None else self.wrap(self.part.run)
+        arrived, args, kwargs = given.arrived, given.args, given.kwargs
         received: Watched = []
         entered: Watched = []
         if arrived:
@@ -339,11 +307,6 @@ class Stage:
         self.fresh.before()
         deferred.run()
         self.fresh.after()
-
-
-def _afresh(value: Any) -> Any:
-    """The same tensors in containers of their own."""
-    return pytree.tree_map(lambda leaf: leaf, value)
 
 
 def _save_nothing(tensor: Tensor) -> Tensor | None:

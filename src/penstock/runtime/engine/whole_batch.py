@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.runtime.batch.microbatch import Batch, dims_of_leaves
-from penstock.runtime.engine.stage import LossOf
+from penstock.runtime.engine.stage import LossOf, StageInput
 from penstock.runtime.loss.losses import check_loss
 
 if TYPE_CHECKING:
@@ -59,13 +59,12 @@ class WholeBatch:
         loss_of = self._loss_of(stage, rows) if owner.is_last and not given.returns else None
         if given.training:
             recompute = bool(given.recompute) or stage in given.recompute_stages
-            options: dict[str, Any] = {"split": False, "recompute": recompute, "loss_of": loss_of}
-            emitted, loss, extra = owner.forward(0, whole, args, kwargs, **options)
+            emitted, loss, extra = owner.forward(StageInput(0, whole, args, kwargs, loss_of, recompute=recompute))
             owner.records[0].whole = True
             owner.records[0].wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
             owner.records[0].total = None if loss is None else loss.detach()
         else:
-            emitted, _, extra = owner.infer(0, whole, args, kwargs, loss_of)
+            emitted, _, extra = owner.infer(StageInput(0, whole, args, kwargs, loss_of))
         pieces = {target: _cut(stage, payload, rows) for target, payload in emitted.items()}
         for number in range(count):
             own = {target: cut[number] for target, cut in pieces.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.counted_runs import DRY, EVERYWHERE, run_kind
+from penstock.runtime.state.phase import here
 
 __all__ = [
-    "ExtraLosses",
     "add_loss",
     "check_loss",
     "trained_loss",
@@ -116,23 +115,6 @@ def own_loss(output: Any) -> Any:
     return loss if isinstance(loss, Tensor) else output
 
 
-class ExtraLosses:
-    """Collects what `add_loss` is given while one stage computes one microbatch."""
-
-    _current = threading.local()
-
-    def __init__(self) -> None:
-        self.found: list[tuple[str, Tensor]] = []
-
-    def __enter__(self) -> ExtraLosses:
-        self._outer = getattr(self._current, "collector", None)
-        self._current.collector = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._current.collector = self._outer
-
-
 def add_loss(name: str, value: Tensor) -> None:
     """Add a loss from inside any stage's forward, such as an expert balance; by name.
 
@@ -147,10 +129,10 @@ def add_loss(name: str, value: Tensor) -> None:
             f"add_loss({name!r}) was called between the units of a model that is cut by its forward; every stage runs "
             f"that code, so the loss would count several times: call it in the forward of a submodule with parameters"
         )
-    collector = getattr(ExtraLosses._current, "collector", None)
-    if collector is None:
+    phase = here()
+    if phase is None or phase.kind == "backward":
         raise RunError(f"add_loss({name!r}) was called outside of a pipeline's forward")
     if not isinstance(value, Tensor) or value.dim() != 0:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ModelError(f"add_loss({name!r}, ...) got {what}; give it a scalar tensor, such as value.mean()")
-    collector.found.append((name, value))
+    phase.extra.append((name, value))

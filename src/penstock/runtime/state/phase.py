@@ -10,6 +10,8 @@ import threading
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 __all__ = ["Phase", "current_microbatch", "here", "is_checkpointing", "is_recomputing"]
 
 _now = threading.local()
@@ -18,13 +20,14 @@ _now = threading.local()
 class Phase:
     """One compute: entered by a stage around it, read by the layers in it."""
 
-    __slots__ = ("_outer", "calls", "kind", "microbatch", "statistics")
+    __slots__ = ("_outer", "calls", "extra", "kind", "microbatch", "statistics")
 
     def __init__(self, kind: str, microbatch: int, statistics: Any = None) -> None:
         self.kind = kind  # "forward", "checkpointing", "recomputing" or "backward"
         self.microbatch = microbatch
         self.statistics = statistics  # of the stage's batch norms, where they are collected
         self.calls: dict[int, int] = {}  # how often each layer that asked was called so far
+        self.extra: list[tuple[str, Tensor]] = []  # what `add_loss` was given, by name
 
     def __enter__(self) -> Phase:
         self._outer = getattr(_now, "phase", None)

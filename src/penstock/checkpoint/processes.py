@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.group.agreement import agree
 from penstock.messages.collective import all_gather
 
 if TYPE_CHECKING:
@@ -71,25 +72,24 @@ class Processes:
 
         `work` returns (what stays here, what all get to know); the result is the former and everyone's latter.
         """
-        done: tuple[Mine, Any] | None = None
-        own: Exception | None = None
+        kept: list[Mine] = []
+
+        def find() -> Any:
+            mine, shared = work()
+            kept.append(mine)
+            return shared
+
+        def refuse(number: int, problem: str) -> CheckpointError:
+            return CheckpointError(f"process {number}: {problem}", path=path)
+
         try:
-            done = work()
-        except Exception as error:  # raised below: the others wait for this process's answer, whatever it is
-            own = error
-        told = self.exchange((None if done is None else done[1], None if own is None else _said(own)))
-        if own is not None:
-            if isinstance(own, OSError):
-                raise CheckpointError(str(own), path=path) from own
-            raise own
-        for number, (_, problem) in enumerate(told):
-            if problem is not None:
-                raise CheckpointError(f"process {number}: {problem}", path=path)
-        assert done is not None
-        return done[0], [each for each, _ in told]
+            answers = agree(find, self.exchange, describe=_in_words, refuse=refuse)
+        except OSError as error:
+            raise CheckpointError(str(error), path=path) from error
+        return kept[0], answers
 
 
-def _said(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, (PenstockError, OSError)) else f"{type(error).__name__}: {error}"
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
+from penstock.group.agreement import agree
 from penstock.group.facts import compared
 from penstock.messages.collective import all_gather
 from penstock.runtime.engine.ranks import Clock
@@ -194,18 +195,8 @@ class World:
         """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
         if self._transport is None:
             return find()
-        mine, own = None, None
-        try:
-            mine = find()
-        except PenstockError as error:  # the others wait for this rank's answer, whatever it is
-            own = error
-        told = list(enumerate(self.told(call, (mine, None if own is None else str(own)))))
-        if own is not None:
-            raise own
-        for rank, (_, problem) in told:
-            if problem is not None:
-                raise PeerFailure(rank, problem)
-        found: list[tuple[int, Found]] = [(rank, other) for rank, (other, _) in told if other is not None]
+        answers = agree(find, lambda answer: self.told(call, answer))
+        found: list[tuple[int, Found]] = [(rank, other) for rank, other in enumerate(answers) if other is not None]
         if any(other != found[0][1] for _, other in found):
             raise ModelError(f"the ranks were given batches of different size {what}: {found}")
         return found[0][1] if found else None

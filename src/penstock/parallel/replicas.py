@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import PeerFailure
+from penstock.group.agreement import agree
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.reduce import Reducer, local_of, make_equal, part_of
 from penstock.parallel.replica_checks import Checks
@@ -272,32 +273,15 @@ class Replicas(Alone):
         if link is None:
             return count()
         self._check_whole()
-        mine: int | None = None
-        own: BaseException | None = None
-        try:
-            mine = count()
-        except BaseException as error:  # told to the others, and raised again below
-            own = error
-        failure = None
-        if own is not None:
-            failure = own if isinstance(own, PeerFailure) else failure_of(self._executor.rank, own, None)
+
+        def describe(error: BaseException) -> PeerFailure:
+            failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
             failure = link.named(failure)
             if self._executor.transport.broken is not None:
                 link.abort(failure)
-                raise own
-        try:
-            told = link.exchange((mine, failure))
-        except PeerFailure:
-            if own is not None:
-                raise own from None
-            raise
-        if own is not None:
-            raise own
-        for _, other in told:
-            if other is not None:
-                raise other
-        counts: list[int] = [count for count, _ in told]
-        return min(counts)
+            return failure
+
+        return min(agree(count, link.exchange, describe=describe, refuse=lambda _, failure: failure))
 
     # -- beside steps
 

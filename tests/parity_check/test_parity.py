@@ -16,7 +16,7 @@ from penstock.errors import ParityError
 from penstock.parity_check.parity import Parity
 from penstock.parity_check.uncut import near
 from penstock.runtime.engine.ranks import Clock
-from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.loss.shares import BatchShares
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
@@ -158,10 +158,11 @@ def patched(monkeypatch: pytest.MonkeyPatch, name: str, stage: int, number: int,
     """Put `change(original, self, number, ...)` in the place of one method of `Stage`, for one stage and microbatch."""
     original = getattr(Stage, name)
 
-    def method(self: Stage, microbatch: int, *inputs: Any, **options: Any) -> Any:
+    def method(self: Stage, first: Any, *inputs: Any, **options: Any) -> Any:
+        microbatch = first.microbatch if isinstance(first, StageInput) else first
         if (self.part.index, microbatch) == (stage, number):
-            return change(original, self, microbatch, *inputs, **options)
-        return original(self, microbatch, *inputs, **options)
+            return change(original, self, first, *inputs, **options)
+        return original(self, first, *inputs, **options)
 
     monkeypatch.setattr(Stage, name, method)
 

@@ -76,6 +76,14 @@ class StagePart(Protocol):
         """Parameters and buffers of other stages may have no values here any more."""
         ...
 
+    def before_sharding(self) -> None:
+        """This process's parameters are about to be taken apart: find out what needs them complete."""
+        ...
+
+    def poison(self) -> bool:
+        """For a comparison: make values that it does not need NaN; whether it computes with such values at all."""
+        ...
+
     def begin(self, settings: Sequence[Change]) -> None:
         """Before the first step: all attributes of the user's modules, some of which may be others than at the cut."""
         ...

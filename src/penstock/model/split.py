@@ -107,6 +107,13 @@ class ModulePart:
     def settle(self) -> None:
         """Nothing of it depends on other stages' values."""
 
+    def before_sharding(self) -> None:
+        """Nothing of it depends on complete parameters."""
+
+    def poison(self) -> bool:
+        """It computes with nothing that it does not need."""
+        return False
+
     def begin(self, settings: Sequence[Change]) -> None:
         """The user's own modules run here."""
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import PeerFailure, UsageError
 from penstock.group.facts import compared
 from penstock.model.replaced import mark_replaced
-from penstock.model.replay.part import ReplayPart
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
 from penstock.parallel.reduce import Reducer, make_equal
@@ -79,9 +78,7 @@ def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple
     sharder = None
     if wanted.shards:
         for stage in executor.stages.values():
-            if isinstance(stage.part, ReplayPart):
-                stage.part.keep_shapes()
-                break  # they share them
+            stage.part.before_sharding()
         whole = _whole(modules, places)
         check_shardable(
             {index: stage.part for index, stage in executor.stages.items()}, wanted.precision is not None, whole

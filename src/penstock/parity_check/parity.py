@@ -28,7 +28,7 @@ from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
 from penstock.model.split import OUTPUT, Split
 from penstock.optim.precision import Precision
-from penstock.parity_check.uncut import compare_whole, largest, near, poison, uncut
+from penstock.parity_check.uncut import compare_whole, largest, near, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
 from penstock.runtime.batch.batch_options import BatchOptions
@@ -129,13 +129,12 @@ def parity(
         plain = cut_model(own, pipeline.get("stages"), **cut)
         if plain.recut is not None and plain.cuts != pipe.deployment.split.cuts:  # the pipeline's placement had a say
             plain = plain.recut(pipe.deployment.split.cuts)
-        poison(plain)
         batch = pipe.batches.microbatches_of(
             Call("step()", args, kwargs, target, loss_kwargs or {}, outputs=False, training=True)
         )
         expected, found = _Trace(plain), _Trace(pipe.deployment.split)
-        _run_plain(pipe, plain, batch, expected, own_loss_fn)
         whole = uncut(plain, single, cut)
+        _run_plain(pipe, plain, batch, expected, own_loss_fn)
         if whole is not None:
             alone = _Trace(whole)
             _run_plain(pipe, whole, batch, alone, single_loss_fn)

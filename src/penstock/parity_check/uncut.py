@@ -11,29 +11,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import ParityError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
-from penstock.model.replay.part import ReplayPart
 from penstock.model.split import Split
 
-__all__ = ["compare_whole", "largest", "near", "poison", "uncut"]
+__all__ = ["compare_whole", "largest", "near", "uncut"]
 
 ROUNDINGS = 4  # of the largest gradient
 
 
-def poison(split: Split) -> None:
-    """Make all values that stages do not need NaN."""
-    for part in split.parts:
-        if isinstance(part, ReplayPart):
-            part.filling = float("nan")
-
-
 def uncut(split: Split, model: Any, cut: Mapping[str, Any]) -> Split | None:
-    """The model in one stage, where its cut could hide a mistake: where it is replayed."""
-    if split.stages == 1 or not isinstance(model, nn.Module) or not isinstance(split.parts[0], ReplayPart):
+    """The model in one stage, where its cut could hide a mistake: where stages compute with values of no use.
+
+    Of the cut one, these values become NaN.
+    """
+    poisoned = [part.poison() for part in split.parts]
+    if split.stages == 1 or not poisoned[0]:
         return None
     return cut_model(model, 1, example=cut["example"], options=CutOptions(method="replay"))
 

@@ -320,3 +320,10 @@ class GraphPart:
 
     def settle(self) -> None:
         """Nothing of it depends on other stages' values; a new capture looks at shapes."""
+
+    def before_sharding(self) -> None:
+        """Nothing of it depends on complete parameters."""
+
+    def poison(self) -> bool:
+        """It computes with nothing that it does not need."""
+        return False

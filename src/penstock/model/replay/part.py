@@ -142,9 +142,14 @@ class ReplayPart:
         """The plan has to hold without the values of other stages: it is looked at once more."""
         self._followed.clear()
 
-    def keep_shapes(self) -> None:
-        """Before this process's parameters are taken apart: what units return is to be known all the same."""
+    def before_sharding(self) -> None:
+        """What units return is to be known all the same; the parts of one model share that."""
         self._shapes.keep()
+
+    def poison(self) -> bool:
+        """What stands for the outputs of other stages' units is NaN."""
+        self.filling = float("nan")
+        return True
 
     def follow(self, changes: Sequence[Change]) -> None:
         """What was set on the user's modules, on their copies; buffers that the user replaced, in the stage's own."""

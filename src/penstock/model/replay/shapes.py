@@ -43,7 +43,9 @@ class Shapes:
 
     def keep(self) -> None:
         """Before parameters are taken apart, as by FSDP: later runs are on copies, which have no memory for them."""
-        self._copies = {name: hollow_copy(module, _without_memory) for name, module in self._modules.items()}
+        self._copies = self._copies or {
+            name: hollow_copy(module, _without_memory) for name, module in self._modules.items()
+        }
 
     def of(
         self, number: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool

@@ -56,68 +56,85 @@ def record(
     `instead(unit)` may give a forward to run in the place of a unit's own: one that only finds out
     shapes, for models that are not in memory.
     """
-    modules = dict(model.named_modules())
-    free = set(_free_leaves(model, units))
     with undone(model), torch.no_grad():
-        elsewhere = OutsideChanges(model)
-        marks: UnitMarks
+        recorder = _Recorder(model, units, instead)
+        recording = recorder.record(args, kwargs)
+        install = install_collectors(model, recorder.tree)
+    install()
+    return recording
 
-        def answer(name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
-            if marks.inside is not None or marks.free is not None:
-                return own(*args, **kwargs)
-            elsewhere.check()
-            carried.look(len(marks.recording.calls))
-            with marks.silent():
-                given = checksum((args, kwargs))
-            if name in free:
-                output = _watch_free(name, modules[name], own, marks, args, kwargs)
-            else:
-                kept.pause()
-                output, changed = _watch(name, modules[name], own, instead, marks, args, kwargs)
-                kept.pause(name, changed)
-                elsewhere.rest()
-            if not marks.recording.calls[-1].glue:
-                with marks.silent():
-                    marks.recording.values.append((name, given, checksum(output)))
-            return output
 
-        def run() -> UnitMarks:
-            """Once through the model."""
-            nonlocal marks
-            mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
-            marks = UnitMarks(Recording(), model, tensors_in((mine, named)), carried.tensors())
-            for parameter, standing in without_memory.values():
-                marks.marks[marks.storages.key(standing)] = marks.of(parameter)
-            marks.left = {marks.storages.key(tensor): name for name, tensor in left}
-            with kept.follow(marks, carried), Reads(marks.read), marks, _explained(model), aside(EVERYWHERE):
-                output = tree(*mine, **named)
-            elsewhere.check()
-            marks.recording.output = marks.of(output)
-            marks.recording.values.append(("", checksum(output), 0))
-            carried.look(len(marks.recording.calls))
-            return marks
+class _Recorder:
+    """The model's tree with watched units, and what was seen of it: in one run, or in two where something is kept."""
 
-        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tree = stage_tree(model, {*units, *free}, answer, apart=False)
-        without_memory = {} if instead is None else _stand_in(tree)
-        carried, kept, left = Carried(tree), Kept(model, tree), list[tuple[str, Tensor]]()
+    def __init__(self, model: nn.Module, units: list[str], instead: Instead | None) -> None:
+        self.model = model
+        self._instead = instead
+        self._modules = dict(model.named_modules())
+        self._known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._free = set(_free_leaves(model, units))
+        self._elsewhere = OutsideChanges(model)
+        self.tree = stage_tree(model, {*units, *self._free}, self._answer, apart=False)
+        self._without_memory = {} if instead is None else _stand_in(self.tree)
+        self._carried, self._kept = Carried(self.tree), Kept(model, self.tree)
+        self._left: list[tuple[str, Tensor]] = []  # made in the first run by units, and there when it was over
+        self._marks: UnitMarks
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        """What one run shows; where the model has kept something, a second run shows whether it reads that."""
         generator = torch.get_rng_state()
-        first = run()
-        _check_made(model, tree, known)
-        behind = carried.left()
-        if behind or kept.shared():
-            left = [
+        first = self._run(args, kwargs)
+        _check_made(self.model, self.tree, self._known)
+        behind = self._carried.left()
+        if behind or self._kept.shared():
+            self._left = [
                 (name, tensor) for name, tensors in behind.items() for tensor in tensors if first.is_of_units(tensor)
             ]
             torch.set_rng_state(generator)
-            carried.again()
-            run()
-            carried.check()
-        kept.settle(first.recording)
-        install = install_collectors(model, tree)
-        _tell_of_losses(tree, first)
-    install()
-    return first.recording
+            self._carried.again()
+            self._run(args, kwargs)
+            self._carried.check()
+        self._kept.settle(first.recording)
+        _tell_of_losses(self.tree, first)
+        return first.recording
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitMarks:
+        """Once through the model."""
+        mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
+        marks = UnitMarks(Recording(), self.model, tensors_in((mine, named)), self._carried.tensors())
+        self._marks = marks
+        for parameter, standing in self._without_memory.values():
+            marks.marks[marks.storages.key(standing)] = marks.of(parameter)
+        marks.left = {marks.storages.key(tensor): name for name, tensor in self._left}
+        follow, runs = self._kept.follow(marks, self._carried), aside(EVERYWHERE)
+        with follow, Reads(marks.read), marks, _explained(self.model), runs:
+            output = self.tree(*mine, **named)
+        self._elsewhere.check()
+        marks.recording.output = marks.of(output)
+        marks.recording.values.append(("", checksum(output), 0))
+        self._carried.look(len(marks.recording.calls))
+        return marks
+
+    def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
+        """A call of a unit, or of a layer without parameters between units."""
+        marks = self._marks
+        if marks.inside is not None or marks.free is not None:
+            return own(*args, **kwargs)
+        self._elsewhere.check()
+        self._carried.look(len(marks.recording.calls))
+        with marks.silent():
+            given = checksum((args, kwargs))
+        if name in self._free:
+            output = _watch_free(name, self._modules[name], own, marks, args, kwargs)
+        else:
+            self._kept.pause()
+            output, changed = _watch(name, self._modules[name], own, self._instead, marks, args, kwargs)
+            self._kept.pause(name, changed)
+            self._elsewhere.rest()
+        if not marks.recording.calls[-1].glue:
+            with marks.silent():
+                marks.recording.values.append((name, given, checksum(output)))
+        return output
 
 
 def _stand_in(tree: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:

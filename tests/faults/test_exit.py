@@ -78,7 +78,8 @@ def run(folder: Path, kind: str, where: str, victim: int = 1) -> tuple[list[int 
     return [process.returncode for process in processes], texts, ended - fault
 
 
-@pytest.mark.parametrize("kind", [pytest.param("raise", marks=pytest.mark.slow), "stick"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raise", "stick"])
 def test_on_threads_the_script_ends_with_the_failure_also_if_a_rank_never_comes_back(tmp_path: Path, kind: str) -> None:
     codes, (text,), took = run(tmp_path, kind, "threads")
     assert codes == [1]

@@ -20,9 +20,17 @@ def slow_if(often: bool) -> pytest.MarkDecorator:
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
     """All cases as parameters: these few in the fast tests, the others in the slow ones."""
-    found = list(cases)
-    assert [case for case in fast if case not in found] == []
+    return _parameters(list(cases), fast, [], [pytest.mark.slow])
+
+
+def mostly_exhaustive(cases: Iterable[Any], *slow: Any) -> list[Any]:
+    """All cases as parameters: these few in the slow tests, the others only in the exhaustive ones."""
+    return _parameters(list(cases), slow, [pytest.mark.slow], [pytest.mark.exhaustive])
+
+
+def _parameters(cases: list[Any], few: tuple[Any, ...], theirs: list[Any], others: list[Any]) -> list[Any]:
+    assert [case for case in few if case not in cases] == []
     return [
-        pytest.param(*case if isinstance(case, tuple) else (case,), marks=[pytest.mark.slow] * (case not in fast))
-        for case in found
+        pytest.param(*case if isinstance(case, tuple) else (case,), marks=theirs if case in few else others)
+        for case in cases
     ]

@@ -26,9 +26,16 @@ PROCESSES = ["shared", "distributed"]  # transports
 WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
 
 
-def by_turns(slow: str) -> list[Any]:
-    """This transport in the slow tests and the other in the exhaustive ones; the fast tests have both."""
-    return [pytest.param(kind, marks=slow_if(kind == slow)) for kind in PROCESSES]
+def by_turns(first: int) -> list[Any]:
+    """Every other model in the slow tests, with one of the transports; the others in the exhaustive ones.
+
+    The fast tests have every family with both transports, the slow ones with every model on two or four processes.
+    """
+    return [
+        pytest.param(model, kind, marks=slow_if(row % 2 == first and row // 2 % 2 == column))
+        for row, model in enumerate(MODELS)
+        for column, kind in enumerate(PROCESSES)
+    ]
 
 
 def halved(cases: list[Case]) -> list[Any]:
@@ -148,16 +155,14 @@ def on_four() -> list[Case]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", by_turns("shared"))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "transport"), by_turns(0))
 def test_two_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*EVERY, *odd_sizes()] if case.model == model and case.ranks == 2]
     check_on_processes(cases, transport)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", by_turns("distributed"))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "transport"), by_turns(1))
 def test_four_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*on_four(), *odd_sizes()] if case.model == model and case.ranks == 4]
     check_on_processes(cases, transport)

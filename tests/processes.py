@@ -19,11 +19,15 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 SECRET = "of the tests, and of no worth"  # without one, what only a pickle holds would not travel by gloo
 LIMIT = 100.0  # seconds for all that one call runs
+# An optimizer and a sharded module load torch's compiler, and test files load pytest: a second of work for every rank.
+LOADED = ["torch", "penstock.pipeline", "penstock.parallel.compose", "torch._dynamo", "torch.distributed.checkpoint"]
+LOADED += ["pytest", "hypothesis"]
 
 
 class RankError(AssertionError):
@@ -32,8 +36,7 @@ class RankError(AssertionError):
 
 def on_processes(ranks: int, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
     """`function(*arguments)` on each of `ranks` processes of one gloo group; the values by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "penstock.parallel.compose"])
+    context = forking()
     pipes, processes = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(ranks):
@@ -54,6 +57,13 @@ def on_processes(ranks: int, function: Callable[..., Any], *arguments: Any, limi
                 process.close()
             for pipe in pipes:
                 pipe.close()
+
+
+def forking() -> ForkServerContext:
+    """Where ranks are forked from; one list for all, because the server that is started first serves all tests."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    return context
 
 
 def free_port() -> int:

@@ -120,7 +120,10 @@ DOCUMENTS = {
 }
 
 
-LONG = {f"docs/{name}.md" for name in ("checkpoints", "command", "parallel", "search", "seeing", "train")}
+LONG = {
+    f"docs/{name}.md"
+    for name in ("checkpoints", "command", "parallel", "primer", "search", "seeing", "train", "transports")
+}
 LITERAL = {"README.md", "docs/command.md"}
 
 

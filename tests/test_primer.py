@@ -136,22 +136,30 @@ def stopped(folder: Path) -> dict[str, Path]:
 
 class Found(NamedTuple):
     right: dict[str, Ran]
-    wrong: dict[str, Ran]
-    fates: dict[str, Ran]
-    stops: dict[str, Ran]
     again: Ran  # pipeline_1f1b once more
     refused: Ran  # and on too many ranks
 
 
+class Faulty(NamedTuple):
+    wrong: dict[str, Ran]
+    fates: dict[str, Ran]
+    stops: dict[str, Ran]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def found() -> Found:
+    jobs = [(path, 4) for path in PROGRAMS.values()]
+    *right, again, refused = run_all([*jobs, (PROGRAMS["pipeline_1f1b"], 4), (PROGRAMS["pipeline_1f1b"], 5)])
+    return Found(dict(zip(PROGRAMS, right, strict=True)), again, refused)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Faulty:
     folder = tmp_path_factory.mktemp("wrong") / "primer"
     wrong = spoiled(SLIPS, folder)
-    kinds = (PROGRAMS, wrong, fated(folder), stopped(folder))
-    jobs = [(path, 4) for paths in kinds for path in paths.values()]
-    ran = iter(run_all([*jobs, (PROGRAMS["pipeline_1f1b"], 4), (PROGRAMS["pipeline_1f1b"], 5)]))
-    by_name = [{name: next(ran) for name in names} for names in kinds]
-    return Found(*by_name, next(ran), next(ran))
+    kinds = (wrong, fated(folder), stopped(folder))
+    ran = iter(run_all([(path, 4) for paths in kinds for path in paths.values()]))
+    return Faulty(*({name: next(ran) for name in names} for names in kinds))
 
 
 def noticed(ran: Ran) -> bool:
@@ -174,25 +182,28 @@ def test_a_program_runs_and_says_who_sends_what_to_whom(name: str, found: Found)
     assert all(event.source not in event.targets for event in events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLIPS)
-def test_a_wrong_result_is_noticed(name: str, found: Found) -> None:
-    assert noticed(found.wrong[name]), found.wrong[name]
+def test_a_wrong_result_is_noticed(name: str, faulty: Faulty) -> None:
+    assert noticed(faulty.wrong[name]), faulty.wrong[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FATES)
-def test_the_rank_that_is_to_blame_is_named_and_where_the_others_were(name: str, found: Found) -> None:
-    ran = found.fates[name]
+def test_the_rank_that_is_to_blame_is_named_and_where_the_others_were(name: str, faulty: Faulty) -> None:
+    ran = faulty.fates[name]
     assert ran.exit.startswith(FATES[name][1])
     assert "rank 2 was then" not in ran.exit
     assert "rank 0 was then at line " in ran.exit
     assert len(ran.exit) < 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOPS)
-def test_a_program_that_is_told_to_stop_leaves_without_a_word_and_nobody_behind(name: str, found: Found) -> None:
+def test_a_program_that_is_told_to_stop_leaves_without_a_word_and_nobody_behind(name: str, faulty: Faulty) -> None:
     """The driver fails if a process is left."""
-    assert found.stops[name].exit == STOPS[name]
-    assert not any(line.startswith("check: ") for line in found.stops[name].lines)
+    assert faulty.stops[name].exit == STOPS[name]
+    assert not any(line.startswith("check: ") for line in faulty.stops[name].lines)
 
 
 def test_a_number_of_ranks_that_cannot_work_is_refused_in_a_line(found: Found) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -15,3 +16,21 @@ def tiers(slow: Any, exhaustive: Any) -> list[Any]:
 def slow_if(often: bool) -> pytest.MarkDecorator:
     """A long case's tier: slow, or only exhaustive."""
     return pytest.mark.slow if often else pytest.mark.exhaustive
+
+
+def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
+    """All cases as parameters: these few in the fast tests, the others in the slow ones."""
+    return _parameters(list(cases), fast, [], [pytest.mark.slow])
+
+
+def mostly_exhaustive(cases: Iterable[Any], *slow: Any) -> list[Any]:
+    """All cases as parameters: these few in the slow tests, the others only in the exhaustive ones."""
+    return _parameters(list(cases), slow, [pytest.mark.slow], [pytest.mark.exhaustive])
+
+
+def _parameters(cases: list[Any], few: tuple[Any, ...], theirs: list[Any], others: list[Any]) -> list[Any]:
+    assert [case for case in few if case not in cases] == []
+    return [
+        pytest.param(*case if isinstance(case, tuple) else (case,), marks=theirs if case in few else others)
+        for case in cases
+    ]

@@ -8,7 +8,6 @@ load the test file by its path.
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import runpy
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deadlines import TIMEOUT
-from processes import SECRET, free_port, is_stopped
+from processes import SECRET, forking, free_port, is_stopped
 
 from penstock.errors import PeerFailure
 
@@ -82,8 +81,7 @@ def _run_threads(
 
 
 def _run_processes(kind: str, scenario: Any, ranks: int, timeout: float, options: dict[str, Any]) -> list[Outcome]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.runtime.transport.shared_memory.transport"])
+    context = forking()
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

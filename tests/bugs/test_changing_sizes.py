@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transport_harness import run, values
@@ -47,7 +48,7 @@ def talks_of_ever_new_sizes(transport: Any, sizes: int) -> tuple[int, int]:
     return len(held(Layout)), len(held(Frame))
 
 
-@pytest.mark.parametrize(("kind", "layouts"), [("gloo", 2), ("shared", 256)])
+@pytest.mark.parametrize(("kind", "layouts"), mostly_slow([("gloo", 2), ("shared", 256)], ("shared", 256)))
 def test_transports_remember_so_many_layouts(kind: str, layouts: int) -> None:
     for found, frames in values(run(kind, talks_of_ever_new_sizes, sizes=300)):
         assert 0 < found <= layouts

@@ -283,6 +283,7 @@ def on_a_process() -> tuple[float, float, str]:
     return loaded(), counted(), seen_in_training(rows())
 
 
+@pytest.mark.slow
 def test_buffers_that_other_stages_read_are_loaded_there_and_what_units_keep_is_seen_on_processes_too() -> None:
     """`load_state_dict` gave each process its own units' buffers: the last stage went on with the old scale."""
     for far, counting, error in [on_a_process(), *on_processes(2, on_a_process)]:

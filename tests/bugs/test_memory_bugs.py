@@ -16,6 +16,7 @@ import pytest
 import torch
 from bugs.small import WIDTH, batch
 from processes import on_processes
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -97,7 +98,7 @@ def plain_gradients(stages: list[nn.Module], microbatches: int, width: int = WID
     return trained(loop, own, width=width)
 
 
-@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("schedule", mostly_slow(EVERY, "1f1b", "zb-h1", "zb-v"))
 @pytest.mark.parametrize("use", USES)
 def test_a_parameter_does_not_adopt_memory_that_others_read(use: str, schedule: str) -> None:
     # zb-h1, from the second step on: weight gradients 19 to 39 % off, because what is kept for W was added to
@@ -207,10 +208,10 @@ class Scaled(nn.Module):
         return _write_into(self.kept, x * self.scale) if self.after else torch.tanh(x * self.scale)
 
 
-def test_nor_between_processes() -> None:
+@pytest.mark.parametrize("kinds", mostly_slow(["index, large", "input, stage, large written"], "index, large"))
+def test_nor_between_processes(kinds: str) -> None:
     # over gloo from 1 MiB on, where nothing is copied: 46 % off
-    cases = [(kind, "zb-h1", transport) for kind in ("index", "input", "stage", "large", "large written")
-             for transport in ("distributed", "shared")]  # fmt: skip
+    cases = [(kind, "zb-h1", transport) for kind in kinds.split(", ") for transport in ("distributed", "shared")]
     ranks = on_processes(2, train_on_processes, cases)
     for number, (kind, schedule, _) in enumerate(cases):
         stages = stages_of(kind)
@@ -314,7 +315,7 @@ BEFORE: dict[str, Callable[[Stage, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", mostly_slow(["gpipe", "1f1b", "zb-h1", "zb-v"], "1f1b", "zb-v"))
 @pytest.mark.parametrize("kind", ["written", "view", "attribute", "list"])
 def test_a_stage_may_use_the_memory_of_its_output_again(kind: str, schedule: str) -> None:
     # a late reader on threads: 41 to 79 % off

@@ -438,6 +438,7 @@ def routed() -> float:
     return far
 
 
+@pytest.mark.slow
 def test_a_unit_that_decides_by_values_runs_at_another_length_than_the_examples_on_processes() -> None:
     """Mixture of experts with `output_router_logits=True`: a process that does not have the unit ran it on zeros to
     learn the logits' shape, and took the zeros that it looked at for values that were missing; from the second step

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tiers import mostly_slow
 from typer.testing import CliRunner, Result
 
 from penstock.cli import app
@@ -152,6 +153,7 @@ def test_what_penstock_declares_is_asked_for_in_its_versions(monkeypatch: pytest
     assert result.stderr.endswith(" -m pip install 'torch>=2.13,<2.14'\n")
 
 
+@pytest.mark.slow
 def test_benches_run_from_where_a_wheel_puts_them(installed: Path) -> None:
     entries = json.loads(call(installed, "--json").stdout)
     assert {entry["name"] for entry in entries} >= {*NAMES, "echo"}
@@ -184,7 +186,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM))
 def test_a_bench_that_is_stopped_ends_with_its_processes_and_cleans_up(
     number: signal.Signals, installed: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_export_writes_the_weights_under_their_own_names(
     assert "such as 5GB" in penstock_command("export", folder, tmp_path / "x", "--file-size", "much", code=2)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_exported_for_from_pretrained(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -108,6 +108,7 @@ def test_bad_usage_says_what_would_work(arguments: str, said: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_copied_program_runs_is_drawn_and_a_broken_one_tells_which_rank_and_line(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert "22 programs in" in run("--copy", folder).stdout

@@ -14,6 +14,7 @@ import torch.distributed.pipelining.microbatch as their_microbatch
 import torch.distributed.pipelining.schedules as their_schedules
 from compat import torch_shaped as programs
 from processes import on_processes
+from tiers import mostly_slow
 from torch import nn
 
 import penstock
@@ -282,6 +283,7 @@ def test_wrapped_and_wrong_stages_are_refused() -> None:
         ours.ScheduleInterleaved1F1B(stages(3)[:2], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks
 def test_a_compiled_stage_trains_in_a_zero_bubble_schedule() -> None:
     """torch refuses it, because it cannot split the backward of a compiled module."""
@@ -398,7 +400,7 @@ class Loose(nn.Module):
         return torch.relu(self.lin2(x))
 
 
-@pytest.mark.parametrize("mark", [ours.pipe_split, theirs.pipe_split])
+@pytest.mark.parametrize("mark", mostly_slow([ours.pipe_split, theirs.pipe_split], ours.pipe_split))
 def test_parameters_beside_modules_begin_stages_too(mark: Any) -> None:
     torch.manual_seed(0)
     model, x, y = Loose(mark), torch.randn(8, 4), torch.randn(8, 4)

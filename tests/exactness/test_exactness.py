@@ -14,7 +14,7 @@ import pytest
 from exactness.cases import TRAINING, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
 from processes import on_processes
-from tiers import slow_if
+from tiers import mostly_slow, slow_if
 
 from penstock.group.world import World
 from penstock.runtime.transport import ThreadTransport
@@ -26,17 +26,35 @@ PROCESSES = ["shared", "distributed"]  # transports
 WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
 
 
-def by_turns(slow: str) -> list[Any]:
-    """This transport in the slow tests and the other in the exhaustive ones; the fast tests have both."""
-    return [pytest.param(kind, marks=slow_if(kind == slow)) for kind in PROCESSES]
+def by_turns(first: int) -> list[Any]:
+    """Every other model in the slow tests, with one of the transports; the others in the exhaustive ones.
+
+    The fast tests have every family with both transports, the slow ones with every model on two or four processes.
+    """
+    return [
+        pytest.param(model, kind, marks=slow_if(row % 2 == first and row // 2 % 2 == column))
+        for row, model in enumerate(MODELS)
+        for column, kind in enumerate(PROCESSES)
+    ]
 
 
 def halved(cases: list[Case]) -> list[Any]:
-    """Each family and model with or without an optimizer by turns; the other half in the exhaustive tests."""
-    turns = [TRAINING.index(case.family) + list(MODELS).index(case.model) + case.optimizer for case in cases]
-    return [
-        pytest.param(case, marks=[pytest.mark.exhaustive] * (turn % 2)) for case, turn in zip(cases, turns, strict=True)
-    ]
+    """Each family and model with or without an optimizer by turns; the other half in the exhaustive tests.
+
+    Of these the fast tests have one model for each family, the slow ones all others.
+    """
+    found = []
+    for case in cases:
+        row, column = TRAINING.index(case.family), list(MODELS).index(case.model)
+        is_fast = column == (row + row % 2) % len(MODELS)
+        is_often = (row + column + case.optimizer) % 2 == 0
+        found.append(pytest.param(case, marks=[] if is_fast and is_often else slow_if(is_often)))
+    return found
+
+
+def one_in(count: int, cases: list[Any]) -> list[Any]:
+    """One of so many in the fast tests, so that families and models take turns; the others in the slow ones."""
+    return mostly_slow(cases, *cases[::count])
 
 
 def odd_sizes() -> list[Case]:
@@ -75,26 +93,19 @@ def test_only_looped_bfs_adds_gradients_in_another_order_than_the_plain_loop() -
     assert out_of_order == {"looped-bfs"}
 
 
-@pytest.mark.parametrize("case", [*halved(EVERY), *HALF, *SEARCHED], ids=str)
+@pytest.mark.parametrize("case", [*halved(EVERY), *one_in(4, HALF), *one_in(3, SEARCHED)], ids=str)
 def test_threads(case: Case) -> None:
     check(case)
 
 
-def every_other(cases: list[Case], first: int = 0) -> list[Any]:
-    """Half of the cases; the others in the slow tests."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * ((n + first) % 2)) for n, case in enumerate(cases)]
-
-
-ODD = [case for row in range(0, len(odd_sizes()), 6) for case in every_other(odd_sizes()[row : row + 6], row // 6)]
-
-
-@pytest.mark.parametrize("case", ODD, ids=str)
+@pytest.mark.parametrize("case", one_in(7, odd_sizes()), ids=str)
 def test_threads_with_odd_sizes(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("model", ["transformer", "skip"])
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize(
+    ("family", "model"), one_in(3, [(family, model) for family in TRAINING for model in ("transformer", "skip")])
+)
 def test_threads_with_nothing_buffered(family: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "capacity", 0)
     asked: list[int | None] = []
@@ -116,7 +127,7 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize("case", every_other(RECOMPUTED), ids=str)
+@pytest.mark.parametrize("case", one_in(5, RECOMPUTED), ids=str)
 def test_threads_with_recompute(case: Case) -> None:
     check(case)
 
@@ -144,16 +155,14 @@ def on_four() -> list[Case]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", by_turns("shared"))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "transport"), by_turns(0))
 def test_two_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*EVERY, *odd_sizes()] if case.model == model and case.ranks == 2]
     check_on_processes(cases, transport)
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", by_turns("distributed"))
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "transport"), by_turns(1))
 def test_four_processes_every_model(model: str, transport: str) -> None:
     cases = [case for case in [*on_four(), *odd_sizes()] if case.model == model and case.ranks == 4]
     check_on_processes(cases, transport)

@@ -15,6 +15,7 @@ from exactness.cases import TRAINING, Case
 from exactness.looking import Seen, all_seen, seen_pipelined, seen_plain
 from exactness.models import MODELS
 from processes import on_processes
+from tiers import mostly_slow
 
 ROWS = 9  # in microbatches of 3, 2, 2 and 2
 
@@ -28,16 +29,13 @@ def differences(case: Case, found: Counter[Seen]) -> dict[str, list[Seen]]:
 
 
 def by_turns() -> list[object]:
-    """Every family with the strange model and with one other; with all others in the slow tests."""
-    others = [model for model in MODELS if model != "strange"]
-    return [
-        pytest.param(
-            Case(family, model, rows=ROWS, bfloat16=(row + column) % 2 == 1),
-            marks=[pytest.mark.slow] * (model not in ("strange", others[row % len(others)])),
-        )
+    """Every family with the strange model; with all others in the slow tests."""
+    cases = [
+        Case(family, model, rows=ROWS, bfloat16=(row + column) % 2 == 1)
         for row, family in enumerate(TRAINING)
         for column, model in enumerate(MODELS)
     ]
+    return mostly_slow(cases, *(case for case in cases if case.model == "strange"))
 
 
 @pytest.mark.parametrize("case", by_turns(), ids=str)
@@ -51,7 +49,7 @@ def test_threads_with_recompute(model: str) -> None:
     assert differences(case, seen_pipelined(case)) == {}
 
 
-@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("transport", mostly_slow(["shared", "distributed"], "shared"))
 def test_processes(transport: str) -> None:
     first, every = "first", "every"
     cases = [

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from exactness.cases import TRAINING
 from exactness.live import Live, allowed, bytes_of
 from processes import on_processes
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -71,7 +72,7 @@ def ratios(found: dict[str, Any]) -> dict[int, float]:
     return {rank: peak / found["allowed"][rank] for rank, peak in found["peaks"].items()}
 
 
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b", "zb-v", "v-min"))
 def test_a_rank_on_a_thread_holds_what_the_schedule_says(family: str) -> None:
     found = measured(family, ranks=4)
     assert max(ratios(found).values()) <= 1.05

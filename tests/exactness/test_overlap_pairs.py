@@ -101,6 +101,7 @@ def by_process() -> list[dict[str, Any]]:
     return on_processes(4, trained_in_all_ways)
 
 
+@pytest.mark.slow
 def test_the_handler_changes_no_bit_over_two_steps(by_process: list[dict[str, Any]]) -> None:
     for found in by_process:
         for name in ("overlapped", "backward first"):
@@ -108,6 +109,7 @@ def test_the_handler_changes_no_bit_over_two_steps(by_process: list[dict[str, An
             assert all(torch.equal(found[name][1][key], value) for key, value in found["default"][1].items())
 
 
+@pytest.mark.slow
 def test_random_numbers_are_not_mixed_up_by_taking_turns(by_process: list[dict[str, Any]]) -> None:
     """With recompute both halves draw, and each has messages in the middle of it."""
     for found in by_process:
@@ -117,6 +119,7 @@ def test_random_numbers_are_not_mixed_up_by_taking_turns(by_process: list[dict[s
         assert got[0] != found["default"][0]  # the dropout is there
 
 
+@pytest.mark.slow
 def test_pipeline_and_experts_on_four_processes_equal_one_process(by_process: list[dict[str, Any]]) -> None:
     covered: set[str] = set()
     for found in by_process:
@@ -127,6 +130,7 @@ def test_pipeline_and_experts_on_four_processes_equal_one_process(by_process: li
     assert covered == set(by_process[0]["alone"][1])
 
 
+@pytest.mark.slow
 def test_messages_are_under_way_while_the_other_half_computes(by_process: list[dict[str, Any]]) -> None:
     for found in by_process:
         pairs = pairs_of(build("dualpipe-v", 2, 6), found["rank"])
@@ -138,6 +142,7 @@ def test_messages_are_under_way_while_the_other_half_computes(by_process: list[d
             assert found[name][2] >= 4 * pairs["OVERLAP_F_B"]  # of a pair's five or more, all but the last
 
 
+@pytest.mark.slow
 def test_a_half_that_fails_is_named_by_all_and_nobody_waits_for_its_messages(by_process: list[dict[str, Any]]) -> None:
     """Processes 0 and 2 are one pipeline, 1 and 3 the other, which only hears of it through the experts' group.
 
@@ -155,6 +160,7 @@ def test_a_half_that_fails_is_named_by_all_and_nobody_waits_for_its_messages(by_
     assert f"action {action}" in theirs
 
 
+@pytest.mark.slow
 def test_the_timeline_has_the_pairs(by_process: list[dict[str, Any]]) -> None:
     for found in by_process:
         assert "OVERLAP_F_B" in found["overlapped"][5]

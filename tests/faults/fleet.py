@@ -6,7 +6,6 @@ by `say(value)`; times that ranks tell are comparable, because all read the one 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -18,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from processes import _loaded, _packed, _unpacked, free_port, is_stopped
+from processes import _loaded, _packed, _unpacked, forking, free_port, is_stopped
 
 
 @dataclass
@@ -34,8 +33,7 @@ def launch(
     ranks: int, function: Callable[..., Any], *arguments: Any, tcp: bool = False, limit: float = 60
 ) -> list[Ending]:
     """`function(say, *arguments)` on each rank. With `tcp`, rank 0 hosts the store, as without a launcher's agent."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "penstock.pipeline", "penstock.parallel.compose"])
+    context = forking()
     endings = [Ending() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
         place = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/rendezvous"

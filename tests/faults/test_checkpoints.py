@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,9 @@ def all_whole(folder: Path) -> list[int]:
     return [named.step for named in checkpoints_in(folder)]
 
 
-def straight(layout: dict[str, Any]) -> list[float]:
-    run = Run(tied=False, **layout)
+@cache
+def straight(layout: str) -> list[float]:
+    run = Run(tied=False, **LAYOUTS[layout])
     losses = run.steps(STEPS)
     run.close()
     return losses
@@ -127,7 +129,7 @@ def test_killed_in_the_middle_of_saving(point: str, tmp_path: Path) -> None:
     with penstock.Checkpointer(tmp_path, keep_last=2) as checkpointer:
         done = checkpointer.load(run.pipe, run.optimizer, **run.parts()).step
         assert done == max(steps)
-        assert run.steps(STEPS - done) == straight(LAYOUTS["two stages"])[done:]
+        assert run.steps(STEPS - done) == straight("two stages")[done:]
         checkpointer.save(STEPS, run.pipe)
     run.close()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") and path.name != ".lock"]

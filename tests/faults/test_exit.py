@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import mostly_exhaustive
 
 SCRIPT = """
 import os, signal, sys, threading, time
@@ -78,7 +79,8 @@ def run(folder: Path, kind: str, where: str, victim: int = 1) -> tuple[list[int 
     return [process.returncode for process in processes], texts, ended - fault
 
 
-@pytest.mark.parametrize("kind", [pytest.param("raise", marks=pytest.mark.slow), "stick"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["raise", "stick"])
 def test_on_threads_the_script_ends_with_the_failure_also_if_a_rank_never_comes_back(tmp_path: Path, kind: str) -> None:
     codes, (text,), took = run(tmp_path, kind, "threads")
     assert codes == [1]
@@ -89,8 +91,10 @@ def test_on_threads_the_script_ends_with_the_failure_also_if_a_rank_never_comes_
     assert took < 30  # and not a hang: interpreter and torch end in it too, on a machine that may be busy
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "victim"), [("raise", 0), ("kill", 1), ("kill", 0), ("exit", 2)])
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    mostly_exhaustive([("raise", 0), ("kill", 1), ("kill", 0), ("exit", 2)], ("raise", 0), ("kill", 1)),
+)
 def test_on_processes_every_one_ends_by_itself_with_an_error(tmp_path: Path, kind: str, victim: int) -> None:
     codes, texts, took = run(tmp_path, kind, "distributed", victim)
     expected = {"raise": 1, "kill": -9, "exit": 7}[kind]

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.fleet import launch
+from tiers import mostly_slow
 from torch import nn
 
 import penstock
@@ -73,7 +74,9 @@ def interrupted(say: Callable[[Any], None], victim: int, family: str, stages: in
 
 @pytest.mark.parametrize(
     ("victim", "family", "stages", "transport"),
-    [(1, "1f1b", 2, "shared"), (0, "zb-v", 4, "shared"), (1, "1f1b", 2, "distributed")],
+    mostly_slow(
+        [(1, "1f1b", 2, "shared"), (0, "zb-v", 4, "shared"), (1, "1f1b", 2, "distributed")], (0, "zb-v", 4, "shared")
+    ),
 )
 def test_ctrl_c_at_random_moments_leaves_the_links_in_order(
     victim: int, family: str, stages: int, transport: str

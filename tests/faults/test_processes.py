@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deadlines import SOON, TIMEOUT
 from faults.fleet import KILL, STOP, Ending, die, launch
 from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
+from tiers import slow_if
 from torch import nn
 
 import penstock
@@ -20,16 +21,24 @@ from penstock.errors import PeerFailure, UsageError
 M = 4
 RANKS = 4
 TRANSPORTS = ["shared", "distributed"]
-TRANSPORTS_AND_STORES = [
-    pytest.param(transport, tcp, marks=marks, id=f"{transport}-{'store-on-rank-0' if tcp else 'file-store'}")
-    for transport, tcp, marks in [
-        ("shared", False, pytest.mark.slow),
-        ("distributed", True, pytest.mark.slow),
-        ("shared", True, pytest.mark.exhaustive),
-        ("distributed", False, pytest.mark.exhaustive),
-    ]
-]
 Say = Callable[[Any], None]
+
+
+def by_turns(places: list[tuple[int, str]]) -> list[Any]:
+    """Each place with both transports, the store on rank 0 or in a file; with one of these in the slow tests."""
+    return [
+        pytest.param(
+            *place,
+            transport,
+            tcp,
+            marks=slow_if(number % 2 == column),
+            id=f"{place[0]}-{place[1]}-{transport}-{'store-on-rank-0' if tcp else 'file-store'}",
+        )
+        for number, place in enumerate(places)
+        for column, (transport, tcp) in enumerate(
+            [("shared", False), ("distributed", True), ("shared", True), ("distributed", False)]
+        )
+    ]
 
 
 def pipeline(family: str = "1f1b", stages: int = RANKS, **options: Any) -> penstock.Pipeline:
@@ -231,14 +240,17 @@ def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
     assert endings[2].code == -KILL
 
 
-@pytest.mark.parametrize(("transport", "tcp"), TRANSPORTS_AND_STORES)
-@pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (1, "backward"), (3, "backward"), (1, "between")])
+@pytest.mark.parametrize(
+    ("victim", "where", "transport", "tcp"),
+    by_turns([(0, "forward"), (1, "backward"), (3, "backward"), (1, "between")]),
+)
 def test_wherever_a_rank_is_killed(victim: int, where: str, tcp: bool, transport: str) -> None:
     check_lost(launch(RANKS, lose, victim, where, KILL, TIMEOUT, transport, tcp=tcp), victim, SOON)
 
 
-@pytest.mark.parametrize(("transport", "tcp"), TRANSPORTS_AND_STORES)
-@pytest.mark.parametrize(("victim", "where"), [(0, "forward"), (2, "backward"), (3, "between")])
+@pytest.mark.parametrize(
+    ("victim", "where", "transport", "tcp"), by_turns([(0, "forward"), (2, "backward"), (3, "between")])
+)
 def test_a_stopped_rank_is_named_at_the_timeout(victim: int, where: str, tcp: bool, transport: str) -> None:
     endings = launch(RANKS, lose, victim, where, STOP, 2.0, transport, tcp=tcp)
     assert endings[victim].code is None

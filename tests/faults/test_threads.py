@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 from deadlines import SOON, TIMEOUT
 from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
+from tiers import mostly_slow
 from torch import nn
 
 import penstock
@@ -89,8 +91,8 @@ def no_thread_left() -> Iterator[None]:
     assert left == set()
 
 
-@pytest.mark.parametrize("capacity", [None, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("capacity", mostly_slow([None, 0], None))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "1f1b", "zb-v"))
 def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline(
     family: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,7 +381,7 @@ def busy(seconds: float, action: Callable[[], Any] = lambda: None) -> Callable[[
     return spring
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", mostly_slow([0, 1, 2], 1))
 def test_ctrl_c_ends_the_step_and_the_next_one_works(stage: int) -> None:
     with no_thread_left(), pipeline("gpipe") as pipe:
         assert_clean(pipe)
@@ -408,8 +410,9 @@ def test_sys_exit_in_a_stage_leaves_as_it_would_from_a_plain_loop() -> None:
         assert_clean(pipe)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first-step", "later-step"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("stage", "warm"), mostly_slow(itertools.product([0, 1, 2], [False, True]), (0, False), (2, True))
+)
 def test_a_stalled_rank_is_named_at_the_timeout(stage: int, warm: bool) -> None:
     """In the first step a forward has the random numbers alone, so the other ranks wait for that and for no message."""
     began: list[float] = []

@@ -3,6 +3,7 @@ run bit for bit, every checkpoint is whole or not there, and no process is left.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import free_port, state_of
-from tiers import tiers
+from tiers import mostly_exhaustive
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
@@ -82,8 +83,10 @@ def test_ctrl_c_finishes_the_step_saves_and_the_run_goes_on(tmp_path: Path, want
         assert run.losses == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "everywhere"), [("TERM", False), ("HUP", False), ("TERM", True)])
+@pytest.mark.parametrize(
+    ("number", "everywhere"),
+    mostly_exhaustive([("TERM", False), ("HUP", False), ("TERM", True)], ("TERM", True)),
+)
 def test_a_signal_to_all_processes_of_a_run_saves_as_one_to_the_launcher(
     tmp_path: Path, number: str, everywhere: bool
 ) -> None:
@@ -211,8 +214,7 @@ def test_what_a_restart_cannot_mend_ends_the_run(tmp_path: Path) -> None:
         assert "restart 1" not in run.log
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("kills", tiers(3, 50))
+@pytest.mark.parametrize(("kills", "replicas"), mostly_exhaustive(itertools.product((3, 50), (1, 2)), (3, 2)))
 @pytest.mark.timeout(1500)
 def test_kills_at_random_moments_change_nothing(kills: int, replicas: int, tmp_path: Path) -> None:
     """One job, killed again and again: while it starts, loads, trains and, every third time, while it saves."""

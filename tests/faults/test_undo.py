@@ -13,7 +13,7 @@ from deadlines import TIMEOUT
 from exactness.cases import TRAINING
 from faults.undo import WIDTH, Boom, Fault, batch, differences, fail, pipeline, state, trained
 from processes import on_processes
-from tiers import slow_if
+from tiers import mostly_slow, slow_if
 from torch import Tensor, nn
 
 import penstock
@@ -43,7 +43,10 @@ def test_a_step_that_failed_at_any_action_can_be_run_again(schedule: str) -> Non
     assert compare({"schedule": schedule, "ranks": ranks, "atomic": True}, every=2) == []
 
 
-@pytest.mark.parametrize(("cut", "recompute"), [("replay", "never"), ("replay", "except_last"), ("graph", "always")])
+@pytest.mark.parametrize(
+    ("cut", "recompute"),
+    mostly_slow([("replay", "never"), ("replay", "except_last"), ("graph", "always")], ("replay", "except_last")),
+)
 def test_whatever_the_cut(cut: str, recompute: str) -> None:
     elsewhere = recompute == "never"  # a recomputed forward draws from Python's generator once more
     assert compare({"cut": cut, "recompute": recompute, "elsewhere": elsewhere, **TWO_RANKS}, steps=3) == []
@@ -128,6 +131,7 @@ def on_replicas() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_with_replicas_gradients_that_were_there_are_as_before_without_being_asked_for() -> None:
     """They are set aside while a step runs. The note once said that the step may have added to them."""
     assert on_processes(4, on_replicas) == [[], [], [], []]

@@ -109,6 +109,7 @@ def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("off by 1 of the largest number" in text for name, text in outcome.differences if "gradient" in name)
 
 
+@pytest.mark.slow
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "case.py"
     path.write_text(program(Case(((DENSE,), (Layer("Bias", 1),)), ranks=2, steps=2, optimizer="SGD")))

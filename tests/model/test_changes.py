@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from processes import on_processes
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -252,13 +253,13 @@ def check_followed(way: str, changes: list[str], **options: Any) -> None:
             same(pipe, plain, f"after {what}", evaluate=False)
 
 
-@pytest.mark.parametrize("way", ["sequential", "list", "replay"])
+@pytest.mark.parametrize("way", mostly_slow(["sequential", "list", "replay"], "list", "replay"))
 def test_what_can_be_followed_is_followed_as_a_plain_loop_would(way: str) -> None:
     check_followed(way, list(FOLLOWED))
     check_followed(way, FEW, schedule="zb-h1", recompute="always")
 
 
-@pytest.mark.parametrize("changes", [FEW, pytest.param(list(FOLLOWED), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", mostly_slow([FEW[:2], list(FOLLOWED)], FEW[:2]), ids=len)
 def test_a_graph_follows_by_another_capture(changes: list[str]) -> None:
     check_followed("graph", changes)
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from model.nets import Chain, W, rows, square, trains
+from tiers import mostly_slow
 from torch import Tensor, nn
 
 import penstock
@@ -102,7 +103,7 @@ def net(odd: Callable[[Any], Any]) -> Net:
     return made
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", mostly_slow(SOURCES, "Python's random", "numpy's random", "a clock", "a counter"))
 def test_a_graph_that_has_a_hidden_input_built_in_is_refused(source: str) -> None:
     odd, words = SOURCES[source]
     model = net(odd)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from model.zoo import CAUSAL, DIFFUSERS, IMAGES, MASKED, SEQUENCES, SOUNDS, TWO_TOWERS, S, compared, make
-from tiers import slow_if
+from tiers import mostly_slow, slow_if
 
 import penstock
 from penstock.errors import PeerFailure
@@ -23,6 +23,14 @@ EVERY = (*CAUSAL, *MASKED, *SEQUENCES, *IMAGES, *SOUNDS, *TWO_TOWERS, *DIFFUSERS
 BITWISE = {"Llama", "Qwen2", "Qwen3", "Mistral", "ViT", "Mixtral"}  # nothing tied, every sum in one order
 ROUNDINGS = 2e-5
 CUTS = [(2, "1f1b"), (2, "zb-h1"), (4, "1f1b"), (4, "zb-v")]
+FAST = [
+    ("Llama", 2, "1f1b"),
+    ("GPT2", 4, "1f1b"),
+    ("T5", 4, "1f1b"),
+    ("ViT", 4, "zb-v"),
+    ("Mixtral", 4, "1f1b"),
+    ("UNet2DModel", 4, "zb-v"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +48,8 @@ def check(family: str, stages: int, schedule: str, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("family", "stages", "schedule"),
-    [  # each with 2 and with 4 stages, the schedules by turns
-        pytest.param(family, *cut, marks=[pytest.mark.slow] * (column % 2 != row % 2))
+    [  # each with 2 and with 4 stages, the schedules by turns; a few in the fast tests
+        pytest.param(family, *cut, marks=[] if (family, *cut) in FAST else slow_if(column % 2 == row % 2))
         for row, family in enumerate(LISTED)
         for column, cut in enumerate(CUTS)
     ],
@@ -53,7 +61,7 @@ def test_the_listed_families_train_as_in_one_process(family: str, stages: int, s
 @pytest.mark.parametrize(
     ("family", "stages", "schedule"),
     [  # by turns
-        pytest.param(family, *cut, marks=slow_if((row + 2 * column) % 4 == 0))
+        pytest.param(family, *cut, marks=slow_if((row + 4 * column) % 8 == 0))
         for row, family in enumerate(sorted(set(EVERY) - set(LISTED)))
         for column, cut in enumerate(CUTS[1::2])
     ],
@@ -62,7 +70,7 @@ def test_many_more_families_train_as_in_one_process(family: str, stages: int, sc
     check(family, stages, schedule)
 
 
-@pytest.mark.parametrize("family", ["Llama", "T5", "UNet2DModel"])
+@pytest.mark.parametrize("family", mostly_slow(["Llama", "T5", "UNet2DModel"], "T5"))
 def test_a_real_model_is_recomputed_as_in_one_process(family: str) -> None:
     check(family, 2, "1f1b", recompute="always")
 
@@ -85,6 +93,7 @@ def test_a_tied_head_is_exact_to_rounding_in_double() -> None:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.slow
 def test_a_router_loss_switched_on_in_the_configuration_trains() -> None:
     """Transformers collects the logits by hooks inside of the layers; that is one more output of them."""
     model, batch = make("Mixtral")

@@ -267,6 +267,7 @@ def test_parity_holds_in_any_precision(schedule: str, precision: Any) -> None:
     assert penstock.parity(stages(), x, target=y, pipeline=options).exact
 
 
+@pytest.mark.slow
 def test_a_model_that_is_cut_by_replay_or_graph_follows() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:

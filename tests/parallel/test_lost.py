@@ -20,7 +20,8 @@ from penstock.errors import PeerFailure
 from penstock.parallel.axis_link import LATER
 
 WIDTH, M = 4, 4
-SHORT = 3.0  # the timeout where it is what ends the wait
+SHORT = 10.0  # the timeout where it is what ends the wait: of all steps, and the first has much to set up
+STUCK = SHORT + 13  # seconds for which a rank is stuck: beyond what the others wait
 Say = Callable[[Any], None]
 
 
@@ -56,10 +57,10 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
         if how == "exit":
             sys.exit(3)
         if how == "stick":
-            time.sleep(16)
+            time.sleep(STUCK)
         elif how in ("stick elsewhere", "stop elsewhere"):  # in a wait for other groups, as its pipeline sees it
             with pipe.deployment.world.transport.outside(lambda failure: None):
-                time.sleep(16 if how == "stick elsewhere" else 1)
+                time.sleep(STUCK if how == "stick elsewhere" else 1)
                 os.kill(os.getpid(), STOP)
         else:
             os.kill(os.getpid(), int(how))

@@ -61,12 +61,8 @@ def check(cases: list[Case], **sizes: int) -> None:
     assert faults == {}
 
 
-CASES = [
-    Case("1f1b"),
-    Case("zb-v", "sequence", stages=4),
-    Case("1f1b", "loss"),
-    Case("interleaved-1f1b", tied=True, stages=4),
-]
+CASES = [Case("zb-v", "sequence", stages=4)]
+MORE_CASES = [Case("1f1b"), Case("1f1b", "loss"), Case("interleaved-1f1b", tied=True, stages=4)]
 
 
 def scaled(mesh: Any) -> tuple[list[float], float]:
@@ -118,21 +114,39 @@ def test_loss_scaling_and_clipping_of_spread_and_whole_parameters_together(told:
         assert scale == 4.0
 
 
-def everything() -> dict[str, Any]:
+def some() -> dict[str, Any]:
     mesh = penstock.mesh(pp=2, tp=2)
-    found: dict[str, Any] = {each.__name__: each(mesh) for each in (mistakes, crossing, ready_plans, replayed, scaled)}
+    found: dict[str, Any] = {each.__name__: each(mesh) for each in (crossing, ready_plans, scaled)}
     return {**found, "cases": [pipelined(case, mesh) for case in CASES]}
+
+
+def others() -> dict[str, Any]:
+    mesh = penstock.mesh(pp=2, tp=2)
+    found: dict[str, Any] = {each.__name__: each(mesh) for each in (mistakes, replayed)}
+    return {**found, "cases": [pipelined(case, mesh) for case in MORE_CASES]}
 
 
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, Any]]:
     """What each process saw: both shards of rank 0, then of rank 1."""
-    return on_processes(4, everything)
+    return on_processes(4, some)
+
+
+@pytest.fixture(scope="module")
+def told_others() -> list[dict[str, Any]]:
+    """The same, of the scenarios that the slow tests look at."""
+    return on_processes(4, others)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
 def test_pipeline_by_tensor(told: Any, number: int) -> None:
     assert differences(CASES[number], [dict(rank["cases"][number]) for rank in told], 1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(MORE_CASES)), ids=lambda number: str(MORE_CASES[number]))
+def test_more_pipelines_by_tensor(told_others: Any, number: int) -> None:
+    assert differences(MORE_CASES[number], [dict(rank["cases"][number]) for rank in told_others], 1) == []
 
 
 @pytest.mark.slow
@@ -210,12 +224,13 @@ def replayed(_: Any) -> Any:
         return loss, evaluated, {name: whole_of(each.grad) for name, each in pipe.named_parameters()}
 
 
-def test_a_model_that_is_cut_by_its_forward_can_be_spread_and_sharded(told: Any) -> None:
+@pytest.mark.slow
+def test_a_model_that_is_cut_by_its_forward_can_be_spread_and_sharded(told_others: Any) -> None:
     whole = Followed()
     ids, target = batch()
     wanted = spread.loss_fn(whole(ids), target)
     wanted.backward()
-    for rank in told:
+    for rank in told_others:
         loss, evaluated, gradients = rank["replayed"]
         torch.testing.assert_close((loss, evaluated), (wanted.detach(),) * 2, rtol=1e-10, atol=1e-10)
         assert len(gradients) == len(list(whole.parameters()))
@@ -323,8 +338,9 @@ def mistakes(mesh: Any) -> list[Any]:
     return found
 
 
-def test_plans_that_do_not_fit_are_refused_by_name(told: Any) -> None:
-    for rank in told:
+@pytest.mark.slow
+def test_plans_that_do_not_fit_are_refused_by_name(told_others: Any) -> None:
+    for rank in told_others:
         pattern, style, kind, none, name, apart, across, partial, rows, scales, early = rank["mistakes"]
         assert [each[0] for each in (pattern, style, kind, none, name)] == ["UsageError"] * 5
         assert "no module matches '*.atention.query'; the model has, for one, '4.attention.query'" in pattern[1]

@@ -153,6 +153,7 @@ def test_a_wrapped_model_is_refused_by_its_wrapper() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # torch's own
+@pytest.mark.slow
 def test_a_model_that_is_compiled_as_a_whole_has_nowhere_to_cut() -> None:
     for model in (Scaled(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
         with pytest.raises(

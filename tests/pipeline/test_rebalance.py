@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from processes import on_processes
+from tiers import mostly_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -94,7 +95,7 @@ def make() -> Net:
     return Net()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "zb-v"], "zb-v"))
 def test_training_goes_on_as_if_nothing_had_happened_on_threads(schedule: str) -> None:
     plain = losses(make(), None, 4, schedule)
     moved = losses(make(), 3, 4, schedule)

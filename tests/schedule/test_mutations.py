@@ -10,7 +10,7 @@ from itertools import islice, product
 import pytest
 from schedule.mutants import KINDS, mutants
 from schedule.reference_executor import still_right
-from tiers import tiers
+from tiers import mostly_slow, tiers
 
 from penstock.schedule import FAMILIES, Schedule, build, faults, lower, verify
 from penstock.schedule.text import from_csv, rows_to_csv
@@ -39,7 +39,7 @@ def check(schedule: Schedule, seed: str, per_kind: int | None) -> Counter[tuple[
     return seen
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "1f1b", "zb-h1", "zb-v", "dualpipe-v"))
 def test_verify_refuses_exactly_the_mutants_that_compute_something_else(name: str) -> None:
     seen: Counter[tuple[str, bool]] = Counter()
     for ranks, microbatches in ((1, 2), (2, 1), (2, 3), (3, 2), (3, 5), (4, 4)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from tiers import mostly_slow
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, parse, trusted
@@ -163,9 +164,13 @@ def test_dualpipe_v_is_drawn() -> None:
     ]
 
 
+STRIDES = mostly_slow([4, 1], 4)  # through the sizes
+
+
+@pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("builder", [zb_h1, zb_h2])
-def test_chains_of_one_stage_a_rank_are_as_short_as_can_be(builder: Callable[[int, int], Orders]) -> None:
-    for ranks, microbatches in GRID + LARGE:
+def test_chains_of_one_stage_a_rank_are_as_short_as_can_be(builder: Callable[[int, int], Orders], stride: int) -> None:
+    for ranks, microbatches in (GRID + LARGE)[::stride]:
         whole = ranks if builder is zb_h1 else 2 * ranks - 1
         result = on_chain(builder, ranks, microbatches)
         assert result.makespan == least(ranks, microbatches)
@@ -174,22 +179,23 @@ def test_chains_of_one_stage_a_rank_are_as_short_as_can_be(builder: Callable[[in
             assert result.makespan < 3 * (microbatches + ranks - 1)  # that of 1F1B
 
 
-def test_zb_h2_and_zb_v_have_no_idle_slot_inside() -> None:
-    for ranks, microbatches in GRID + LARGE:
+@pytest.mark.parametrize("stride", STRIDES)
+def test_zb_h2_and_zb_v_have_no_idle_slot_inside(stride: int) -> None:
+    for ranks, microbatches in (GRID + LARGE)[::stride]:
         if microbatches >= 2 * ranks - 1:
             assert set(on_chain(zb_h2, ranks, microbatches).idle) == {0}
             assert set(on_v(zb_v, ranks, microbatches).idle) == {0}
 
 
-def test_interleaved_keeps_to_one_f_one_b_memory() -> None:
-    for stages_per_rank in (1, 2, 3, 4):
-        for ranks in (1, 2, 3, 4, 5, 8):
-            placement = list(range(ranks)) * stages_per_rank
-            for microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24):
-                result = run(interleaved_zb(ranks, microbatches, stages_per_rank), placement, microbatches)
-                assert result.peak <= stages_per_rank * min(ranks, microbatches)
-                if microbatches % ranks == 0:
-                    assert result.makespan == 3 * stages_per_rank * microbatches + ranks - 1
+@pytest.mark.parametrize("stages_per_rank", mostly_slow([1, 2, 3, 4], 2))
+def test_interleaved_keeps_to_one_f_one_b_memory(stages_per_rank: int) -> None:
+    for ranks in (1, 2, 3, 4, 5, 8):
+        placement = list(range(ranks)) * stages_per_rank
+        for microbatches in (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24):
+            result = run(interleaved_zb(ranks, microbatches, stages_per_rank), placement, microbatches)
+            assert result.peak <= stages_per_rank * min(ranks, microbatches)
+            if microbatches % ranks == 0:
+                assert result.makespan == 3 * stages_per_rank * microbatches + ranks - 1
 
 
 @pytest.mark.parametrize(
@@ -212,8 +218,9 @@ def test_v_keeps_to_its_memory_and_idles_less_than_published(
             assert result.makespan <= 6 * microbatches + idle(ranks)
 
 
-def test_dualpipe_v_holds_half_a_microbatch_more_and_pairs_its_middle() -> None:
-    for ranks, microbatches in GRID:
+@pytest.mark.parametrize("stride", STRIDES)
+def test_dualpipe_v_holds_half_a_microbatch_more_and_pairs_its_middle(stride: int) -> None:
+    for ranks, microbatches in GRID[::stride]:
         orders = dualpipe_v(ranks, microbatches)
         result = run(orders, v_placement(ranks), microbatches)
         assert result.peak <= min(2 * microbatches, 2 * ranks + 1)

@@ -252,6 +252,7 @@ def test_a_bad_step_is_left_out_by_option_and_too_many_end_the_run(tmp_path: Pat
         trained(always)
 
 
+@pytest.mark.slow
 def test_a_models_own_loss_and_a_hugging_face_configuration_train(tmp_path: Path, text: Path) -> None:
     shape = "{hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=256}"
     config = config_of(

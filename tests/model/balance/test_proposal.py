@@ -90,9 +90,20 @@ def problems(draw):
     return weights, stages, allowed, crossing, placement, speeds, fixed
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_brute_force_finds_nothing_better_in_load_or_then_in_bytes(problem):
+    check_by_brute_force(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_brute_force_finds_nothing_better_in_many_more_cases(problem):
+    check_by_brute_force(problem)
+
+
+def check_by_brute_force(problem):
     weights, stages, allowed, crossing, placement, speeds, fixed = problem
     found = partition(
         weights, stages, allowed=allowed, crossing=crossing, placement=placement, speeds=speeds, fixed=fixed

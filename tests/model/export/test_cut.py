@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from graph_models import MODELS, WIDTH, Block, Scores, Trunk, make, rows
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -60,11 +62,7 @@ def check_equal(split: Split, model: nn.Module, plain: nn.Module, batch: tuple[A
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [  # by turns
-        pytest.param(name, stages, marks=[pytest.mark.slow] * (stages != (2, 4)[row % 2]))
-        for row, name in enumerate(MODELS)
-        for stages in (2, 4)
-    ],
+    mostly_slow(itertools.product(MODELS, (2, 4)), ("unet", 4), ("tied", 4), ("dropout", 2), ("in place", 4)),
 )
 def test_outputs_gradients_and_buffers_are_those_of_the_plain_model_over_two_steps(name: str, stages: int) -> None:
     model, batch = make(name)
@@ -75,7 +73,7 @@ def test_outputs_gradients_and_buffers_are_those_of_the_plain_model_over_two_ste
         check_equal(split, model, plain, batch(count))
 
 
-@pytest.mark.parametrize("name", ["tied", "buffers"])
+@pytest.mark.parametrize("name", mostly_slow(["tied", "buffers"], "tied"))
 def test_every_parameter_and_buffer_is_held_under_its_own_name_and_is_the_users_own(name: str) -> None:
     model, batch = make(name)
     split = split_by_graph(model, 3, batch(4))
@@ -138,6 +136,7 @@ def test_a_single_row_is_captured_anew_because_a_captured_size_excludes_one() ->
         check_equal(split, model, plain, (torch.randn(count, WIDTH),))
 
 
+@pytest.mark.slow
 def test_under_autocast_it_is_captured_anew_because_types_are_in_the_graph() -> None:
     class Casts(Trunk):
         def forward(self, x: Tensor) -> Tensor:
@@ -179,6 +178,7 @@ def test_inputs_may_be_given_by_place_or_by_name_and_a_new_one_is_captured_anew(
     assert found.extra[0] is left
 
 
+@pytest.mark.slow
 def test_values_go_straight_to_the_stage_that_reads_them() -> None:
     model, batch = make("unet")
     split = split_by_graph(model, None, batch(4), split_at=["down.1", "bottom", "up.1"])
@@ -194,22 +194,22 @@ def test_a_cut_by_name_and_by_counts() -> None:
     assert set(counted.parts[2].names) == {"head.weight", "head.bias"}
 
 
-def test_the_users_model_is_left_as_it_was() -> None:
-    for name in ("stashes", "hooks", "in place", "buffers"):
-        model, batch = make(name)
-        state = copy.deepcopy(model.state_dict())
-        attributes = {module: dict(vars(module)) for module in model.modules()}
-        given = batch(4)
-        before = copy.deepcopy(given)
-        generator = torch.get_rng_state()
-        run(split_by_graph(model, 2, given), *given)
-        assert torch.equal(generator, torch.get_rng_state())
-        for module, known in attributes.items():
-            assert vars(module).keys() == known.keys()
-            assert [key for key, value in known.items() if vars(module)[key] is not value] == []
-        assert getattr(model, "features", []) == []
-        assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "the batch is not written into"
-        assert state.keys() == model.state_dict().keys()
+@pytest.mark.parametrize("name", mostly_slow(["stashes", "hooks", "in place", "buffers"], "stashes"))
+def test_the_users_model_is_left_as_it_was(name: str) -> None:
+    model, batch = make(name)
+    state = copy.deepcopy(model.state_dict())
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    given = batch(4)
+    before = copy.deepcopy(given)
+    generator = torch.get_rng_state()
+    run(split_by_graph(model, 2, given), *given)
+    assert torch.equal(generator, torch.get_rng_state())
+    for module, known in attributes.items():
+        assert vars(module).keys() == known.keys()
+        assert [key for key, value in known.items() if vars(module)[key] is not value] == []
+    assert getattr(model, "features", []) == []
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "the batch is not written into"
+    assert state.keys() == model.state_dict().keys()
 
 
 def refused(model: nn.Module, *args: Any, stages: int = 2, **options: Any) -> str:
@@ -275,13 +275,19 @@ def test_what_a_graph_would_get_wrong_is_refused_with_the_module(block: type[nn.
     assert not hasattr(model.blocks[2], "memory") or model.blocks[2].memory is None
 
 
-def test_bad_requests_are_named() -> None:
-    assert re.search("8 places to cut.*stages=9 or fewer", refused(Trunk(), stages=12))
-    assert "near: blocks.3" in refused(Trunk(), split_at=["block.3"])
-    assert "sums to 4" in refused(Trunk(), balance=[2, 2])
-    assert "order" in refused(Trunk(), stages=3, split_at=["blocks.3", "blocks.1"])
-    assert "2 names" in refused(Trunk(), stages=2, split_at=["blocks.1", "blocks.3"])
-    assert "balance='time'" in refused(Trunk(), balance="time")
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("(?s)8 places to cut.*stages=9 or fewer", {"stages": 12}),
+    ("near: blocks.3", {"split_at": ["block.3"]}),
+    ("sums to 4", {"balance": [2, 2]}),
+    ("order", {"stages": 3, "split_at": ["blocks.3", "blocks.1"]}),
+    ("2 names", {"stages": 2, "split_at": ["blocks.1", "blocks.3"]}),
+    ("balance='time'", {"balance": "time"}),
+]
+
+
+@pytest.mark.parametrize(("words", "request_"), mostly_slow(REQUESTS, *REQUESTS[:2]))
+def test_bad_requests_are_named(words: str, request_: dict[str, Any]) -> None:
+    assert re.search(words, refused(Trunk(), **request_))
 
 
 def test_a_buffer_that_changes_is_never_on_two_stages() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from model import nets
 from model.nets import Chain, W, rows, square, trains
+from tiers import mostly_slow
 from torch import Tensor, nn
 
 import penstock
@@ -31,8 +33,10 @@ ROUNDED = [
 ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("stages", [2, 4])
+CUTS = mostly_slow(itertools.product([2, 4], ["1f1b", "zb-h1"]), (4, "zb-h1"))
+
+
+@pytest.mark.parametrize(("stages", "schedule"), CUTS)
 @pytest.mark.parametrize(("net", "shapes"), EXACT)
 def test_skips_in_place_work_odd_outputs_and_frozen_weights_are_exact(
     net: Any, shapes: list[Any], stages: int, schedule: str
@@ -41,8 +45,7 @@ def test_skips_in_place_work_odd_outputs_and_frozen_weights_are_exact(
     assert trains(net(), *(rows(*shape) for shape in shapes), stages=stages, schedule=schedule) == 0.0
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("stages", "schedule"), CUTS)
 @pytest.mark.parametrize(("net", "shapes"), ROUNDED)
 def test_what_several_stages_share_is_exact_to_rounding(
     net: Any, shapes: list[Any], stages: int, schedule: str

@@ -9,6 +9,7 @@ import pytest
 import torch
 from model import nets
 from model.nets import Chain, W, rows, square
+from tiers import mostly_slow
 from torch import Tensor, nn
 
 import penstock
@@ -166,7 +167,7 @@ def check(model: nn.Module, x: Tensor, **options: Any) -> Any:
     return penstock.parity(model, x, pipeline=options)
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "zb-v")])
+@pytest.mark.parametrize(("stages", "schedule"), mostly_slow([(2, "1f1b"), (4, "zb-v")], (4, "zb-v")))
 def test_parity_compares_with_the_uncut_model(stages: int, schedule: str) -> None:
     assert check(nets.UNet(), torch.randn(4, 2, 8, 8), stages=stages, schedule=schedule).exact
     assert check(nets.Tied(), torch.randint(0, 20, (4, 5)), stages=stages, schedule=schedule).gradient < 1e-5

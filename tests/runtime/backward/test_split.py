@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import mostly_slow
 from torch import Tensor, distributed, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -159,7 +160,7 @@ def strided(shape: tuple[int, ...], layout: str) -> Tensor:
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.float64, torch.bfloat16], torch.float32), ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "every other", "reversed"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_has_the_same_bits_for_every_shape_and_layout(dtype: torch.dtype, layout: str, bias: bool) -> None:
@@ -745,6 +746,7 @@ def test_two_ranks_as_threads_at_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_compiled_submodules_run_as_they_are() -> None:
     torch._dynamo.reset()
     graphs = []

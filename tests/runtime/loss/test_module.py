@@ -191,6 +191,7 @@ def on_replicas() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_replicas_reduce_it_and_refuse_what_they_cannot() -> None:
     for number, told in enumerate(on_processes(4, on_replicas)):
         for kind in ("ddp", "fsdp"):

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from exactness.cases import TRAINING
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -117,8 +118,8 @@ class Checkpointed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.3])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("drop", mostly_slow([0.0, 0.3], 0.3))
+@pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "zb-h1", "zb-v"], "zb-h1"))
 def test_a_checkpoint_inside_a_stage_draws_the_same_masks_again(schedule: str, drop: float) -> None:
     """Its backward takes the generator of the whole process, while other ranks compute on their threads."""
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON
+from tiers import mostly_slow
 from torch.utils import _pytree as pytree
 from transport_harness import run, values
 
@@ -466,7 +467,7 @@ def wait_for_silence(transport: Any, busy: float) -> Any:
     return caught.value.rank, caught.value.cause, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("kind", mostly_slow(["threads", "gloo", "shared"], "threads", "gloo"))
 def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
     timeout, busy = (0.3, 0.6) if kind == "threads" else (1.0, 2.5)
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
@@ -505,7 +506,7 @@ def bounded(transport: Any, count: int) -> float:
     return peak - before
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("kind", mostly_slow(["threads", "gloo", "shared"], "threads", "shared"))
 def test_memory_does_not_grow_with_the_number_of_messages(kind: str) -> None:
     assert max(values(run(kind, bounded, count=340))) < 40
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deadlines import SOON, TIMEOUT
+from tiers import mostly_slow
 from transport_harness import Outcome, run, values
 
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
@@ -139,7 +140,11 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
+    mostly_slow(
+        [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
+        (2, "gloo-tcp"),
+        (0, "shared"),
+    ),
 )
 def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=TIMEOUT, victim=victim, how=signal.SIGKILL)
@@ -151,7 +156,10 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
         assert seconds < SOON
 
 
-@pytest.mark.parametrize(("victim", "kind"), [(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")])
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    mostly_slow([(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")], (1, "gloo"), (2, "shared-tcp")),
+)
 def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=victim, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, victim):
@@ -160,7 +168,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
         assert 0.9 < seconds < SOON
 
 
-@pytest.mark.parametrize("kind", ["gloo-tcp", "shared-tcp"])
+@pytest.mark.parametrize("kind", mostly_slow(["gloo-tcp", "shared-tcp"], "shared-tcp"))
 def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mostly_slow
 from transport_harness import run, values
 
 from penstock.errors import PeerFailure, UsageError
@@ -81,7 +82,7 @@ def checks_what_it_holds(transport: Any, count: int, steps: int, seed: int) -> i
     return checked
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", mostly_slow([0, 1], 0))
 def test_a_block_in_use_is_never_written(seed: int) -> None:
     assert values(run("shared", checks_what_it_holds, count=600, steps=3, seed=seed))[1] == 1800
 
@@ -389,7 +390,7 @@ def leaves_in_the_middle(transport: Any, how: str, folder: str) -> Any:
     return True
 
 
-@pytest.mark.parametrize("how", ["end", "raise", "interrupt", "kill one", "kill all"])
+@pytest.mark.parametrize("how", mostly_slow(["end", "raise", "interrupt", "kill one", "kill all"], "end", "kill one"))
 def test_nothing_is_left_behind_however_it_ends(how: str, tmp_path: Path) -> None:
     outcomes = run("shared", leaves_in_the_middle, how=how, folder=str(tmp_path))
     if how in ("end", "interrupt"):

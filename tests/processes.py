@@ -1,8 +1,11 @@
-"""Run a function on real gloo processes: `on_processes(4, function, *arguments)` returns what each rank returned.
+"""Run functions on real gloo processes: the one harness of all tests that need some.
+
+    on_processes(4, function, *arguments)   what each rank returned; an error on any rank is raised here
+    launch(4, function, *arguments)         ranks that may die: what each said before its end, and how it ended
 
 The function stands at the top of a test file or of a helper; a process loads that file by its path. Processes are
-forked from a server that has torch loaded, so that a group costs about a second. An error on any rank is raised here,
-with that rank's traceback; a rank that says nothing in time is an error as well, and no process outlives the call.
+forked from a server that has torch loaded, so that a group costs about a second. A rank that says nothing in time is
+given up, and no process outlives the call.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -25,6 +29,7 @@ from typing import Any
 
 SECRET = "of the tests, and of no worth"  # without one, what only a pickle holds would not travel by gloo
 LIMIT = 100.0  # seconds for all that one call runs
+LAST_WORDS = 10.0  # for the others, once a rank has failed
 # An optimizer and a sharded module load torch's compiler, and test files load pytest: a second of work for every rank.
 LOADED = ["torch", "penstock.pipeline", "penstock.parallel.compose", "torch._dynamo", "torch.distributed.checkpoint"]
 LOADED += ["pytest", "hypothesis"]
@@ -34,29 +39,80 @@ class RankError(AssertionError):
     """What went wrong on the ranks, with their tracebacks."""
 
 
+@dataclass
+class Ending:
+    """What a rank said, in order; `code` is its exit code, None where it never ended by itself."""
+
+    said: list[Any] = field(default_factory=list)
+    code: int | None = None
+    error: str = ""  # what it wrote to stderr
+
+
 def on_processes(ranks: int, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
     """`function(*arguments)` on each of `ranks` processes of one gloo group; the values by rank."""
+    job = (function.__code__.co_filename, function.__name__, arguments)
+    endings = launch(ranks, _answer, *job, limit=limit, is_failure=lambda answer: not answer[0])
+    answers = [each.said[0] if each.said else (False, f"died or hung, {each.code}\n{each.error}") for each in endings]
+    problems = [f"--- rank {rank}: {what}" for rank, (good, what) in enumerate(answers) if not good]
+    if problems:
+        raise RankError("\n".join(problems))
+    return [value for _, value in answers]
+
+
+def _answer(say: Callable[[Any], None], file: str, name: str, arguments: tuple[Any, ...]) -> None:
+    import torch.distributed as dist
+
+    os.environ.setdefault("PENSTOCK_SECRET", SECRET)
+    try:
+        value = _loaded(file, name)(*arguments)
+        dist.destroy_process_group()
+    except BaseException:
+        say((False, traceback.format_exc()))
+    else:
+        say((True, value))
+
+
+def launch(
+    ranks: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    tcp: bool = False,
+    limit: float = 60.0,
+    is_failure: Callable[[Any], bool] = lambda said: False,
+) -> list[Ending]:
+    """`function(say, *arguments)` on each rank; nothing that happens to a rank is an error here.
+
+    With `tcp`, rank 0 hosts the store, as without a launcher's agent. When a rank has said what `is_failure`, the
+    others have some seconds left.
+    """
     context = forking()
-    pipes, processes = [], []
+    endings = [Ending() for _ in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
+        place = f"tcp://127.0.0.1:{free_port()}" if tcp else f"file://{folder}/rendezvous"
+        pipes, processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            job = (theirs, rank, ranks, f"file://{folder}/rendezvous", function.__code__.co_filename)
-            process = context.Process(target=_enter, args=(*job, function.__name__, _packed(arguments)))
+            job = (theirs, rank, ranks, place, f"{folder}/{rank}", function.__code__.co_filename, function.__name__)
+            process = context.Process(target=_enter, args=(*job, _packed(arguments)))
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collected(pipes, limit)
+            _listen(pipes, processes, endings, time.monotonic() + limit, is_failure)
         finally:
-            for process in processes:
-                process.join(2.0)
+            for ending, process in zip(endings, processes, strict=True):
+                process.join(0)
+                ending.code = process.exitcode
                 process.kill()
                 process.join()
                 process.close()
             for pipe in pipes:
                 pipe.close()
+        for rank, ending in enumerate(endings):
+            log = Path(f"{folder}/{rank}")
+            ending.error = log.read_text() if log.exists() else ""
+    return endings
 
 
 def forking() -> ForkServerContext:
@@ -64,6 +120,58 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
+
+
+def _listen(
+    pipes: list[Connection],
+    processes: list[Any],
+    endings: list[Ending],
+    deadline: float,
+    is_failure: Callable[[Any], bool],
+) -> None:
+    """Until all have ended, but for those that are stopped: these are given up when the others are done."""
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes and time.monotonic() < deadline:
+        for pipe in wait(list(open_pipes), 0.1):
+            assert isinstance(pipe, Connection)
+            try:
+                said = _unpacked(pipe.recv_bytes())
+            except (EOFError, OSError):
+                del open_pipes[pipe]
+                continue
+            endings[open_pipes[pipe]].said.append(said)
+            if is_failure(said):
+                deadline = min(deadline, time.monotonic() + LAST_WORDS)
+        if open_pipes and all(is_stopped(processes[rank].pid) for rank in open_pipes.values()):
+            break
+    for rank, process in enumerate(processes):
+        if rank not in open_pipes.values():
+            process.join(max(0.0, min(10.0, deadline - time.monotonic())))  # its pipe is closed: this is its exit
+
+
+def _enter(pipe: Connection, rank: int, ranks: int, place: str, log: str, file: str, name: str, content: bytes) -> None:
+    """What a process runs. Errors are left to end it."""
+    import torch
+    import torch.distributed as dist
+
+    with open(log, "wb") as written:
+        os.dup2(written.fileno(), 2)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    _loaded(file, name)(lambda value: pipe.send_bytes(_packed(value)), *_unpacked(content))
+    pipe.close()
+
+
+def _loaded(file: str, name: str) -> Callable[..., Any]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    spec = importlib.util.spec_from_file_location(f"on_process_{Path(file).stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found: Callable[..., Any] = getattr(module, name)
+    return found
 
 
 def free_port() -> int:
@@ -84,56 +192,6 @@ def state_of(pid: int) -> tuple[str, int] | None:
 def is_stopped(pid: int) -> bool:
     state = state_of(pid)
     return state is not None and state[0] == "T"
-
-
-def _collected(pipes: list[Connection], limit: float) -> list[Any]:
-    answers: dict[int, tuple[bool, Any]] = {}
-    silent = dict(enumerate(pipes))
-    deadline = time.monotonic() + limit
-    while silent and (left := deadline - time.monotonic()) > 0:
-        for pipe in wait(list(silent.values()), left):
-            rank = next(rank for rank, other in silent.items() if other is pipe)
-            del silent[rank]
-            try:
-                answers[rank] = _unpacked(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                answers[rank] = (False, "died without a word")
-        if any(not good for good, _ in answers.values()):
-            deadline = min(deadline, time.monotonic() + 10)  # the others say what they know, or never will
-    answers.update(dict.fromkeys(silent, (False, f"said nothing for {limit:g} s")))
-    problems = [f"--- rank {rank}: {what}" for rank, (good, what) in sorted(answers.items()) if not good]
-    if problems:
-        raise RankError("\n".join(problems))
-    return [answers[rank][1] for rank in range(len(pipes))]
-
-
-def _enter(pipe: Connection, rank: int, ranks: int, place: str, file: str, name: str, content: bytes) -> None:
-    """What a process runs."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    os.environ.setdefault("PENSTOCK_SECRET", SECRET)
-    try:
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-        answer = (True, _loaded(file, name)(*_unpacked(content)))
-        dist.destroy_process_group()
-    except BaseException:
-        answer = (False, traceback.format_exc())
-    pipe.send_bytes(_packed(answer))
-    pipe.close()
-
-
-def _loaded(file: str, name: str) -> Callable[..., Any]:
-    sys.path.insert(0, str(Path(__file__).parent))
-    spec = importlib.util.spec_from_file_location(f"on_process_{Path(file).stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    found: Callable[..., Any] = getattr(module, name)
-    return found
 
 
 def _packed(value: Any) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from faults.fleet import launch
+from processes import launch
 from tiers import tiers
 from train_runs import LAYOUTS, Run
 

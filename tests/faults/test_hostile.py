@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.fleet import launch
+from processes import launch
 from torch import nn
 from torch.nn import functional as F
 

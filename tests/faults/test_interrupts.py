@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.fleet import launch
+from processes import launch
 from tiers import mostly_slow
 from torch import nn
 

@@ -10,8 +10,20 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from deadlines import SOON, TIMEOUT
-from faults.fleet import KILL, STOP, Ending, die, launch
-from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
+from faults.traps import (
+    KILL,
+    STOP,
+    Boom,
+    Trap,
+    batch,
+    boom,
+    die,
+    differing,
+    plain_gradients,
+    trap_of,
+    trapped,
+)
+from processes import Ending, launch
 from tiers import slow_if
 from torch import nn
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON, TIMEOUT
-from faults.fleet import KILL, STOP, Ending, launch
+from faults.traps import KILL, STOP
+from processes import Ending, launch
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -32,7 +32,10 @@ CUTS = [(net, *cut) for net in INPUTS for cut in ((2, "1f1b"), (4, "zb-v"))]
 )
 def test_a_graph_trains_in_a_pipeline_as_the_plain_model(net: type[nn.Module], stages: int, schedule: str) -> None:
     torch.manual_seed(0)
-    assert trains(net(), *INPUTS[net](), stages=stages, schedule=schedule, cut_options=CutOptions(method="graph")) <= ROUNDING
+    assert (
+        trains(net(), *INPUTS[net](), stages=stages, schedule=schedule, cut_options=CutOptions(method="graph"))
+        <= ROUNDING
+    )
 
 
 class Stashes(nets.Chain):

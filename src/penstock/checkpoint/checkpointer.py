@@ -117,19 +117,19 @@ class Checkpointer:
             return (saved, document), (True, step, changed, made[0] if made else None)
 
         try:
-            (saved, document), told = processes.together(look, self.directory)
-            if not all(ready for ready, _, _, _ in told):
+            (saved, document), answers = processes.together(look, self.directory)
+            if not all(ready for ready, _, _, _ in answers):
                 for place in made:
                     remove(place.temporary)
                 return None
-            steps = [each for _, each, _, _ in told]
+            steps = [each for _, each, _, _ in answers]
             if len(set(steps)) > 1:
                 raise UsageError(f"the processes were given different steps to save: {steps}")
-            where = CheckpointFolder(*told[0][3])
+            where = CheckpointFolder(*answers[0][3])
             if not self._seen:
                 processes.together(lambda: (None, sees(where.temporary, processes.number)), where.final)
                 self._seen = True
-            plan = self._planner.agree(any(new for _, _, new, _ in told), processes.number, processes.exchange)
+            plan = self._planner.agree(any(new for _, _, new, _ in answers), processes.number, processes.exchange)
         except BaseException:
             for place in made:
                 remove(place.temporary)
@@ -156,9 +156,9 @@ class Checkpointer:
         while not settled:
             done, beat = self._collect(leave, beat), BEAT
             mine = self._failed
-            told = processes.exchange((done, None if mine is None else (str(mine), isinstance(mine, GivenUp))))
-            settled = all(each for each, _ in told)
-        causes = [(said[1], number, said[0]) for number, (_, said) in enumerate(told) if said is not None]
+            answers = processes.exchange((done, None if mine is None else (str(mine), isinstance(mine, GivenUp))))
+            settled = all(each for each, _ in answers)
+        causes = [(said[1], number, said[0]) for number, (_, said) in enumerate(answers) if said is not None]
         if not causes:
             return
         self._collect(0)  # the same save fails everywhere, here perhaps a moment later: one error is enough

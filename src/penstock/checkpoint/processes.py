@@ -56,10 +56,10 @@ class Processes:
     def exchange(self, value: Any) -> list[Any]:
         """Every process's value."""
         if self._group is None:
-            return list(self._world.told(self._call, value))
-        self._world.told(self._call, None)  # names who is missing in this pipeline, before all meet
+            return list(self._world.all_gather(self._call, value))
+        self._world.all_gather(self._call, None)  # names who is missing in this pipeline, before all meet
         if self._link is not None:
-            self._link.told(self._call, None)  # and in the others
+            self._link.all_gather(self._call, None)  # and in the others
         return all_gather(value, self._group)
 
     def lost(self) -> Exception | None:

@@ -42,12 +42,12 @@ def facts_of(schedule: Schedule, split: Split, settings: Mapping[str, str]) -> d
     return {name: (words, _digest(value)) for name, (words, value) in facts.items()}
 
 
-def compared(told: Sequence[Mapping[str, tuple[str, str]]], word: str) -> str:
+def compared(answers: Sequence[Mapping[str, tuple[str, str]]], word: str) -> str:
     """What differs from the first one's facts, in lines; empty where nothing does."""
     return "\n  ".join(
         f"{name}: {word} {number} has {theirs.get(name, ('nothing', ''))[0]}, {word} 0 has {fact[0]}"
-        for name, fact in told[0].items()
-        for number, theirs in enumerate(told)
+        for name, fact in answers[0].items()
+        for number, theirs in enumerate(answers)
         if theirs.get(name) != fact
     )
 

@@ -63,7 +63,7 @@ class World:
         self.timeout = timeout
         self.way = way  # the transport that was asked for, if one was
         self._transport: DistributedTransport | None = None
-        self._told = False  # the other ranks know what this one was given
+        self._informed = False  # the other ranks know what this one was given
         self._one_host = True
 
     @property
@@ -146,7 +146,7 @@ class World:
         try:
             yield
         except BaseException as error:
-            if self.size is not None and not self._told:
+            if self.size is not None and not self._informed:
                 transport = self._transport or self._connect(None)
                 with suppress(PenstockError):
                     transport.exchange(f"{type(error).__name__}: {error}")
@@ -162,25 +162,25 @@ class World:
         """On processes: the same schedule, stages, options and seed everywhere."""
         if self._transport is None:
             return
-        self._told = True
-        told = self._transport.exchange((dict(facts), clock.seed, host_name()))
-        refused = [(rank, theirs) for rank, theirs in enumerate(told) if isinstance(theirs, str)]
+        self._informed = True
+        answers = self._transport.exchange((dict(facts), clock.seed, host_name()))
+        refused = [(rank, theirs) for rank, theirs in enumerate(answers) if isinstance(theirs, str)]
         if refused:
             raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
-        faults = compared([theirs for theirs, _, _ in told], "rank")
+        faults = compared([theirs for theirs, _, _ in answers], "rank")
         if faults:
             raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
-        self._told = False
-        clock.seed = told[0][1]
-        self._one_host = len({host for _, _, host in told}) == 1
+        self._informed = False
+        clock.seed = answers[0][1]
+        self._one_host = len({host for _, _, host in answers}) == 1
 
     def built(self) -> None:
         """On processes: all ranks have built what comes after they agreed."""
         if self._transport is None:
             return
-        self._told = True
-        told = self._transport.exchange(None)
-        refused = [(rank, theirs) for rank, theirs in enumerate(told) if theirs is not None]
+        self._informed = True
+        answers = self._transport.exchange(None)
+        refused = [(rank, theirs) for rank, theirs in enumerate(answers) if theirs is not None]
         if refused:
             raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
 
@@ -195,13 +195,13 @@ class World:
         """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
         if self._transport is None:
             return find()
-        answers = agree(find, lambda answer: self.told(call, answer))
+        answers = agree(find, lambda answer: self.all_gather(call, answer))
         found: list[tuple[int, Found]] = [(rank, other) for rank, other in enumerate(answers) if other is not None]
         if any(other != found[0][1] for _, other in found):
             raise ModelError(f"the ranks were given batches of different size {what}: {found}")
         return found[0][1] if found else None
 
-    def told(self, call: str, value: Any) -> list[Any]:
+    def all_gather(self, call: str, value: Any) -> list[Any]:
         """What every rank says in this call, which all must make; on threads there is one to say it."""
         if self._transport is None:
             return [value]

@@ -20,7 +20,7 @@ from penstock.errors import RunError, UsageError
 
 __all__ = ["check_finite", "check_limit", "here", "join_norms", "norm_of", "norm_order", "scale_down"]
 
-Said = tuple[float, torch.dtype]  # the norm of a rank's gradients, and the dtype that it has there
+PartialNorm = tuple[float, torch.dtype]  # the norm of a rank's gradients, and the dtype that it has there
 
 
 def norm_order(norm_type: Any) -> float:
@@ -43,7 +43,7 @@ def check_limit(name: str, value: Any) -> float:
     return limit
 
 
-def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> Said | None:
+def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> PartialNorm | None:
     """What this rank has to say; None where it has no gradients."""
     if not gradients:
         return None
@@ -51,9 +51,9 @@ def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> 
     return norm.item(), norm.dtype
 
 
-def join_norms(said: Iterable[Said | None], order: float) -> Tensor:
+def join_norms(norms: Iterable[PartialNorm | None], order: float) -> Tensor:
     """The norm of all, from the norm of each."""
-    known = [each for each in said if each is not None]
+    known = [each for each in norms if each is not None]
     if not known:
         return torch.tensor(0.0)
     if len(known) == 1:

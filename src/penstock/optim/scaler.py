@@ -89,13 +89,13 @@ class GradScaler(torch.amp.GradScaler):
         some = bool(found)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
         mine = (any(bool(each.item()) for each in found.values()), some, self.get_scale())
-        ranks = self._pipe.deployment.world.told(CALL, self._pipe.deployment.replicas.told(CALL, mine))
-        told = [each for copies in ranks for each in copies]
-        if not any(some for _, some, _ in told):
+        ranks = self._pipe.deployment.world.all_gather(CALL, self._pipe.deployment.replicas.all_gather(CALL, mine))
+        answers = [each for copies in ranks for each in copies]
+        if not any(some for _, some, _ in answers):
             raise UsageError(
                 "no rank has a gradient to unscale; call pipe.step() before, with this optimizer's parameters"
             )
-        if len({scale for *_, scale in told}) > 1:
+        if len({scale for *_, scale in answers}) > 1:
             listed = ", ".join(
                 f"rank {rank}: {' and '.join(f'{scale:g}' for scale in dict.fromkeys(scale for *_, scale in copies))}"
                 for rank, copies in enumerate(ranks)
@@ -104,7 +104,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"the ranks' losses were scaled differently ({listed}), so this step's gradients are of no use; make "
                 f"and load the GradScaler alike on every rank"
             )
-        agreed = float(any(bad for bad, *_ in told))
+        agreed = float(any(bad for bad, *_ in answers))
         return {device: torch.full_like(each, agreed) for device, each in found.items()}
 
 

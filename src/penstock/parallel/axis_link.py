@@ -78,13 +78,13 @@ class AxisLink:
     def broken(self) -> PeerFailure | None:
         """What ended this link, if something has."""
         found = self._transport.broken
-        return None if found is None else self._told(found)
+        return None if found is None else self._renamed(found)
 
     def exchange(self, value: Any) -> list[Any]:
         """Give a small value to every member, and get every member's; all must be in the same call."""
-        return self.told(self._pipeline.call, value)
+        return self.all_gather(self._pipeline.call, value)
 
-    def told(self, call: str, value: Any) -> list[Any]:
+    def all_gather(self, call: str, value: Any) -> list[Any]:
         """What every member says in this call, which all must make."""
         before, self._inside, self._transport.call = self._inside, call, call
         try:
@@ -135,10 +135,10 @@ class AxisLink:
 
     def _lost(self, failure: PeerFailure) -> PeerFailure:
         """This link has ended; the pipeline goes with it, since its other ranks may wait on links that have not."""
-        told = self._told(failure)
+        renamed = self._renamed(failure)
         if self._pipeline.broken is None:
-            self._pipeline.abort(told)
-        return told
+            self._pipeline.abort(renamed)
+        return renamed
 
     def _verdict(self, what: str) -> PeerFailure:
         """The group's verdict on a collective that broke; of two members, it was the other."""
@@ -172,18 +172,18 @@ class AxisLink:
         """End the watch."""
         self._transport.close()
 
-    def _told(self, failure: PeerFailure) -> PeerFailure:
+    def _renamed(self, failure: PeerFailure) -> PeerFailure:
         """A failure of the group, in the words of the pipeline."""
-        told = copy(failure)
-        if getattr(told, self.word) is None:
-            told.rank = self._rank
-            told.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", told.cause)  # which counts the members
-            setattr(told, self.word, failure.rank)
-        if told.report:
-            told.report = told.report.replace("what each rank was doing", f"what each {self.word} was doing")
-            told.report = told.report.replace("\n  rank ", f"\n  {self.word} ")
-            told.report = re.sub(r"(?m)(, waiting for) rank (?=\d+$)", rf"\1 {self.word} ", told.report)
-        return copy(told)  # copied again, so that its text is made anew
+        renamed = copy(failure)
+        if getattr(renamed, self.word) is None:
+            renamed.rank = self._rank
+            renamed.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", renamed.cause)  # which counts the members
+            setattr(renamed, self.word, failure.rank)
+        if renamed.report:
+            renamed.report = renamed.report.replace("what each rank was doing", f"what each {self.word} was doing")
+            renamed.report = renamed.report.replace("\n  rank ", f"\n  {self.word} ")
+            renamed.report = re.sub(r"(?m)(, waiting for) rank (?=\d+$)", rf"\1 {self.word} ", renamed.report)
+        return copy(renamed)  # copied again, so that its text is made anew
 
 
 def _from_backend(error: RuntimeError) -> bool:

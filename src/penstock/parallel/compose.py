@@ -138,8 +138,8 @@ def _agree(pipe: Pipeline, link: AxisLink, wanted: Composition) -> None:
     facts["replicate"] = (str(wanted.replicate), "")
     facts["window"] = (str(wanted.window), "")
     facts["shard_precision"] = (str(wanted.precision), "")
-    told = link.exchange((facts, pipe.deployment.clock.seed))
-    faults = compared([theirs for theirs, _ in told], link.word)
+    answers = link.exchange((facts, pipe.deployment.clock.seed))
+    faults = compared([theirs for theirs, _ in answers], link.word)
     if faults:
         raise UsageError(f"the {link.word}s were given different pipelines; pass the same on every rank\n  {faults}")
-    pipe.deployment.clock.seed = told[0][1]
+    pipe.deployment.clock.seed = answers[0][1]

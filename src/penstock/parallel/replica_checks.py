@@ -75,8 +75,7 @@ class Checks:
             )
         trained = [parameter.requires_grad for parameter in held]
         if trained != self._trained:
-            told = [(link.word, link.told(CHANGED, trained)) for link in self._links]
-            for word, answers in told:
+            for word, answers in [(link.word, link.all_gather(CHANGED, trained)) for link in self._links]:
                 if any(each != trained for each in answers):
                     self.apart = True
                     counts = ", ".join(f"{word} {number}: {sum(each)}" for number, each in enumerate(answers))
@@ -105,16 +104,16 @@ class Checks:
 
     def loaded(self, values: Iterable[Tensor]) -> None:
         """A state was loaded here: all copies must say the same of it."""
-        told = [sample(value.detach(), SAMPLE) for value in values if type(value) in (Tensor, nn.Parameter)]
-        self._loads = zlib.crc32(repr(told).encode(), self._loads + 1)
+        samples = [sample(value.detach(), SAMPLE) for value in values if type(value) in (Tensor, nn.Parameter)]
+        self._loads = zlib.crc32(repr(samples).encode(), self._loads + 1)
 
     def says(self) -> Any:
         """What the other copies compare with theirs at the end of a step."""
         return self._loads, self._changed, self._sample
 
-    def same(self, told: Sequence[Any]) -> None:
+    def same(self, reports: Sequence[Any]) -> None:
         """At the end of a training step, what every copy said."""
-        loads, changes, found = zip(*told, strict=True)
+        loads, changes, found = zip(*reports, strict=True)
         if len(set(loads)) > 1:
             raise UsageError(
                 "the replicas have loaded different states, or not all of them have loaded one; call load_state_dict() "
@@ -145,8 +144,8 @@ class Checks:
         }
         seen = self._executor.seen
         given = {} if seen is None else seen.details(seen.checksums())
-        told = self._shards.exchange(((given, self._loads), norms))
-        fault = _other_batches([seen for seen, _ in told]) or _other_gradients([norms for _, norms in told])
+        reports = self._shards.exchange(((given, self._loads), norms))
+        fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
         if faults:
             raise ModelError(faults[0])
@@ -171,9 +170,9 @@ def _other_batches(seen: Sequence[Any]) -> str | None:
     )
 
 
-def _other_gradients(told: Sequence[dict[str, float]]) -> str | None:
-    for name in dict.fromkeys(name for each in told for name in each):
-        norms = [each.get(name, 0.0) for each in told]
+def _other_gradients(reports: Sequence[dict[str, float]]) -> str | None:
+    for name in dict.fromkeys(name for each in reports for name in each):
+        norms = [each.get(name, 0.0) for each in reports]
         if not all(math.isclose(norms[0], other, rel_tol=1e-3, abs_tol=1e-12) for other in norms):
             return (
                 f"the gradient of {name} differs between the ranks of the tp axis (norms {norms}): each has seen "

@@ -27,7 +27,7 @@ from penstock.parallel.replica_checks import Checks
 from penstock.parallel.sharded import Sharder
 from penstock.parallel.spread_norms import Norms
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.replication import Alone, ReplicaReport, said_by
+from penstock.runtime.engine.replication import Alone, ReplicaReport, replica_report
 from penstock.runtime.engine.report import StepReport, failure_of
 from penstock.runtime.transport.base import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
@@ -129,12 +129,12 @@ class Replicas(Alone):
         if self._link is None:
             return [value]
         self._comparisons -= 1
-        told = self._link.exchange(value)
-        for each in told:
+        answers = self._link.exchange(value)
+        for each in answers:
             if isinstance(each, ReplicaReport):
                 self._comparisons, self._met = 0, True  # that was its last word in this step
                 raise each.failure or PeerFailure(self._executor.rank, "a replica has no loss in this call; others do")
-        return told
+        return answers
 
     def _answer(self) -> None:
         """In a step that has failed: others may wait to compare."""
@@ -165,9 +165,9 @@ class Replicas(Alone):
 
     def end(self, reports: Sequence[StepReport]) -> None:
         self._computing.close()
-        mine = said_by(reports, self._count)
+        mine = replica_report(reports, self._count)
         mine.more = (*self._present(), self._checks.says())
-        self.said = self._meet(mine)
+        self.replica_reports = self._meet(mine)
         self._finish()
 
     def _begin(self, program: Schedule, training: bool) -> None:
@@ -198,23 +198,23 @@ class Replicas(Alone):
         """The end of the step, for all replicas; raises the first failure of another."""
         if self._link is None:
             return [mine]
-        told = self._link.exchange(mine)
+        answers = self._link.exchange(mine)
         self._met = True
-        for number, each in enumerate(told):
+        for number, each in enumerate(answers):
             if each.failure is not None and number != self.index:
                 raise each.failure
-        return told
+        return answers
 
     def _finish(self) -> None:
         if self._weighs and self._total is not None:
             self._summed()
         if not self._training:
             return
-        self._checks.same([each.more[2] for each in self.said])
+        self._checks.same([each.more[2] for each in self.replica_reports])
         self._reducer.finish()
         self._checks.after()
         here, sharded = 0, 0
-        for each in self.said:
+        for each in self.replica_reports:
             here |= each.more[0]
             sharded |= each.more[1]
         count = len(self._reducer.parameters)
@@ -313,8 +313,8 @@ class Replicas(Alone):
     def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
         return self._norms.of(gradients, order, foreach)
 
-    def told(self, call: str, value: Any) -> list[Any]:
-        return self._norms.told(call, value)
+    def all_gather(self, call: str, value: Any) -> list[Any]:
+        return self._norms.all_gather(call, value)
 
     def close(self) -> None:
         if self._link is not None:

@@ -32,21 +32,21 @@ class Norms:
         kinds: dict[frozenset[str], list[Tensor]] = {}
         for gradient in gradients:
             kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
-        said = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
+        norms = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
         for axis, link in self._links.items():
-            told = link.exchange({axes: each for axes, each in said.items() if axis in axes})
-            apart: dict[frozenset[str], list[Any]] = {axes: [each] for axes, each in said.items() if axis not in axes}
-            for axes in sorted({axes for each in told for axes in each}, key=sorted):
-                whole = join_norms([each.get(axes) for each in told], order)
+            answers = link.exchange({axes: each for axes, each in norms.items() if axis in axes})
+            apart: dict[frozenset[str], list[Any]] = {axes: [each] for axes, each in norms.items() if axis not in axes}
+            for axes in sorted({axes for each in answers for axes in each}, key=sorted):
+                whole = join_norms([each.get(axes) for each in answers], order)
                 apart.setdefault(axes - {axis}, []).append((whole.item(), whole.dtype))
-            said = {axes: _joined(parts, order) for axes, parts in apart.items()}
-        return _joined([said[axes] for axes in sorted(said, key=sorted)], order)
+            norms = {axes: _joined(parts, order) for axes, parts in apart.items()}
+        return _joined([norms[axes] for axes in sorted(norms, key=sorted)], order)
 
-    def told(self, call: str, value: Any) -> list[Any]:
+    def all_gather(self, call: str, value: Any) -> list[Any]:
         """What all ranks that hold these parameters, or parts of them, say in this call."""
         values = [value]
         for link in self._links.values():
-            values = [each for several in link.told(call, values) for each in several]
+            values = [each for several in link.all_gather(call, values) for each in several]
         return values
 
     def close(self) -> None:
@@ -66,8 +66,8 @@ def _axes(gradient: Tensor) -> frozenset[str]:
     )
 
 
-def _joined(said: Sequence[Any], order: float) -> tuple[float, torch.dtype] | None:
-    if not any(each is not None for each in said):
+def _joined(norms: Sequence[Any], order: float) -> tuple[float, torch.dtype] | None:
+    if not any(each is not None for each in norms):
         return None
-    whole = join_norms(said, order)
+    whole = join_norms(norms, order)
     return whole.item(), whole.dtype

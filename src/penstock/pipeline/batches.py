@@ -249,14 +249,14 @@ class Batches:
         for report in reports:
             if report.loss is not None:
                 losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
-        said = self.deployment.replicas.said
-        sums = [each.loss for each in said if each.loss is not None]
-        total = torch.tensor(sum(sums[1:], sums[0]), dtype=said[0].dtype) if sums else None
+        reports_of_all = self.deployment.replicas.replica_reports
+        sums = [each.loss for each in reports_of_all if each.loss is not None]
+        total = torch.tensor(sum(sums[1:], sums[0]), dtype=reports_of_all[0].dtype) if sums else None
         extra: dict[str, float] = {}
-        for each in said:
+        for each in reports_of_all:
             for name, value in each.extra.items():
                 extra[name] = extra.get(name, 0.0) + value
-        extra = {name: value / sum(each.count for each in said) for name, value in extra.items()}
+        extra = {name: value / sum(each.count for each in reports_of_all) for name, value in extra.items()}
         last = self.deployment.ranks.last()
         output = None if last is None else last.computations.output()
         whole = None if total is None else loss_value(total)

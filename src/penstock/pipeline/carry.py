@@ -59,12 +59,12 @@ def carry(
     transport.exchange(None)
 
 
-def _check_alike(told: Sequence[Sequence[str]]) -> None:
+def _check_alike(answers: Sequence[Sequence[str]]) -> None:
     """Values go by their order, so that a name which one rank does not know would give all others the wrong ones."""
-    odd = sorted({name for names in told for name in set(names).symmetric_difference(told[0])})
+    odd = sorted({name for names in answers for name in set(names).symmetric_difference(answers[0])})
     if odd:
-        known = [rank for rank, names in enumerate(told) if odd[0] in names]
+        known = [rank for rank, names in enumerate(answers) if odd[0] in names]
         raise UsageError(
-            f"{odd[0]} is known on ranks {known} of {len(told)} only, as a buffer that a forward makes is: register it "
+            f"{odd[0]} is known on ranks {known} of {len(answers)} only, as a buffer that a forward makes is: register it "
             f"in __init__, as a tensor, so that it is there on every rank"
         )

@@ -88,12 +88,12 @@ class OtherRanks:
         self._checked = False
         targets = _targets(deployment, call, rank)
         graded = any(parameter.grad is not None for parameter in state.parameters())
-        if any(deployment.world.told(call, graded)) and transport is not None:
+        if any(deployment.world.all_gather(call, graded)) and transport is not None:
             raise UsageError(
                 "there are gradients, with which an optimizer would change the stages of each rank and not what the "
                 "other ranks have been given of them; call zero_grad() before fill_model()"
             )
-        if any(deployment.world.told(call, bool(deployment.replicas.replaced))):
+        if any(deployment.world.all_gather(call, bool(deployment.replicas.replaced))):
             raise UsageError(
                 "the stages' parameters are sharded or spread over ranks, and the model has the parts in their place; "
                 "load pipe.full_state_dict() into a new model instead"
@@ -102,7 +102,7 @@ class OtherRanks:
             return
         own = held_on(deployment.split, deployment.placement, transport.rank)
         owners: dict[str, list[int]] = {}  # as each rank says: a forward may have made buffers, which are on one only
-        for source, names in enumerate(deployment.world.told(call, list(own))):
+        for source, names in enumerate(deployment.world.all_gather(call, list(own))):
             for name in names:
                 owners.setdefault(name, []).append(source)
         every = {name: held for holding in deployment.split.holdings() for name, held in _held_by(holding)}
@@ -132,9 +132,9 @@ class OtherRanks:
         mine = {name: value for name, value in state.state_dict().items() if name not in apart}
         own = {first.get(name, name): value for name, value in mine.items()}
         held = {first.get(name, name): each for holding in deployment.holdings() for name, each in _held_by(holding)}
-        told: list[list[str]] = deployment.world.told(call, list(mine))
+        answers: list[list[str]] = deployment.world.all_gather(call, list(mine))
         sources: dict[str, int] = {}
-        for source, names in enumerate(told):
+        for source, names in enumerate(answers):
             for name in names:
                 sources.setdefault(first.get(name, name), source)
         found: dict[str, Any] = {}
@@ -154,7 +154,7 @@ class OtherRanks:
         carry(transport, [(name, source, targets) for name, source in sources.items()], give, take)
         if transport is not None and transport.rank not in targets:
             return {}
-        there = dict.fromkeys(name for names in told for name in names)
+        there = dict.fromkeys(name for names in answers for name in names)
         order = [name for name in dict.fromkeys((*deployment.split.order, *there)) if name in there]
         return {name: found[first.get(name, name)] for name in order}
 
@@ -164,7 +164,7 @@ def _targets(deployment: Deployment, call: str, rank: int | None) -> list[int]:
     ranks = deployment.schedule.ranks
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks):
         raise UsageError(f"rank={rank!r}: pass one of the ranks 0 to {ranks - 1}, or None for all of them")
-    asked = deployment.world.told(call, rank) + deployment.replicas.told(call, rank)
+    asked = deployment.world.all_gather(call, rank) + deployment.replicas.all_gather(call, rank)
     if any(other != rank for other in asked):
         raise UsageError(
             f"{call} was called with rank={rank} here and with {asked} on all; call it alike on every rank"

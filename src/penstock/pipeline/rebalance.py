@@ -78,13 +78,13 @@ def _groups_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer
     return [(each, group) for each in optimizers for group in each.param_groups]
 
 
-def _check_groups(told: list[list[str]]) -> None:
+def _check_groups(answers: list[list[str]]) -> None:
     """A moved parameter joins the group with the number that it had: they have to be alike on all ranks."""
-    for rank, groups in enumerate(told):
-        if groups != told[0]:
+    for rank, groups in enumerate(answers):
+        if groups != answers[0]:
             said = [
                 f"optimizers with {len(each)} groups {' '.join(each)}".rstrip() if each else "no optimizer"
-                for each in (told[0], groups)
+                for each in (answers[0], groups)
             ]
             raise UsageError(
                 f"apply() got {said[0]} on rank 0 and {said[1]} on rank {rank}, so a parameter that moves would join "

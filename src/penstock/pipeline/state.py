@@ -214,8 +214,8 @@ class ModelState:
         counted = filter(self.deployment.tied.counts, self.parameters())
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         with self.deployment.world.calling("grad_norm()"):
-            said = self.deployment.replicas.norm(gradients, order, foreach)
-            return join_norms(self.deployment.world.told("grad_norm()", said), order)
+            norm = self.deployment.replicas.norm(gradients, order, foreach)
+            return join_norms(self.deployment.world.all_gather("grad_norm()", norm), order)
 
     def train(self, mode: bool = True) -> None:
         """Put the model into training mode, or out of it, as its own `train` does."""

@@ -196,15 +196,15 @@ class Trainer:
 
     def _tell(self, asked: bool) -> tuple[bool, list[int]]:
         """Whether any rank was asked to stop, and every rank's memory; all must have been given the same batch."""
-        told = self.processes.exchange((asked, memory_now(), self._mark))
-        other = next((rank for rank, (_, _, mark) in enumerate(told) if mark != told[0][2]), None)
+        answers = self.processes.exchange((asked, memory_now(), self._mark))
+        other = next((rank for rank, (_, _, mark) in enumerate(answers) if mark != answers[0][2]), None)
         if other is not None:
             raise ModelError(
                 f"{self.data.words}: in step {self.step}, rank {other} was given another batch than rank 0, so that "
                 f"inputs and targets are not of the same rows; draw from generators with a seed of their own, or "
                 f"return an object with batch(number)"
             )
-        return any(asked for asked, _, _ in told), [memory for _, memory, _ in told]
+        return any(asked for asked, _, _ in answers), [memory for _, memory, _ in answers]
 
     def _evaluate(self) -> float | None:
         """The mean loss on batches that are not trained on."""

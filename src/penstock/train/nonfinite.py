@@ -51,15 +51,16 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     gradients = [] if found else _bad_gradients(pipe)
     pipe.zero_grad()
     mine = ([(one.stage, one.order, one.words) for one in found], gradients)
-    told = Processes(pipe, "the search for a bad number").exchange(mine)
-    outputs = sorted(entry for entries, _ in told for entry in entries)
+    answers = Processes(pipe, "the search for a bad number").exchange(mine)
+    outputs = sorted(entry for entries, _ in answers for entry in entries)
     if outputs:
         stage, _, words = outputs[0]
         return f"stage {stage}: {words}"
     last = pipe.deployment.split.stages - 1
     if bad_loss:
         return f"stage {last}: the loss function; every module's output was finite"
-    later = sorted((entry for _, entries in told for entry in entries), reverse=True)  # the backward goes from the end
+    # the backward goes from the end
+    later = sorted((entry for _, entries in answers for entry in entries), reverse=True)
     if later:
         return f"stage {later[0][0]}: {later[0][1]}"
     return "no module: run once more, the same step was finite on every rank"

@@ -79,8 +79,8 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
             raise CheckpointError(f"{place} has no whole checkpoint{more}", path=place)
         return [path for path, _ in whole]
 
-    _, told = processes.together(lambda: (None, candidates() if processes.first else None), place)
-    for number, path in enumerate(told[0]):
+    _, answers = processes.together(lambda: (None, candidates() if processes.first else None), place)
+    for number, path in enumerate(answers[0]):
         manifest: Manifest | None = None
         try:
             manifest = read_manifest(path)
@@ -90,7 +90,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         problems = list(dict.fromkeys(line for lines in processes.exchange(wrong) for line in lines))
         if not problems and manifest is not None:
             return path, manifest
-        if number + 1 == len(told[0]):
+        if number + 1 == len(answers[0]):
             raise CheckpointError("\n  ".join([f"{path} is not whole:", *problems]), path=path)
         say(problems if processes.first else [])
     raise AssertionError("unreachable")

@@ -158,9 +158,9 @@ class Saving:
     def _look_for_failures(self) -> None:
         with suppress(FileNotFoundError):
             for path in self.temporary.glob("failed-*"):
-                told = path.read_text(errors="replace") or "for a reason that it could not write down"
+                reason = path.read_text(errors="replace") or "for a reason that it could not write down"
                 raise GivenUp(
-                    f"step {self.step} was not saved: process {int(path.name[-5:])} failed: {told}", path=self.final
+                    f"step {self.step} was not saved: process {int(path.name[-5:])} failed: {reason}", path=self.final
                 )
 
     def _tidy(self) -> None:

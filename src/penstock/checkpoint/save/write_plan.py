@@ -67,8 +67,10 @@ class Planner:
         assert self._planner is not None
         assert self._local is not None
         if changed or self._plan is None:
-            told = exchange([_told(item) for item in self._local.items])
-            plans, metadata = self._planner.create_global_plan([SavePlan(list(map(_heard, items))) for items in told])
+            answers = exchange([_answer(item) for item in self._local.items])
+            plans, metadata = self._planner.create_global_plan(
+                [SavePlan(list(map(_heard, items))) for items in answers]
+            )
             self._plan = _plan_of(plans, metadata.state_dict_metadata, process)
         return self._plan
 
@@ -85,7 +87,7 @@ class Planner:
         self._planner = None
 
 
-def _told(item: WriteItem) -> tuple[Any, ...]:
+def _answer(item: WriteItem) -> tuple[Any, ...]:
     """One piece of a tensor as processes tell each other, in plain values."""
     index, data = item.index, item.tensor_data
     assert data is not None
@@ -94,8 +96,8 @@ def _told(item: WriteItem) -> tuple[Any, ...]:
     return index.fqn, offset, index.index, item.type.name, *chunk, data.properties.dtype, tuple(data.size)
 
 
-def _heard(told: tuple[Any, ...]) -> WriteItem:
-    name, offset, number, kind, offsets, sizes, dtype, size = told
+def _heard(answer: tuple[Any, ...]) -> WriteItem:
+    name, offset, number, kind, offsets, sizes, dtype, size = answer
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(size))
     return WriteItem(MetadataIndex(name, offset, number), WriteItemType[kind], tensor_data=data)

@@ -162,19 +162,19 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], 
         {stage.stage_index: _held(stage.submod) for stage in stages},
         trains,
     )
-    told: list[Any] = [mine]
+    answers: list[Any] = [mine]
     if first.group_size > 1:
-        told = all_gather(mine, first.group)
+        answers = all_gather(mine, first.group)
     if refusal is not None:
         raise refusal
-    for rank, (problem, count, _, _) in enumerate(told):
+    for rank, (problem, count, _, _) in enumerate(answers):
         if problem is not None:
             raise UsageError(f"rank {rank} cannot make its schedule: {problem}")
         if count != first.num_stages:
             raise UsageError(f"rank {rank} says num_stages={count}, rank {first.group_rank} says {first.num_stages}")
-    _all_or_none([backward for *_, backward in told])
+    _all_or_none([backward for *_, backward in answers])
     owners: dict[int, list[int]] = {stage: [] for stage in range(first.num_stages)}
-    for rank, (_, _, held, _) in enumerate(told):
+    for rank, (_, _, held, _) in enumerate(answers):
         for index in held:
             owners[index].append(rank)
     wrong = {stage: ranks for stage, ranks in owners.items() if len(ranks) != 1}
@@ -185,7 +185,7 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], 
             f"{first.num_stages} stages must be on exactly one"
         )
     own = {stage.stage_index: stage.submod for stage in stages}
-    return [own[index] if index in own else RemoteStage(told[owners[index][0]][2][index]) for index in owners]
+    return [own[index] if index in own else RemoteStage(answers[owners[index][0]][2][index]) for index in owners]
 
 
 def _all_or_none(trains: Sequence[bool]) -> None:

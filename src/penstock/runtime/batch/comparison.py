@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from penstock.runtime.batch.fingerprint import Detail, Key, Seen, alike
 from penstock.runtime.transport.failure.blame import name_ranks
 
-__all__ = ["Readers", "Told", "different_batches", "left_out", "tell", "unlike"]
+__all__ = ["BatchFingerprint", "Readers", "different_batches", "fingerprint_of", "left_out", "unlike"]
 
-Told = tuple[bool, dict[Key, int]]  # whether all numbers count, and the checksum of each argument
+BatchFingerprint = tuple[bool, dict[Key, int]]  # whether all numbers count, and the checksum of each argument
 Readers = Callable[[Key], Collection[int]]  # the ranks whose stages read an argument
 NUMBERS = 3  # of a tensor, in an error
 
@@ -26,14 +26,14 @@ REMEDY = (
 )
 
 
-def tell(seen: Seen) -> Told:
+def fingerprint_of(seen: Seen) -> BatchFingerprint:
     """What goes into the report of a step."""
     return seen.whole, seen.checksums()
 
 
-def unlike(told: Sequence[Told | None]) -> list[Key]:
+def unlike(fingerprints: Sequence[BatchFingerprint | None]) -> list[Key]:
     """The arguments whose checksums differ between ranks that were given them."""
-    given = [each for each in told if each is not None]
+    given = [each for each in fingerprints if each is not None]
     if len({whole for whole, _ in given}) > 1:
         return []  # of ranks that have not succeeded in the same steps so far; their checksums are of different numbers
     first: dict[Key, int] = {}
@@ -101,15 +101,17 @@ def _listed(found: Sequence[tuple[str, Sequence[int]]]) -> str:
     return "; ".join(f"{name_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {words}" for words, ranks in found)
 
 
-def left_out(told: Sequence[Told | None], readers: Readers) -> str:
+def left_out(fingerprints: Sequence[BatchFingerprint | None], readers: Readers) -> str:
     """An argument that some rank was given and a rank that reads it was not, in words; empty where there is none."""
-    given = [set() if each is None else set(each[1]) for each in told]
-    for name in dict.fromkeys(name for each in told if each is not None for name in each[1]):
+    given = [set() if each is None else set(each[1]) for each in fingerprints]
+    for name in dict.fromkeys(name for each in fingerprints if each is not None for name in each[1]):
         giver = next(rank for rank, names in enumerate(given) if name in names)
         lacking = [
             rank
             for rank in readers(name)
-            if name not in given[rank] and told[rank] is not None and not _in_another_form(given[rank], given[giver])
+            if name not in given[rank]
+            and fingerprints[rank] is not None
+            and not _in_another_form(given[rank], given[giver])
         ]
         if lacking:
             return (

@@ -23,7 +23,7 @@ import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
-from penstock.runtime.batch.comparison import Readers, different_batches, tell, unlike
+from penstock.runtime.batch.comparison import Readers, different_batches, fingerprint_of, unlike
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.engine.computations import Computations, Waits
 from penstock.runtime.engine.handlers import Context, Handler
@@ -301,7 +301,7 @@ class Executor:
         if failure is None:
             self.report.progress = self.progress()
         if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
-            self.report.told = tell(self.seen)
+            self.report.fingerprint = fingerprint_of(self.seen)
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
             batches = self._compare_batches(reports)
@@ -319,7 +319,7 @@ class Executor:
 
     def _compare_batches(self, reports: list[StepReport]) -> str:
         """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
-        odd = unlike([report.told for report in reports])
+        odd = unlike([report.fingerprint for report in reports])
         if not odd:
             return ""
         return different_batches(self.transport.exchange({} if self.seen is None else self.seen.details(odd)))

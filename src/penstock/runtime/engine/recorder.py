@@ -111,10 +111,10 @@ def offsets(transport: Transport, clock: Callable[[], float] = perf_counter) -> 
         came.append(clock())
         transport.exchange(None)
         left.append(clock())
-    told = transport.exchange((came, left))
-    first_came, first_left = told[0]
+    answers = transport.exchange((came, left))
+    first_came, first_left = answers[0]
     found, error = [0.0], 0.0
-    for other_came, other_left in told[1:]:
+    for other_came, other_left in answers[1:]:
         most = min(there - here for there, here in zip(other_left, first_came, strict=True))
         least = max(there - here for there, here in zip(other_came, first_left, strict=True))
         found.append((most + least) / 2)

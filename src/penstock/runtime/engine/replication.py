@@ -22,7 +22,7 @@ from penstock.optim.norms import norm_of
 from penstock.runtime.engine.report import StepReport
 from penstock.schedule import Action, Schedule
 
-__all__ = ["Alone", "ReplicaReport", "said_by"]
+__all__ = ["Alone", "ReplicaReport", "replica_report"]
 
 
 @dataclass
@@ -50,15 +50,15 @@ plain.record(
 )
 
 
-def said_by(reports: Sequence[StepReport], count: int) -> ReplicaReport:
+def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
     """All ranks of one replica, together."""
-    said = ReplicaReport(count=count)
+    summary = ReplicaReport(count=count)
     for report in reports:
         if report.loss is not None:
-            said.loss, said.dtype, said.is_open = report.loss, report.dtype, report.is_open
+            summary.loss, summary.dtype, summary.is_open = report.loss, report.dtype, report.is_open
         for name, value in report.extra.items():
-            said.extra[name] = said.extra.get(name, 0.0) + value
-    return said
+            summary.extra[name] = summary.extra.get(name, 0.0) + value
+    return summary
 
 
 class Alone:
@@ -70,7 +70,7 @@ class Alone:
     replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
     sets_aside = False  # whether gradients of earlier steps are set aside in a step, and so not added to in place
     _count = 0  # of microbatches in the step that runs
-    said: Sequence[ReplicaReport] = ()  # at the end of the last step, by every replica
+    replica_reports: Sequence[ReplicaReport] = ()  # of the last step, of every replica
 
     def ready(self) -> None:
         """Before a training step, while ranks prepare: raises what would set the copies of a stage apart."""
@@ -103,8 +103,8 @@ class Alone:
         yield self
 
     def end(self, reports: Sequence[StepReport]) -> None:
-        """The ranks are done: from here on the gradients are those of all replicas. `said` has every replica's word."""
-        self.said = [said_by(reports, self._count)]
+        """The ranks are done: from here on the gradients, and `replica_reports`, are those of all replicas."""
+        self.replica_reports = [replica_report(reports, self._count)]
 
     def same_count(self, count: Callable[[], int]) -> int:
         """Into how many microbatches an evaluation goes here; an error of one replica is told to all."""
@@ -135,7 +135,7 @@ class Alone:
         """The norm of these gradients of this rank, each counted once over all ranks that hold a part of it."""
         return norm_of(gradients, order, foreach)
 
-    def told(self, call: str, value: Any) -> list[Any]:
+    def all_gather(self, call: str, value: Any) -> list[Any]:
         """What every copy of this rank, and every rank with another part of what it holds, says in this call."""
         return [value]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure, RunError
 from penstock.messages import plain
-from penstock.runtime.batch.comparison import Readers, Told, left_out
+from penstock.runtime.batch.comparison import BatchFingerprint, Readers, left_out
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.recorder import Begun
@@ -65,7 +65,7 @@ class StepReport:
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
     steps: int | None = None  # that this rank has completed
-    told: Told | None = None  # what this rank was given
+    fingerprint: BatchFingerprint | None = None  # what this rank was given
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
@@ -84,7 +84,7 @@ plain.record(
     progress=str,
     rows=int | None,
     steps=int | None,
-    told=tuple | None,
+    fingerprint=tuple | None,
     spans=list | None,
     begun=Begun | None,
     ended=float,
@@ -117,7 +117,7 @@ def what_went_wrong(
         if apart:
             return RunError(apart)
         if not batches and readers is not None:
-            batches = left_out([report.told for report in reports], readers)
+            batches = left_out([report.fingerprint for report in reports], readers)
         return ModelError(batches) if batches else None
     origins = [failed for rank, failed in failures.items() if failed.rank == rank]
     cause = (origins or list(failures.values()))[0]

@@ -62,37 +62,37 @@ class Weighing:
     ) -> None:
         self._loss_fn = loss_fn
         self.options = options
-        self._told: Measure | None = None
+        self._given: Measure | None = None
         self.is_known = False  # by definition, so that there is nothing to check
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
         if options.reduction == "sum" or (options.reduction is None and torch_reduction(loss_fn, {}) == "sum"):
-            self._told = SUM
+            self._given = SUM
         elif options.weight is not None:
-            self._told = Counted(options.weight, tuple(names))
+            self._given = Counted(options.weight, tuple(names))
         elif options.per_microbatch:
-            self._told = ROWS
+            self._given = ROWS
         elif (known := cross_entropy(loss_fn)) is not None:
-            self._told, self.is_known = known, True
+            self._given, self.is_known = known, True
 
     def looks_at(self, name: str | int) -> bool:
         """Whether the weight looks at that argument of step(), by its name or position."""
-        return isinstance(self._told, Counted) and self._told.looks_at(name)
+        return isinstance(self._given, Counted) and self._given.looks_at(name)
 
     @property
     def when(self) -> str:
         """When replicas know what their batches weigh: "before" a step, "during" it, at the first loss, or "never"."""
-        return "never" if self._told is SUM else "before" if self._told is not None or self._found else "during"
+        return "never" if self._given is SUM else "before" if self._given is not None or self._found else "during"
 
     @property
     def learns(self) -> bool:
         """Whether what losses are divided by is read off their graphs."""
-        return self._told is None
+        return self._given is None
 
     def measure(self, batch: Batch, replicas: int) -> Measure | None:
         """What the microbatches of this batch are measured by, if that is known before they have run."""
-        if self._told is None and torch_reduction(self._loss_fn, batch.loss_kwargs[0]) == "sum":
+        if self._given is None and torch_reduction(self._loss_fn, batch.loss_kwargs[0]) == "sum":
             return SUM
-        found = self._told or self._found.get(_consists_of(batch, replicas))
+        found = self._given or self._found.get(_consists_of(batch, replicas))
         if not isinstance(found, Entries) or found.is_there(batch):
             return found
         if replicas > 1:

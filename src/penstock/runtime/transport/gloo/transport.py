@@ -201,14 +201,14 @@ class DistributedTransport(Transport):
         self._check_whole()
         used = list(self._opened.values())
         try:
-            told = self._star.exchange(self._operations.step, self._links, used, self.call, value)
-            apart = different_calls(told.calls)
-            if told.fault is not None and apart is None:
-                raise MessageError(told.fault)
+            answers = self._star.exchange(self._operations.step, self._links, used, self.call, value)
+            apart = different_calls(answers.calls)
+            if answers.fault is not None and apart is None:
+                raise MessageError(answers.fault)
         except MessageError as error:
             self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
             raise
-        if told.fault is not None and apart is not None:
+        if answers.fault is not None and apart is not None:
             self.abort(apart)  # messages are left on the links
             raise copy(apart)
         for links in used:
@@ -217,7 +217,7 @@ class DistributedTransport(Transport):
         self._watch.end_step()
         if apart is not None:
             raise apart
-        return told.values
+        return answers.values
 
     def name_place(self, **place: int) -> None:
         """Which of several pipelines this is: failures here are named with `replica` and `shard`."""

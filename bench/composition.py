@@ -110,7 +110,13 @@ def one_case(table: Table, mesh: Any, family: str, kind: str, sizes: tuple[int, 
     width, tokens, count = sizes
     made = torch.Generator().manual_seed(mesh.get_local_rank("dp"))
     x, y = torch.randn(2, 2 * count, tokens, width, generator=made).unbind()
-    common = {"microbatches": count, "schedule": family, "loss_fn": mean_loss, "mesh": mesh, "replicate": kind}
+    common = {
+        "microbatches": count,
+        "schedule": family,
+        "loss_fn": mean_loss,
+        "mesh": mesh,
+        "parallel_options": penstock.ParallelOptions(replicate=kind),
+    }
     pipes = {
         who: penstock.Pipeline(blocks(family, settings.quick, width), **common, transport=way)
         for who, way in WAYS.items()

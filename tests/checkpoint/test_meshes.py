@@ -41,7 +41,7 @@ def made(width: dict[str, Any], seed: int = 0) -> Run:
     replicas = width.get("dp", 1)
     options = {"mesh": mesh, "stages": width["pp"], "schedule": "1f1b" if width["pp"] > 1 else "gpipe"}
     if replicas > 1:
-        options["replicate"] = width["replicate"]
+        options["parallel_options"] = penstock.ParallelOptions(replicate=width["replicate"])
     # Few rows a replica: two microbatches. No dropout or batch statistics, which depend on who has which rows.
     run = Run(seed=seed, plain=True, microbatches=8 // replicas, **options)
     run.data = Share(run.pipe.deployment.replicas.index, replicas)
@@ -120,7 +120,7 @@ def spread_and_tied(place: Path) -> list[float]:
     options = {
         "mesh": penstock.mesh(pp=2, tp=2),
         "schedule": "interleaved-1f1b",
-        "tensor_plan": {"0": "embedding", "3": "colwise-gathered"},
+        "parallel_options": penstock.ParallelOptions(tensor_plan={"0": "embedding", "3": "colwise-gathered"}),
     }
     run = tied_run(**options)
     two_steps(*run)

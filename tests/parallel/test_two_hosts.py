@@ -36,7 +36,14 @@ for kind in ("ddp", "fsdp"):
     x, y = torch.randn(12, 6), torch.randn(12, 6)
     mine = slice(0, 8) if mesh.get_local_rank("dp") == 0 else slice(8, 12)
     with penstock.Pipeline(
-        model, stages=4, microbatches=4, schedule="zb-v", loss_fn=F.mse_loss, mesh=mesh, replicate=kind, timeout=30
+        model,
+        stages=4,
+        microbatches=4,
+        schedule="zb-v",
+        loss_fn=F.mse_loss,
+        mesh=mesh,
+        parallel_options=penstock.ParallelOptions(replicate=kind),
+        timeout=30,
     ) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         losses = []

@@ -84,7 +84,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def piped(model: nn.Module, way: str, **options: Any) -> penstock.Pipeline:
     x, _ = batch()
-    given = {} if way == "position" else {"example": (x[: ROWS // M],), "split": way}
+    given = {} if way == "position" else {"example": (x[: ROWS // M],), "cut_options": penstock.CutOptions(method=way)}
     return penstock.Pipeline(model, stages=2, microbatches=M, loss_fn=F.mse_loss, **given, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -113,3 +114,14 @@ def test_the_schedule_layer_is_pure_python() -> None:
         for name in imports(path):
             root = name.partition(".")[0]
             assert root == "penstock" or root in sys.stdlib_module_names, f"{path} imports {name}"
+
+
+def test_the_page_on_how_it_is_built_names_files_that_there_are() -> None:
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    paths = [path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", page)) - {"tests/test_import.py", "tests/transport_harness.py"}
+    assert len(named) > 30
+    for name in named:
+        assert any(f"/{path}".endswith(f"/{name}") for path in paths), name
+    rooms = {room.partition(".")[0] for room in ROOMS} - {"__main__"}
+    assert [room for room in rooms if f"`{room}" not in page] == []

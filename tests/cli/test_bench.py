@@ -122,6 +122,7 @@ def test_a_folder_without_benches_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert f"the benches are not where they should be: {tmp_path}; install penstock again" in result.stderr
 
 
+@pytest.mark.slow
 def test_options_go_to_the_bench_and_its_exit_code_comes_back(installed: Path) -> None:
     for given, came in [
         (["echo"], []),

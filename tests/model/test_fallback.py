@@ -192,6 +192,7 @@ def test_a_graph_whose_gradients_go_elsewhere_is_refused() -> None:
         cut(nn.Sequential(nn.Linear(W, W), Says()), "graph")
 
 
+@pytest.mark.slow
 def test_a_fallback_trains_as_the_plain_model_and_is_said_once_with_its_reason() -> None:
     torch.manual_seed(0)
     with pytest.warns(FallbackWarning, match=r"torch.export graph.*gives a tensor away.*method='graph'") as told:

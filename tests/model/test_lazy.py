@@ -93,7 +93,12 @@ def test_the_cut_is_that_of_the_model_in_memory(stages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "x"), [(Tied, ids()), (Recurrent, torch.randn(4, 3, W)), (Marked, torch.randn(4, 3, W))]
+    ("net", "x"),
+    [
+        (Tied, ids()),
+        pytest.param(Recurrent, torch.randn(4, 3, W), marks=pytest.mark.slow),
+        pytest.param(Marked, torch.randn(4, 3, W), marks=pytest.mark.slow),
+    ],
 )
 def test_values_by_name_or_from_a_state_train_as_the_plain_model(net: type[nn.Module], x: Tensor) -> None:
     plain = filled(net())

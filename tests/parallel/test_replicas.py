@@ -1,7 +1,7 @@
 """What replicas promise beside exact gradients: one reduction, right weights, right norms, one failure for all.
 
-One group of four processes, two replicas of a pipeline of two ranks, runs all scenarios; each returns what its
-process saw, and the tests look at that.
+One group of four processes, two replicas of a pipeline of two ranks, runs all scenarios, and another those of the slow
+tests; each returns what its process saw, and the tests look at that.
 """
 
 from __future__ import annotations
@@ -585,13 +585,6 @@ def measured(mesh: Any) -> list[int]:
 
 
 SCENARIOS = [
-    measured,
-    frozen_at_first,
-    set_apart,
-    one_replica_in_low_precision,
-    own_meshes,
-    schedules_with_transfers,
-    windows,
     loss_scaling,
     reductions,
     clipping,
@@ -600,9 +593,18 @@ SCENARIOS = [
     evaluations,
     failures,
     a_failed_step_keeps_what_was_added_before,
+    names_and_state,
+]
+OTHERS = [
+    measured,
+    frozen_at_first,
+    set_apart,
+    one_replica_in_low_precision,
+    own_meshes,
+    schedules_with_transfers,
+    windows,
     refused,
     low_precision,
-    names_and_state,
 ]
 
 
@@ -611,10 +613,21 @@ def all_scenarios() -> dict[str, Any]:
     return {scenario.__name__: scenario(mesh) for scenario in SCENARIOS}
 
 
+def all_others() -> dict[str, Any]:
+    mesh = penstock.mesh(pp=2, dp=-1)
+    return {scenario.__name__: scenario(mesh) for scenario in OTHERS}
+
+
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, Any]]:
     """What each process saw: replica 0 and 1 of rank 0, then of rank 1."""
     return on_processes(4, all_scenarios)
+
+
+@pytest.fixture(scope="module")
+def told_others() -> list[dict[str, Any]]:
+    """The same, of the scenarios that the slow tests look at."""
+    return on_processes(4, all_others)
 
 
 def by_name(told: list[dict[str, Any]], take: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
@@ -758,9 +771,10 @@ def test_a_failure_in_one_replica_is_named_by_all_at_once_and_the_next_step_is_e
             assert seconds < SOON
 
 
-def test_meshes_of_the_users_own(told: Any) -> None:
+@pytest.mark.slow
+def test_meshes_of_the_users_own(told_others: Any) -> None:
     loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
-    for rank in told:
+    for rank in told_others:
         (strange, nameless, crossed, part), found, _, kind, words = rank["own_meshes"]
         assert (strange[0], nameless[0], crossed[0], part[0]) == ("UsageError",) * 4
         assert "along the mesh's axis 'dp' the processes do not stand in the order of their numbers" in crossed[1]
@@ -770,18 +784,20 @@ def test_meshes_of_the_users_own(told: Any) -> None:
         torch.testing.assert_close(found, loss)
         assert kind == "ddp"
         assert "beside    2 replicas, each with all parameters of its stages" in words
-    close(by_name(told, lambda rank: rank["own_meshes"][2]), wanted)
+    close(by_name(told_others, lambda rank: rank["own_meshes"][2]), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_without_reductions_gets_them(told: Any, kind: str) -> None:
+def test_a_program_without_reductions_gets_them(told_others: Any, kind: str) -> None:
     loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
-    torch.testing.assert_close(told[0]["schedules_with_transfers"][kind][0], loss)
-    close(by_name(told, lambda rank: rank["schedules_with_transfers"][kind][1]), wanted)
+    torch.testing.assert_close(told_others[0]["schedules_with_transfers"][kind][0], loss)
+    close(by_name(told_others, lambda rank: rank["schedules_with_transfers"][kind][1]), wanted)
 
 
-def test_no_more_stages_are_whole_than_the_window_says_and_none_between_steps(told: Any) -> None:
-    for rank in told:
+@pytest.mark.slow
+def test_no_more_stages_are_whole_than_the_window_says_and_none_between_steps(told_others: Any) -> None:
+    for rank in told_others:
         for window, (most, between, actions, after) in rank["windows"].items():
             assert (most, between, after) == (window, 0, 0)
             assert actions["UNSHARD"] == actions["RESHARD"] > 3  # freed and gathered again within the step
@@ -798,21 +814,23 @@ def test_an_overflow_anywhere_is_found_by_all_and_nobody_steps(told: Any, kind: 
         assert 0 < norms[0] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_frozen_at_first_is_reduced_once_when_it_is_trained_later(told: Any, kind: str) -> None:
+def test_what_was_frozen_at_first_is_reduced_once_when_it_is_trained_later(told_others: Any, kind: str) -> None:
     loss, wanted = plain(stages(), *batch(), F.mse_loss, ROW_SHARES)
     norm = nn.utils.get_total_norm(list(wanted.values()))
-    for rank in told:
+    for rank in told_others:
         kept, found, _, total = rank["frozen_at_first"][kind]
         assert len(kept) == 2
         assert all(name.endswith("weight") for name in kept)
         torch.testing.assert_close(found, loss)
         torch.testing.assert_close(total, norm)
-    close(by_name(told, lambda rank: rank["frozen_at_first"][kind][2]), wanted)
+    close(by_name(told_others, lambda rank: rank["frozen_at_first"][kind][2]), wanted)
 
 
-def test_an_optimizer_of_all_of_the_models_parameters_is_refused(told: Any) -> None:
-    for rank in told:
+@pytest.mark.slow
+def test_an_optimizer_of_all_of_the_models_parameters_is_refused(told_others: Any) -> None:
+    for rank in told_others:
         plainly, sharded = rank["set_apart"]["optimizers"]
         assert plainly[0] == "ModelError"
         assert "an optimizer of pipe.parameters()" in plainly[1]
@@ -820,9 +838,10 @@ def test_an_optimizer_of_all_of_the_models_parameters_is_refused(told: Any) -> N
         assert "this SGD was made before the Pipeline" in sharded[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -> None:
-    for rank in told:
+def test_a_loop_cannot_set_replicas_apart_without_a_word(told_others: Any, kind: str) -> None:
+    for rank in told_others:
         said = {name: rank["set_apart"][f"{name} {kind}"] for name in ("trained", "scales", "exchanged", "targets")}
         for name in ("trained", "exchanged"):
             assert said[name][0] in ("UsageError", "PeerFailure")
@@ -838,9 +857,10 @@ def test_a_loop_cannot_set_replicas_apart_without_a_word(told: Any, kind: str) -
         assert rank["set_apart"][f"then {kind}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_that_drift_apart_are_noticed_in_the_next_step(told: Any, kind: str) -> None:
-    for rank in told:
+def test_values_that_drift_apart_are_noticed_in_the_next_step(told_others: Any, kind: str) -> None:
+    for rank in told_others:
         names = ("loaded", "stepped", "scaled", "hooked", "again", "elsewhere")
         loaded, stepped, scaled, hooked, again, elsewhere = (rank["set_apart"][f"{name} {kind}"] for name in names)
         assert elsewhere[0] == "ModelError"
@@ -858,10 +878,11 @@ def test_values_that_drift_apart_are_noticed_in_the_next_step(told: Any, kind: s
             assert "are spread or sharded already" in again[1]
 
 
-def test_a_policy_of_precision_counts_for_a_single_replica_too(told: Any) -> None:
+@pytest.mark.slow
+def test_a_policy_of_precision_counts_for_a_single_replica_too(told_others: Any) -> None:
     modules = stages()
     loss, _ = plain(modules, *batch(), F.mse_loss, ROW_SHARES)
-    for rank in told:
+    for rank in told_others:
         computed, dtypes, losses = rank["one_replica_in_low_precision"]
         assert computed == {torch.bfloat16}
         assert dtypes == {torch.float32}
@@ -874,8 +895,9 @@ def test_a_failed_step_keeps_the_gradients_of_earlier_ones(told: Any) -> None:
         assert rank["a_failed_step_keeps_what_was_added_before"] == [("PeerFailure", True)] * 4
 
 
-def test_what_cannot_work_is_refused_by_name(told: Any) -> None:
-    for place, rank in enumerate(told):
+@pytest.mark.slow
+def test_what_cannot_work_is_refused_by_name(told_others: Any) -> None:
+    for place, rank in enumerate(told_others):
         counts, kinds, mixed, tied, turned, product, rest, sparse = rank["refused"]
         assert counts[0] == kinds[0] == product[0] == rest[0] == "UsageError"
         assert "microbatches: replica 1 has 5, replica 0 has 4" in counts[1]
@@ -892,8 +914,9 @@ def test_what_cannot_work_is_refused_by_name(told: Any) -> None:
         assert "the gradient of 0.0.weight is sparse" in sparse[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["1f1b", "zb-v"])
-def test_mixed_precision_computes_low_and_adds_up_high(told: Any, family: str) -> None:
+def test_mixed_precision_computes_low_and_adds_up_high(told_others: Any, family: str) -> None:
     x, y = batch()
     modules = stages(2 if family == "1f1b" else 4)
     loss, wanted = plain(modules, x, y, F.mse_loss, ROW_SHARES)
@@ -910,10 +933,10 @@ def test_mixed_precision_computes_low_and_adds_up_high(told: Any, family: str) -
         for name, parameter in nn.ModuleList(modules).named_parameters():
             total[name] = total.get(name, 0.0) + parameter.grad.float()
             parameter.grad = None
-    found = by_name(told, lambda rank: rank["low_precision"][family][1])
+    found = by_name(told_others, lambda rank: rank["low_precision"][family][1])
     close(found, total, 1e-6)  # what is added up in bfloat16 is off by 1e-3 and more
     assert any(not torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in exact.items())
-    for rank in told:
+    for rank in told_others:
         assert rank["low_precision"][family][2] == {torch.float32}
         torch.testing.assert_close(rank["low_precision"][family][0], loss, rtol=0.02, atol=0.02)
 
@@ -936,8 +959,9 @@ def test_replicas_need_a_mesh() -> None:
         penstock.Pipeline(stages(2), microbatches=2, loss_fn=F.mse_loss, parallel_options=options)
 
 
-def test_all_replicas_cut_by_the_times_of_the_first(told: Any) -> None:
-    cuts = [rank["measured"] for rank in told]
+@pytest.mark.slow
+def test_all_replicas_cut_by_the_times_of_the_first(told_others: Any) -> None:
+    cuts = [rank["measured"] for rank in told_others]
     assert cuts == [cuts[0]] * 4
     assert cuts[0][0] < cuts[0][1]
 

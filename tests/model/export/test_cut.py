@@ -62,7 +62,7 @@ def check_equal(split: Split, model: nn.Module, plain: nn.Module, batch: tuple[A
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    mostly_slow(itertools.product(MODELS, (2, 4)), ("unet", 4), ("tied", 4), ("dropout", 2), ("in place", 4)),
+    mostly_slow(itertools.product(MODELS, (2, 4)), ("unet", 4), ("tied", 4), ("dropout", 2)),
 )
 def test_outputs_gradients_and_buffers_are_those_of_the_plain_model_over_two_steps(name: str, stages: int) -> None:
     model, batch = make(name)
@@ -290,6 +290,7 @@ def test_bad_requests_are_named(words: str, request_: dict[str, Any]) -> None:
     assert re.search(words, refused(Trunk(), **request_))
 
 
+@pytest.mark.slow
 def test_a_buffer_that_changes_is_never_on_two_stages() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

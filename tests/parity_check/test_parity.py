@@ -15,9 +15,9 @@ from penstock import CutOptions
 from penstock.errors import ParityError
 from penstock.parity_check.parity import Parity
 from penstock.parity_check.uncut import near
-from penstock.runtime.engine.ranks import Clock
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.loss.shares import BatchShares
+from penstock.runtime.state.randomness import Clock
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
 FAMILIES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2, "looped-bfs": 2}

@@ -22,9 +22,10 @@ from penstock.gpipe.graph_nodes import Outputs, Stages
 from penstock.model.split import Split
 from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.batch.microbatch import Batch, count_for, merge, split_batch
-from penstock.runtime.engine.ranks import Clock, LocalRanks
+from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.report import StepInput
 from penstock.runtime.loss.shares import Shares
+from penstock.runtime.state.randomness import Clock
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
 from penstock.schedule.gather import gather

@@ -21,8 +21,8 @@ from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.group.agreement import agree
 from penstock.group.facts import compared
 from penstock.messages.collective import all_gather
-from penstock.runtime.engine.ranks import Clock
 from penstock.runtime.engine.recorder import host_name, offsets
+from penstock.runtime.state.randomness import Clock
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.base import calling
 from penstock.runtime.transport.failure.interrupts import CTRL_C

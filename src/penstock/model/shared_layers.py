@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,11 @@ class SharedState:
         ]
         self._names = names
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    @classmethod
+    def of(cls, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> Self | None:
+        """That of one stage; None where it shares no layer."""
+        state = cls(index, modules, names)
+        return state if state._found else None
 
     def kept(self, run: Callable[[], Any]) -> Any:
         """What `run` returns, if it leaves all of that as it is."""

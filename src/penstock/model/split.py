@@ -92,7 +92,7 @@ class ModulePart:
                 for name, value in kwargs.items()
                 if (self.takes is None or name in self.takes) and name not in filled
             }
-        if self.shared:
+        if self.shared is not None:
             result = self.shared.kept(lambda: self.module(*inputs, **kwargs))
         else:
             result = self.module(*inputs, **kwargs)
@@ -256,7 +256,7 @@ def split_model(
             copied=[model] if isinstance(model, nn.Sequential) else (),
             spread=spread,
             entrances=entrances,
-            shared=SharedState(index, modules, names[index]),
+            shared=SharedState.of(index, modules, names[index]),
         )
         for index, module in enumerate(modules)
     )

@@ -72,6 +72,7 @@ class Batches:
         self._by_tokens = options.split
         self._least = least  # microbatches, where their number follows from the batch
         self._plan: LengthPlan | None = None  # for the batch that runs
+        self._checked_calls: set[tuple[str, int, bool]] = set()  # name, positional arguments, with a target
         self._checked_keywords: set[frozenset[str]] = set()
         self._checked_loss_kwargs: set[frozenset[str]] = set()
         self._passed: set[str | int] = set()  # labels of `dims` that some call has had
@@ -304,7 +305,11 @@ class Batches:
         if call.training or call.target is not None or loss_kwargs:  # else there is no loss: predict()
             self._check_loss_kwargs(loss_kwargs)
         needs = self.loss_fn if call.training and self.deployment.ranks.last() is not None else None
-        check_call(call.name, self._forward, args, call.target, needs)
+        shape = (call.name, len(args), call.target is not None)
+        without_target = needs is not None and call.target is None
+        if shape not in self._checked_calls or without_target or any(isinstance(each, Mapping) for each in args):
+            check_call(call.name, self._forward, args, call.target, needs)
+            self._checked_calls.add(shape)
 
     def _check_loss_kwargs(self, loss_kwargs: Mapping[str, Any]) -> None:
         if self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:

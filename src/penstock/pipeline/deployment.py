@@ -10,8 +10,9 @@ from penstock.group.world import World
 from penstock.model.split import Holding, Split
 from penstock.optim.tied import TiedParameters
 from penstock.pipeline.programs import Programs
-from penstock.runtime.engine.ranks import Clock, LocalRanks
+from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.replication import Alone
+from penstock.runtime.state.randomness import Clock
 from penstock.schedule import Placement, Schedule
 
 __all__ = ["Deployment"]

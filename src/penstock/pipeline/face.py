@@ -39,13 +39,14 @@ from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.executor import Handler
 from penstock.runtime.engine.foreign_leaves import watch_leaves
-from penstock.runtime.engine.ranks import Clock, LocalRanks
+from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.recorder import Begun, Recorder
 from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import StepReport
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.module import loss_holding
 from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
+from penstock.runtime.state.randomness import Clock
 from penstock.schedule import Op, Schedule, Timeline, Topology, align
 from penstock.schedule.timeline import peaks
 

@@ -21,7 +21,7 @@ from penstock.runtime.engine.report import StepInput, StepReport
 from penstock.runtime.engine.stage import LossOf, Stage, StageInput
 from penstock.runtime.engine.whole_batch import WholeBatch
 from penstock.runtime.loss.losses import own_loss, with_graph
-from penstock.runtime.loss.seeds import Seeds, sum_in_order
+from penstock.runtime.loss.shares import Seeds, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
 from penstock.schedule import Op

@@ -150,7 +150,8 @@ class Executor:
         self._part = None
         self._ready = False
         self._running = True
-        self.context._begin()
+        if self.handlers:
+            self.context._begin()
         failure: PeerFailure | None = None
         own: BaseException | None = None
         try:
@@ -169,7 +170,9 @@ class Executor:
                 raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
             CTRL_C.held = True
             self.transport.flush()
-            CTRL_C.release()
+            CTRL_C.held = False
+            if CTRL_C.since:
+                CTRL_C.look()
             self.report.ended = perf_counter()
             computations.join_outputs()
             computations.sum_losses()

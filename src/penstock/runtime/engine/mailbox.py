@@ -92,7 +92,9 @@ class Mailbox:
         CTRL_C.held = True
         self.pending[channel, microbatch] = None
         self._transport.post(channel, microbatch)
-        CTRL_C.release()
+        CTRL_C.held = False
+        if CTRL_C.since:
+            CTRL_C.look()
 
     def send(self, channel: int, microbatch: int) -> None:
         """SEND: what was put up for this message leaves."""
@@ -104,7 +106,9 @@ class Mailbox:
         CTRL_C.held = True
         self._transport.send(channel, microbatch, self._out[key])
         del self._out[key]
-        CTRL_C.release()
+        CTRL_C.held = False
+        if CTRL_C.since:
+            CTRL_C.look()
 
     def owes(self, channel: int, microbatch: int) -> bool:
         """Whether what was put up for this message has yet to leave."""
@@ -127,7 +131,9 @@ class Mailbox:
         finally:
             if came:  # also where what came is a failure, it has come
                 self.pending.pop(key, None)
-            CTRL_C.release()
+            CTRL_C.held = False
+            if CTRL_C.since:
+                CTRL_C.look()
 
     # -- forward
 

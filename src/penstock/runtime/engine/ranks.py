@@ -32,35 +32,17 @@ from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.report import Refused
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.state.ownership import own_by_hook
-from penstock.runtime.state.randomness import Room, Turns, held, seed_generators, seed_of, unit_stream
+from penstock.runtime.state.randomness import Clock, Room, Turns, held, seeded, unit_stream
 from penstock.runtime.state.transaction import Transaction, modules_of
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.base import whole_again
 from penstock.runtime.transport.failure.compiling import may_compile
 from penstock.schedule import Placement, Schedule
 
-__all__ = ["Clock", "LocalRanks"]
+__all__ = ["LocalRanks"]
 
 ROOM = Room()  # torch has one generator in a process, so there is one of these
 GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
-
-
-class Clock:
-    """Which step it is, for the random numbers; evaluation has a count of its own."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.step = 0
-        self.evaluations = 0
-        self.training = True
-        self.first = 0  # the number of this replica's first microbatch among those of all
-
-    def seed_for(self, microbatch: int, stage: int) -> int:
-        """The seed of one compute of the step that runs now."""
-        microbatch += self.first
-        if self.training:
-            return seed_of(self.seed, self.step, microbatch, stage)
-        return seed_of(~self.seed, self.evaluations, microbatch, stage)
 
 
 class LocalRanks:
@@ -128,21 +110,10 @@ class LocalRanks:
         return after
 
     def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
-        clock, stage = self.clock, part.stream
         part.around = unit_stream
         if self._takes_turns:
-            return self.turns.of(part.index, stage, part.module, device)
-
-        on_cpu = device is None or device.type != "cuda"
-        seed: Callable[[int], object] = (
-            torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
-        )
-
-        def seeded(kind: str, microbatch: int) -> None:
-            if kind == "F":
-                seed(clock.seed_for(microbatch, stage))
-
-        return seeded
+            return self.turns.of(part.index, part.stream, part.module, device)
+        return seeded(self.clock, part.stream, device)
 
     @contextmanager
     def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:

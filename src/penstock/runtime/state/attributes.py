@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError
 from penstock.runtime.state.attribute_changes import ABSENT, Box, Deep, Drawn, Key, Look, ModuleSeen, is_trained
-from penstock.runtime.state.buffers import SMALL_BYTES, version_of
-from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.buffers import SMALL_BYTES
+from penstock.runtime.state.memory import copy_like, version_of
 
 __all__ = ["Attributes", "Seen"]
 
@@ -57,16 +57,12 @@ class Attributes(Look):
         self._written: dict[Key, bool] = {}  # whether the tensors there are written to in place, once a forward told
         self._untold: list[tuple[Key, _Tensor]] = []
         self._copying = True
-
-    @property
-    def in_use(self) -> bool:
-        """Whether any forward of this stage was looked at: where nothing is recomputed, none is."""
-        return bool(self._last)
+        self.in_use = False  # whether any forward of this stage was looked at: where nothing is recomputed, none is
 
     def before(self) -> Seen:
         """Ahead of a forward that will run again: what the attributes are."""
         running = getattr(self._module, "running_modules", self._module.modules)
-        self._untold, self._copying = [], True
+        self._untold, self._copying, self.in_use = [], True, True
         tables = {id(vars(module)): vars(module) for module in running()}
         return self.look(tables)
 

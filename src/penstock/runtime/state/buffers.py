@@ -18,16 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.memory import copy_like, version_of
 
-__all__ = ["SMALL_BYTES", "Buffers", "Key", "Then", "version_of"]
+__all__ = ["SMALL_BYTES", "Buffers", "Key", "Then"]
 
 SMALL_BYTES = 64 * 1024  # up to here a copy is kept, whether or not the buffer is known to change
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode do not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class Then(NamedTuple):

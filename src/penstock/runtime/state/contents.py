@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.model.placeholders import is_away
-from penstock.runtime.state.buffers import version_of
-from penstock.runtime.state.memory import elements_in
+from penstock.runtime.state.memory import elements_in, version_of
 
 __all__ = ["LARGE_BYTES", "Contents"]
 

@@ -33,9 +33,15 @@ __all__ = [
     "regions",
     "same_bits",
     "storage_of",
+    "version_of",
 ]
 
 LINE = 64  # bytes: a cache line, the widest alignment that kernels ask for; what torch allocates starts at one
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def phase_of(tensor: Tensor) -> int:

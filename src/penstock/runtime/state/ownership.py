@@ -38,8 +38,15 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelError, RunError
-from penstock.runtime.state.buffers import version_of
-from penstock.runtime.state.memory import copies, copy_like, is_plain, more_than_numbers, same_bits, storage_of
+from penstock.runtime.state.memory import (
+    copies,
+    copy_like,
+    is_plain,
+    more_than_numbers,
+    same_bits,
+    storage_of,
+    version_of,
+)
 
 __all__ = [
     "FreshGradients",

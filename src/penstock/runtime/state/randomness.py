@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.model.replay.recording.undo import random_state, restore_random
 
-__all__ = ["Room", "Turns", "held", "randomness", "seed_of", "unit_stream"]
+__all__ = ["Clock", "Room", "Turns", "held", "randomness", "seed_of", "seeded", "unit_stream"]
 
 _MASK = 2**64 - 1
 RESTING = 0  # the seed of the generator while nothing draws; `seed_of` never gives it
@@ -200,6 +200,38 @@ class Room:
         if moved:
             self._at_rest = False
         return moved
+
+
+class Clock:
+    """Which step it is, for the random numbers; evaluation has a count of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.step = 0
+        self.evaluations = 0
+        self.training = True
+        self.first = 0  # the number of this replica's first microbatch among those of all
+
+    def seed_for(self, microbatch: int, stage: int) -> int:
+        """The seed of one compute of the step that runs now."""
+        microbatch += self.first
+        if self.training:
+            return seed_of(self.seed, self.step, microbatch, stage)
+        return seed_of(~self.seed, self.evaluations, microbatch, stage)
+
+
+def seeded(clock: Clock, stream: int, device: torch.device | None) -> Callable[[str, int], None]:
+    """`turn(kind, microbatch)` for the computes of a stage on a rank that has the process's generator to itself."""
+    on_cpu = device is None or device.type != "cuda"
+    seed: Callable[[int], object] = (
+        torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
+    )
+
+    def turn(kind: str, microbatch: int) -> None:
+        if kind == "F":
+            seed(clock.seed_for(microbatch, stream))
+
+    return turn
 
 
 class Turns:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,9 @@ from torch import Tensor, nn
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.model.placeholders import is_away
 from penstock.runtime.state.attribute_changes import Deep, Key, Look, ModuleSeen, is_trained
-from penstock.runtime.state.buffers import version_of
 from penstock.runtime.state.contents import Contents
-
-if TYPE_CHECKING:
-    from penstock.runtime.engine.ranks import Clock
+from penstock.runtime.state.memory import version_of
+from penstock.runtime.state.randomness import Clock
 
 __all__ = ["Transaction", "modules_of"]
 

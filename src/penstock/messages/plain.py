@@ -43,7 +43,7 @@ class NotPlainError(ValueError):
 
 def dumps(value: Any, place: str = "the value") -> bytes:
     """A message for another rank."""
-    return json.dumps(_Encoder(None).walk(value, place, 0), separators=(",", ":")).encode()
+    return json.dumps(encode(value, None, place), separators=(",", ":")).encode()
 
 
 def loads(content: bytes) -> Any:
@@ -51,11 +51,15 @@ def loads(content: bytes) -> Any:
     if len(content) > LONGEST:
         raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {LONGEST}")
     try:
-        return decode(json.loads(content), _no_tensor)
+        return json.loads(content, object_hook=_message_part)
     except NotPlainError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         raise NotPlainError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _message_part(entries: dict[str, Any]) -> Any:
+    return _made(entries, _no_tensor)
 
 
 def _no_tensor(name: str) -> Tensor:
@@ -94,16 +98,6 @@ def record(kind: type, *, write: Callable[[Any], dict[str, Any]] | None = None, 
     _NAMES[kind] = kind.__name__
 
 
-def _read_record(name: str, entries: Any, tensor: Callable[[str], Tensor]) -> Any:
-    kind, fields, _, make = _RECORDS[name]
-    values = {key: decode(entry, tensor) for key, entry in entries.items()}
-    for key, value in values.items():
-        fits = key in fields and isinstance(value, fields[key])
-        if not fits and not (type(value) is int and isinstance(0.0, fields.get(key, ()))):
-            raise NotPlainError(f"a {kind.__name__} whose {key[:40]!r} is a {type(value).__name__}")
-    return make(**values)
-
-
 _WHOLE = int | None
 _TEXT = str | None
 
@@ -139,87 +133,112 @@ record(
 # -- writing
 
 
-def encode(value: Any, set_aside: SetAside, place: str) -> Any:
+class _Unfit(Exception):
+    """A value that has no plain form, on its way out of the containers around it."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+        self.steps: list[str] = []  # from the outermost container to the value; "{}" is the place of the container
+
+    def inside(self, step: str) -> _Unfit:
+        self.steps.insert(0, step)
+        return self
+
+    def sentence(self, place: str) -> str:
+        """What is wrong, with the place of the value as the user knows it."""
+        for step in self.steps:
+            place = step.replace("{}", place, 1)
+        return f"{place}{self.why}"
+
+
+def encode(value: Any, set_aside: SetAside | None, place: str) -> Any:
     """JSON for a value; `set_aside` takes each tensor and names it. `place` is how the user knows the value."""
-    return _Encoder(set_aside).walk(value, place, 0)
+    try:
+        return _encoded(value, set_aside, 0)
+    except _Unfit as unfit:
+        raise UsageError(unfit.sentence(place)) from None
 
 
-class _Encoder:
-    def __init__(self, set_aside: SetAside | None) -> None:
-        self._set_aside = set_aside
+def _encoded(value: Any, set_aside: SetAside | None, depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is int or kind is str:
+        return value
+    if kind is float and math.isfinite(value):
+        return value
+    if depth > DEEPEST:
+        raise _Unfit(f": nested deeper than {DEEPEST} levels, or holds itself; save something flatter")
+    if kind in _NAMES and set_aside is None:
+        name = _NAMES[kind]
+        fields = {}
+        for key, entry in _RECORDS[name].write(value).items():
+            try:
+                fields[key] = _encoded(entry, None, depth + 1)
+            except _Unfit as unfit:
+                raise unfit.inside(f"{{}}.{key}") from None
+        return {f"${name}": fields}
+    if isinstance(value, Action):  # before tuples: it is one
+        return {"$action": str(value)}
+    if isinstance(value, Mapping):
+        return _encoded_mapping(value, set_aside, depth + 1)
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return _encoded_other(value, set_aside)
+    entries = []
+    for number, entry in enumerate(value):
+        try:
+            entries.append(_encoded(entry, set_aside, depth + 1))
+        except _Unfit as unfit:
+            raise unfit.inside(f"{{}}[{number}]") from None
+    if isinstance(value, list):
+        return entries
+    return {"$tuple" if isinstance(value, tuple) else "$set" if isinstance(value, set) else "$frozenset": entries}
 
-    def walk(self, value: Any, place: str, depth: int) -> Any:
-        if depth > DEEPEST:
-            raise UsageError(f"{place}: nested deeper than {DEEPEST} levels, or holds itself; save something flatter")
-        if value is None or isinstance(value, (bool, str)):
-            return value if value is None or type(value) in (bool, str) else str(value)
-        if isinstance(value, int):
-            return int(value)
-        if isinstance(value, float):
-            return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-        if isinstance(value, Tensor):
-            return self._tensor(value, place)
-        if type(value) in _NAMES and self._set_aside is None:
-            name = _NAMES[type(value)]
-            fields = _RECORDS[name].write(value).items()
-            return {f"${name}": {key: self.walk(entry, f"{place}.{key}", depth + 1) for key, entry in fields}}
-        if isinstance(value, Action):  # before tuples: it is one
-            return {"$action": str(value)}
-        if isinstance(value, Mapping):
-            return self._mapping(value, place, depth + 1)
-        if isinstance(value, (list, tuple, set, frozenset)):
-            return self._sequence(value, place, depth + 1)
-        return self._other(value, place)
 
-    def _tensor(self, value: Tensor, place: str) -> Any:
-        if isinstance(value, DTensor):
-            raise UsageError(
-                f"{place} is a DTensor; only parameters and optimizer state may be sharded: save value.full_tensor()"
-            )
-        if self._set_aside is None:
-            raise UsageError(f"{place} is a tensor; what ranks tell each other are numbers: pass value.tolist()")
-        return {TENSOR: self._set_aside(value)}
+def _encoded_mapping(value: Mapping[Any, Any], set_aside: SetAside | None, depth: int) -> Any:
+    counts = isinstance(value, Counter)
+    by_name = not counts and all(type(key) is str and not key.startswith("$") for key in value)
+    pairs: list[Any] = []
+    for key, entry in value.items():
+        step = "a key of {}"
+        try:
+            name = key if by_name else _encoded(key, set_aside, depth)
+            step = f"{{}}[{key!r}]"
+            pairs.append([name, _encoded(entry, set_aside, depth)])
+        except _Unfit as unfit:
+            raise unfit.inside(step) from None
+    return dict(pairs) if by_name else {"$counter" if counts else "$dict": pairs}
 
-    def _mapping(self, value: Mapping[Any, Any], place: str, depth: int) -> Any:
-        if isinstance(value, Counter):
-            return {"$counter": self._pairs(value, place, depth)}
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.walk(entry, f"{place}[{key!r}]", depth) for key, entry in value.items()}
-        return {"$dict": self._pairs(value, place, depth)}
 
-    def _pairs(self, value: Mapping[Any, Any], place: str, depth: int) -> list[Any]:
-        return [
-            [self.walk(key, f"a key of {place}", depth), self.walk(entry, f"{place}[{key!r}]", depth)]
-            for key, entry in value.items()
-        ]
-
-    def _sequence(self, value: Any, place: str, depth: int) -> Any:
-        entries = [self.walk(entry, f"{place}[{number}]", depth) for number, entry in enumerate(value)]
-        if isinstance(value, list):
-            return entries
-        kinds = {"$tuple": tuple, "$frozenset": frozenset, "$set": set}
-        return {next(mark for mark, kind in kinds.items() if isinstance(value, kind)): entries}
-
-    def _other(self, value: Any, place: str) -> Any:
-        if isinstance(value, complex):
-            return {"$complex": [self.walk(value.real, place, 0), self.walk(value.imag, place, 0)]}
-        if isinstance(value, (bytes, bytearray)):
-            return {"$bytes": base64.b64encode(value).decode()}
-        if isinstance(value, torch.dtype):
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return {"$device": str(value)}
-        if isinstance(value, Path) and self._set_aside is None:
-            return {"$path": str(value)}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
-            return self.walk(value.item(), place, 0)
-        if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and self._set_aside:
-            return {"$array": self._set_aside(torch.from_numpy(value.copy()))}
-        raise UsageError(
-            f"{place} is a {type(value).__module__}.{type(value).__qualname__}; only plain values (numbers, text, "
-            f"lists, dicts) and tensors are saved, so that loading runs no code: save its state_dict() or fields"
-        )
+def _encoded_other(value: Any, set_aside: SetAside | None) -> Any:
+    """What is no container."""
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, (str, int)):  # of a type of its own
+        return str(value) if isinstance(value, str) else int(value)
+    if isinstance(value, DTensor):
+        raise _Unfit(" is a DTensor; only parameters and optimizer state may be sharded: save value.full_tensor()")
+    if isinstance(value, Tensor):
+        if set_aside is None:
+            raise _Unfit(" is a tensor; what ranks tell each other are numbers: pass value.tolist()")
+        return {TENSOR: set_aside(value)}
+    if isinstance(value, complex):
+        return {"$complex": [_encoded_other(value.real, None), _encoded_other(value.imag, None)]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
+    if isinstance(value, Path) and set_aside is None:
+        return {"$path": str(value)}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
+        return _encoded(value.item(), set_aside, 0)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and set_aside:
+        return {"$array": set_aside(torch.from_numpy(value.copy()))}
+    raise _Unfit(
+        f" is a {type(value).__module__}.{type(value).__qualname__}; only plain values (numbers, text, lists, dicts) "
+        f"and tensors are saved, so that loading runs no code: save its state_dict() or fields"
+    )
 
 
 # -- reading
@@ -229,51 +248,64 @@ def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
     """The value that `encode` was given; `tensor` finds what was set aside."""
     if isinstance(document, list):
         return [decode(entry, tensor) for entry in document]
-    if not isinstance(document, dict):
-        return document
-    mark = next(iter(document), "")
-    if len(document) != 1 or not mark.startswith("$"):
-        return {key: decode(entry, tensor) for key, entry in document.items()}
-    if mark in _MARKS:
-        return _MARKS[mark](document[mark], tensor)
+    if isinstance(document, dict):
+        return _made({key: decode(entry, tensor) for key, entry in document.items()}, tensor)
+    return document
+
+
+def _made(entries: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
+    """What an object stands for, whose entries stand for themselves by now."""
+    mark = next(iter(entries), "")
+    if len(entries) != 1 or not mark.startswith("$"):
+        return entries
+    content = entries[mark]
+    if mark in _MAKERS:
+        return _MAKERS[mark](content)
     if mark[1:] in _RECORDS:
-        return _read_record(mark[1:], document[mark], tensor)
+        return _read_record(mark[1:], content)
+    if mark == TENSOR:
+        return tensor(content)
+    if mark == "$array":
+        return tensor(content).numpy()
     raise NotPlainError(f"a value of kind {mark[:40]!r}, which this Penstock does not know")
 
 
-def _pairs(entries: Any, tensor: Callable[[str], Tensor]) -> dict[Any, Any]:
-    return {decode(key, tensor): decode(entry, tensor) for key, entry in entries}
+def _read_record(name: str, values: dict[str, Any]) -> Any:
+    kind, fields, _, make = _RECORDS[name]
+    for key, value in values.items():
+        fits = key in fields and isinstance(value, fields[key])
+        if not fits and not (type(value) is int and isinstance(0.0, fields.get(key, ()))):
+            raise NotPlainError(f"a {kind.__name__} whose {key[:40]!r} is a {type(value).__name__}")
+    return make(**values)
 
 
-def _dtype(name: str, _: Any) -> torch.dtype:
+def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise NotPlainError(f"the dtype {name!r}, which torch does not have")
     return found
 
 
-def _device(name: str, _: Any) -> torch.device:
+def _device(name: str) -> torch.device:
     try:
         return torch.device(str(name))
     except RuntimeError as error:
         raise NotPlainError(f"the device {str(name)[:40]!r}, which torch does not have") from error
 
 
-_MARKS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
-    TENSOR: lambda name, tensor: tensor(name),
-    "$array": lambda name, tensor: tensor(name).numpy(),
-    "$float": lambda text, _: float(text),
-    "$complex": lambda parts, tensor: complex(*(decode(part, tensor) for part in parts)),
-    "$tuple": lambda entries, tensor: tuple(decode(entry, tensor) for entry in entries),
-    "$set": lambda entries, tensor: {decode(entry, tensor) for entry in entries},
-    "$frozenset": lambda entries, tensor: frozenset(decode(entry, tensor) for entry in entries),
-    "$dict": lambda entries, tensor: _pairs(entries, tensor),
-    "$counter": lambda entries, tensor: Counter(_pairs(entries, tensor)),
-    "$bytes": lambda text, _: base64.b64decode(text),
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$complex": lambda parts: complex(*parts),
+    "$tuple": tuple,
+    "$set": set,
+    "$frozenset": frozenset,
+    "$dict": dict,
+    "$counter": lambda pairs: Counter(dict(pairs)),
+    "$bytes": base64.b64decode,
     "$dtype": _dtype,
     "$device": _device,
-    "$path": lambda text, _: Path(text),
-    "$action": lambda text, _: parse(text),
+    "$path": Path,
+    "$action": parse,
 }
 
 

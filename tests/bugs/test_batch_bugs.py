@@ -21,7 +21,7 @@ from penstock.schedule import Op, build, lower
 
 
 def test_the_last_stage_may_return_a_dict() -> None:
-    """CT-20: the note said "anything", the check refused dicts."""
+    """The note said "anything", the check refused dicts."""
 
     class Named(nn.Linear):
         def forward(self, input: Tensor) -> Any:
@@ -33,14 +33,14 @@ def test_the_last_stage_may_return_a_dict() -> None:
 
 
 def test_three_rows_for_four_microbatches_is_one_clear_error() -> None:
-    """CT-19: ValueError on one rank, AssertionError on the other."""
+    """ValueError on one rank, AssertionError on the other."""
     x, y = batch(3)
     with pytest.raises(ModelError, match="3 rows, fewer than the 4 microbatches; pass a larger batch or at most"):
         pipeline().step(x, target=y)
 
 
 def test_evaluation_runs_on_a_v_without_a_target_and_with_other_shapes() -> None:
-    """CT-33, CT-35, C0-25: a crash on the V schedules, a TypeError without a target, wrong rows for shorter inputs."""
+    """A crash on the V schedules, a TypeError without a target, wrong rows for shorter inputs."""
     pipe, (x, y) = pipeline(schedule="zb-v"), batch()
     pipe.step(x, target=y)
     model = nn.Sequential(*pipe.deployment.ranks.modules().values())
@@ -50,7 +50,7 @@ def test_evaluation_runs_on_a_v_without_a_target_and_with_other_shapes() -> None
 
 
 def test_a_batch_may_be_along_the_last_dimension() -> None:
-    """CH-6: -1 meant "do not split", and a keyword that was missing in the spec was a KeyError."""
+    """-1 meant "do not split", and a keyword that was missing in the spec was a KeyError."""
 
     class Columns(nn.Linear):
         def forward(self, input: Tensor, shift: Any = 0) -> Tensor:
@@ -66,7 +66,7 @@ def test_a_batch_may_be_along_the_last_dimension() -> None:
 
 
 def test_microbatches_do_not_share_a_dict() -> None:
-    """C0-21, CD-5: `[{}] * n`, one object for all microbatches; a default list that grew from call to call."""
+    """`[{}] * n`, one object for all microbatches; a default list that grew from call to call."""
 
     class Marks(nn.Linear):
         def forward(self, input: Tensor, notes: dict[str, Any] | None = None) -> Tensor:
@@ -84,7 +84,7 @@ def test_microbatches_do_not_share_a_dict() -> None:
 
 
 def test_integers_cross_a_boundary_and_one_rank_needs_no_wire() -> None:
-    """CD-4, C0-22, C1-9: received tensors all required gradients, in float32; a lone rank sent to itself."""
+    """Received tensors all required gradients, in float32; a lone rank sent to itself."""
 
     class Ids(nn.Module):
         def __init__(self) -> None:
@@ -110,14 +110,14 @@ def test_integers_cross_a_boundary_and_one_rank_needs_no_wire() -> None:
 
 
 def test_a_rank_may_own_any_stages_in_any_order() -> None:
-    """C3-15, C3-16: the own rank was guessed from the first stage's number, and a rank ran another one's list."""
+    """The own rank was guessed from the first stage's number, and a rank ran another one's list."""
     order = build("zb-v", 2, 4)
     assert order.placement.stages_of(0) == (0, 3)
     check(pipeline(schedule=order))
 
 
 def test_the_reduction_of_gradients_comes_after_the_last_backward_in_time() -> None:
-    """C0-20, C3-4: it hung on the number of the last microbatch, which runs first where the order is reversed."""
+    """It hung on the number of the last microbatch, which runs first where the order is reversed."""
     pipe, (x, y) = pipeline(schedule=lower(build("looped-bfs", 2, 4), reduce=True)), batch()
     log: list[tuple[Op, int]] = []
     for op in (Op.B, Op.REDUCE_GRAD):
@@ -129,7 +129,7 @@ def test_the_reduction_of_gradients_comes_after_the_last_backward_in_time() -> N
 
 
 def test_a_skip_works_under_1f1b() -> None:
-    """C0-16: the operations were sorted against deadlock with skips, and 1F1B used the unsorted list."""
+    """The operations were sorted against deadlock with skips, and 1F1B used the unsorted list."""
 
     class Fork(nn.Linear):
         def forward(self, input: Tensor) -> Any:
@@ -161,7 +161,7 @@ def test_a_layer_that_is_used_twice_is_not_lost() -> None:
 
 
 def test_an_evaluation_before_training_does_not_teach_that_dropout_draws_nothing() -> None:
-    """CT-38, ours: "does not draw" was remembered by stage number for all pipelines and modes of the process."""
+    """That a stage does not draw was remembered by stage number for all pipelines and modes of the process."""
     x = torch.randn(8, WIDTH)
     for _ in range(2):
         torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """What went wrong in wrappers around a model (C2: slides of a GPipe library, CG: torchgpipe), told as tests of GPipe.
 
-Others of the list stand next to what they are about: tests/gpipe (C2-1, C2-3, C2-7, C2-12, CG-2, CG-5) and
-tests/runtime/state/test_batch_norm.py (CG-1, CG-3).
+Others stand next to what they are about: tests/gpipe and
+tests/runtime/state/test_batch_norm.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def live_tensors() -> int:
 
 
 def test_the_loss_is_the_users_and_every_graph_ends_with_its_backward() -> None:
-    """C2-2: the loop had no target, all microbatches took one path, and the graphs of all of them stayed alive."""
+    """The loop had no target, all microbatches took one path, and the graphs of all of them stayed alive."""
     pipe = penstock.GPipe(layers(), balance=[2, 2, 2], chunks=4)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     losses, counts = [], []
@@ -41,7 +41,7 @@ def test_the_loss_is_the_users_and_every_graph_ends_with_its_backward() -> None:
 
 
 def test_the_backward_is_autograds_own() -> None:
-    """C2-4: `partition.backward()` does not exist on a module, and autograd never calls a method of that name."""
+    """`partition.backward()` does not exist on a module, and autograd never calls a method of that name."""
     called: list[str] = []
 
     class Layer(nn.Linear):
@@ -55,7 +55,7 @@ def test_the_backward_is_autograds_own() -> None:
 
 
 def test_what_crosses_is_the_tensor_and_the_output_is_attached() -> None:
-    """C2-5: the number that a receive returned took the tensor's place. C2-6: detached copies were kept while the
+    """The number that a receive returned took the tensor's place. Detached copies were kept while the
     undetached tensor went on, so their gradients were None; the output was detached, and no loss reached the model."""
     seen: list[Tensor] = []
 
@@ -75,7 +75,7 @@ def test_what_crosses_is_the_tensor_and_the_output_is_attached() -> None:
 
 
 def test_variances_are_pooled_and_not_averaged() -> None:
-    """C2-8: the variances of parts were averaged, 0.73 where the whole has 6.04: what lies between means was lost."""
+    """The variances of parts were averaged, 0.73 where the whole has 6.04: what lies between means was lost."""
     x = torch.cat([torch.randn(50, 1) + shift for shift in (0.0, 5.0)])
     within = torch.stack([part.var() for part in x.chunk(2)]).mean()
     norm = nn.BatchNorm1d(1, momentum=1.0)
@@ -86,7 +86,7 @@ def test_variances_are_pooled_and_not_averaged() -> None:
 
 
 def test_side_information_is_cut_with_its_rows_and_one_layer_four_times_is_one_layer() -> None:
-    """C2-13: the dict of a batch of 32 went whole to each microbatch; one partition object stood for four."""
+    """The dict of a batch of 32 went whole to each microbatch; one partition object stood for four."""
 
     class Shifts(nn.Module):
         def __init__(self) -> None:
@@ -118,7 +118,7 @@ def test_side_information_is_cut_with_its_rows_and_one_layer_four_times_is_one_l
     ("sizes", "stages", "largest"), [([5] * 7 + [50], 2, 50), ([10] * 6 + [40, 10], 3, 50), ([3, 1, 1, 1, 1, 1], 2, 4)]
 )
 def test_the_heaviest_stage_is_as_light_as_can_be(sizes: list[int], stages: int, largest: int) -> None:
-    """CG-4: costs had their minimum taken off first, and [5]*7+[50] in two had a stage of 65 for 50."""
+    """Costs had their minimum taken off first, and [5]*7+[50] in two had a stage of 65 for 50."""
     model = nn.Sequential(*[nn.Linear(size, 1, bias=False) for size in sizes])
     balance = penstock.GPipe(model, balance=stages).balance
     assert balance is not None

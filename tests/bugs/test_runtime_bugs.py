@@ -22,7 +22,7 @@ from penstock.schedule import Op, Schedule, build, lower
 
 
 def test_two_steps_give_twice_the_gradient() -> None:
-    """CT-4: the accumulated `.grad` was divided after every step, so two steps gave 1.25 times the first's."""
+    """The accumulated `.grad` was divided after every step, so two steps gave 1.25 times the first's."""
     pipe, (x, y) = pipeline(), batch()
     pipe.step(x, target=y)
     once = gradients(pipe)
@@ -32,7 +32,7 @@ def test_two_steps_give_twice_the_gradient() -> None:
 
 
 def test_a_parameter_tied_between_two_stages_of_a_rank_is_not_scaled_twice() -> None:
-    """CT-5, CH-5: under a V, stages 0 and 3 share a rank; each of them divided the one gradient."""
+    """Under a V, stages 0 and 3 share a rank; each of them divided the one gradient."""
     stages: list[Any] = linears()
     stages[3].weight = stages[0].weight
     check(pipeline(stages, "zb-v"))
@@ -42,7 +42,7 @@ def test_a_parameter_tied_between_two_stages_of_a_rank_is_not_scaled_twice() -> 
 
 
 def test_an_evaluation_between_steps_neither_divides_nor_loses_gradients() -> None:
-    """CT-23, CT-31: eval() divided what was there by the number of microbatches, or set it to None."""
+    """`eval()` divided what was there by the number of microbatches, or set it to None."""
     pipe, (x, y) = pipeline(schedule="zb-v"), batch()
     pipe.step(x, target=y)
     pipe.evaluate(x, target=y)
@@ -51,7 +51,7 @@ def test_an_evaluation_between_steps_neither_divides_nor_loses_gradients() -> No
 
 @pytest.mark.parametrize("rows", [10, 9, 4])
 def test_a_batch_that_does_not_divide_is_weighed_by_its_rows(rows: int) -> None:
-    """CT-19, C0-14, C0-15: a crash, M times the gradient, or a mean of means."""
+    """A crash, M times the gradient, or a mean of means."""
     check(pipeline(), rows)
 
 
@@ -61,7 +61,7 @@ def test_a_share_of_a_third_is_a_third_in_double_precision() -> None:
 
 
 def test_a_microbatch_of_nothing_but_ignored_tokens_does_not_make_the_loss_nan() -> None:
-    """CT-37, and ours: its mean is nan, its share 0, and 0 * nan is nan."""
+    """Its mean is nan, its share 0, and 0 * nan is nan."""
     pipe = pipeline(
         loss_fn=F.cross_entropy, loss_options=LossOptions(weight=lambda y: (y != -100).sum()), microbatches=2
     )
@@ -76,7 +76,7 @@ def test_a_microbatch_of_nothing_but_ignored_tokens_does_not_make_the_loss_nan()
 
 
 def test_the_first_step_does_not_run_the_model_on_made_up_data() -> None:
-    """CT-3: shapes were found by running the model on uninitialised memory; BatchNorm kept what it saw there."""
+    """Shapes were found by running the model on uninitialised memory; BatchNorm kept what it saw there."""
 
     class Strict(nn.Module):
         def __init__(self) -> None:
@@ -98,7 +98,7 @@ def test_the_first_step_does_not_run_the_model_on_made_up_data() -> None:
 
 
 def test_a_failed_step_leaves_nothing_for_the_next() -> None:
-    """CT-21, C0-13: losses of the failed step were still in the list, and were read as the next step's."""
+    """Losses of the failed step were still in the list, and were read as the next step's."""
 
     class Fails(nn.Linear):
         fail = True
@@ -119,7 +119,7 @@ def test_a_failed_step_leaves_nothing_for_the_next() -> None:
 
 
 def test_losses_and_outputs_belong_to_their_microbatch_in_any_order() -> None:
-    """CT-22, CT-32, C0-12, CH-4: stored in the order they came, read by number; a legal order trained wrongly."""
+    """Stored in the order they came, read by number; a legal order trained wrongly."""
     order = Schedule.from_text("0F1 0F0 0F2 0B1 0B2 0B0\n1F1 1B1 1F0 1F2 1B2 1B0")
     pipe = pipeline(linears(2), order)
     x, y = batch(7)  # microbatches of 3, 2 and 2 rows: a seed of another microbatch would not even fit
@@ -133,7 +133,7 @@ def test_losses_and_outputs_belong_to_their_microbatch_in_any_order() -> None:
 
 
 def test_a_lowered_file_with_two_sends_swapped_is_refused() -> None:
-    """CT-24, CT-32: a file with transfers was run as it was; two swapped messages of one shape trained wrongly."""
+    """A file with transfers was run as it was; two swapped messages of one shape trained wrongly."""
     lowered = lower(build("gpipe", 2, 2))
     rows = [[action for action in row if action is not None] for row in lowered.rows]
     sends = [position for position, action in enumerate(rows[0]) if action.op is Op.SEND_F]
@@ -145,7 +145,7 @@ def test_a_lowered_file_with_two_sends_swapped_is_refused() -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_microbatches() -> None:
-    """CT-18, C3-17, CT-40: buffers for all microbatches at once, sends kept to the end, GPipe's peak kept for ever."""
+    """Buffers for all microbatches at once, sends kept to the end, GPipe's peak kept for ever."""
     peaks = []
     for count in (6, 24):
         torch.manual_seed(0)
@@ -178,7 +178,7 @@ def test_the_losses_of_a_step_are_small() -> None:
 
 
 def test_an_inference_keeps_no_output_that_was_not_asked_for() -> None:
-    """CH-7: forward-only runs never emptied the forward cache."""
+    """Forward-only runs never emptied the forward cache."""
     pipe, (x, _) = pipeline(), batch()
     for _ in range(3):
         pipe.evaluate(x)

@@ -20,7 +20,7 @@ from penstock.schedule import Op
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_a_parameter_that_the_input_does_not_reach_gets_its_gradient(schedule: str) -> None:
-    """CT-6: the walk from the input to the weights never met it, and its gradient was None."""
+    """The walk from the input to the weights never met it, and its gradient was None."""
 
     class Query(nn.Module):
         def __init__(self) -> None:
@@ -42,7 +42,7 @@ def test_a_parameter_that_the_input_does_not_reach_gets_its_gradient(schedule: s
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_an_output_that_is_a_view_goes_back(schedule: str) -> None:
-    """CT-7: "Can't detach views in-place" for any output made by view, transpose or unsqueeze."""
+    """It raised "Can't detach views in-place" for any output made by view, transpose or unsqueeze."""
 
     class Turn(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def test_an_output_that_is_a_view_goes_back(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_a_checkpointed_layer_runs_twice_and_not_once_more_for_each_weight(schedule: str) -> None:
-    """CT-8: sixteen checkpointed layers, of which the first ran 18 times."""
+    """Sixteen checkpointed layers, of which the first ran 18 times."""
     runs: Counter[int] = Counter()
 
     class Layers(nn.Module):
@@ -79,14 +79,14 @@ def test_a_checkpointed_layer_runs_twice_and_not_once_more_for_each_weight(sched
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_a_frozen_first_stage_does_not_take_the_next_ones_gradient_away(schedule: str) -> None:
-    """CT-30, CD-3: None under the zero-bubble schedules, wrong under DualPipeV, and no word of it."""
+    """None under the zero-bubble schedules, wrong under DualPipeV, and no word of it."""
     stages = linears()
     stages[0].requires_grad_(False)
     check(pipeline(stages, schedule, ranks=2))
 
 
 def test_every_compute_of_every_schedule_is_run() -> None:
-    """C3-3, C3-5, C3-14: I and W had no branch in the executor, pairs were dropped, later stages never ran."""
+    """`I` and `W` had no branch in the executor, pairs were dropped, later stages never ran."""
     for schedule in ["gpipe", *SPLIT]:
         pipe, (x, y) = pipeline(schedule=schedule, ranks=2), batch()
         seen: Counter[Any] = Counter()

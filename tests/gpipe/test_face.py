@@ -24,7 +24,7 @@ from penstock.errors import FallbackWarning, ModelError, UsageError
 
 
 def test_names_and_state_are_the_models_own() -> None:
-    """CG-5: keys had the number of the partition in them."""
+    """Keys had the number of the partition in them."""
     names = OrderedDict(embed=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), head=nn.Linear(8, 2))
     model = nn.Sequential(names)
     before = model.state_dict()
@@ -97,7 +97,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_any_module_is_cut_with_its_first_batch(checkpoint: str) -> None:
-    """C2-3: the forward of a model that is no Sequential was lost; C2-12: long skips could not pass."""
+    """The forward of a model that is no Sequential was lost; long skips could not pass."""
     plain, pipe = Net(), penstock.GPipe(Net(), stages=3, chunks=4, checkpoint=checkpoint)
     assert pipe.balance is None
     assert list(pipe.state_dict()) == list(plain.state_dict())
@@ -159,7 +159,7 @@ class OneLayer(nn.Module):
 
 
 def test_balance_is_found_by_itself() -> None:
-    """C2-3: 10 equal layers into 4 gave 5 partitions, 7 gave 7."""
+    """10 equal layers into 4 gave 5 partitions, 7 gave 7."""
     same = [nn.Linear(8, 8) for _ in range(10)]
     assert sorted(penstock.GPipe(nn.Sequential(*same), balance=4).balance or ()) == [2, 2, 3, 3]
     assert len(penstock.GPipe(nn.Sequential(*same[:7]), balance=4).balance or ()) == 4
@@ -180,7 +180,7 @@ def test_balance_is_found_by_itself() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": [2, 2]}, "sums to 4, but the model has 6 layers"),  # C2-7: sizes that do not add up
+        ({"balance": [2, 2]}, "sums to 4, but the model has 6 layers"),  # sizes that do not add up
         ({"balance": [2, 2, 4]}, "sums to 8, but the model has 6 layers"),
         ({"balance": [6, 0]}, "at least 1 layer"),
         ({"balance": 7}, "7 stages"),
@@ -287,7 +287,7 @@ def test_torchs_checkpoint_around_it_and_inside_it() -> None:
 
 
 def test_what_is_no_module_is_named() -> None:
-    """C2-1: a module was called that is no class, and a model with one child had a balance of 100."""
+    """A module was called that is no class, and a model with one child had a balance of 100."""
     for model, message in [
         ([nn.Linear(8, 8)], "nn.Sequential"),
         (nn.ModuleList([nn.Linear(8, 8)]), "no forward"),
@@ -517,7 +517,7 @@ def test_threads_end_with_the_model_or_when_it_is_closed() -> None:
 
 
 def test_memory_is_given_back() -> None:
-    """C2-6: activations were kept. A call whose output is dropped holds nothing, nor does one that was gone back."""
+    """Activations were kept. A call whose output is dropped holds nothing, nor does one that was gone back."""
     kept: list[Any] = []
 
     class Watched(nn.Module):

@@ -116,7 +116,7 @@ def test_a_detached_middle_stops_the_gradient() -> None:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_layers_may_write_in_place_also_into_the_input(checkpoint: str) -> None:
-    """C2-12: an in-place ReLU breaks a recomputed stage. Here the user's tensor stays as it is, too."""
+    """An in-place ReLU breaks a recomputed stage. Here the user's tensor stays as it is, too."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
     pipe = penstock.GPipe(model, balance=[2, 2], chunks=4, checkpoint=checkpoint)
@@ -210,7 +210,7 @@ def test_shared_values_get_the_sum_of_all_microbatches() -> None:
 
 
 def test_tuples_that_do_not_agree_in_rows_are_refused() -> None:
-    """CG-2: a tuple of different lengths was cut short in silence."""
+    """A tuple of different lengths was cut short in silence."""
     pipe = penstock.GPipe(nn.Sequential(Two(), Last()), balance=[1, 1], chunks=2)
     with pytest.raises(ModelError, match="7 rows along dimension 0, but argument 0 has 8"):
         pipe((rows(8), torch.ones(7)))

@@ -271,7 +271,7 @@ def test_multihead_attention_and_torchs_encoder_layer(batch_first: bool) -> None
 
 
 def test_outputs_that_are_views() -> None:
-    """torch's split detaches its outputs in place, which a view refuses (CT-7)."""
+    """torch's split detaches its outputs in place, which a view refuses."""
     for view in (
         lambda y: y.view(2, -1), lambda y: y.transpose(0, 1), lambda y: y.unsqueeze(0), lambda y: y[1:],
         lambda y: y.chunk(2),
@@ -280,7 +280,7 @@ def test_outputs_that_are_views() -> None:
 
 
 def test_a_parameter_that_the_input_does_not_reach() -> None:
-    """torch's split loses its gradient (CT-6)."""
+    """torch's split loses its gradient."""
     module = Apply(lambda m, x: (m.layer(x), m.query * 2), layer=nn.Linear(6, 6), query=nn.Parameter(torch.ones(3)))
     assert check(module, normal(4, 6)) == 1
     through = Apply(
@@ -536,7 +536,7 @@ def reduce_by_ddp() -> None:
 
 
 def test_ddp_reduces_every_gradient_once_a_synchronised_microbatch() -> None:
-    """torch's split writes `.grad` past DDP's hooks, so replicas drift apart in silence (CT-2)."""
+    """torch's split writes `.grad` past DDP's hooks, so replicas drift apart in silence."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         reduce_by_ddp()
@@ -547,7 +547,7 @@ def test_ddp_reduces_every_gradient_once_a_synchronised_microbatch() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_recomputed_once(reentrant: bool) -> None:
-    """torch's split recomputes once a parameter group: 18 runs of a layer instead of 2 (CT-8)."""
+    """torch's split recomputes once a parameter group: 18 runs of a layer instead of 2."""
     runs: Counter[int] = Counter()
 
     class Counted(nn.Module):

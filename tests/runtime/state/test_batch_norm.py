@@ -61,7 +61,7 @@ def assert_as_plain(norm: nn.Module, momentum: float | None, steps: int, rows: i
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize(("chunks", "rows"), [(1, 11), (4, 11), (5, 10), (8, 6)])
 def test_gpipe_sees_each_batch_once(momentum: float | None, checkpoint: str, chunks: int, rows: int) -> None:
-    """CG-1: 9 rows in 4 chunks made 3 pieces, and the statistics never moved. CG-3: a biased variance."""
+    """9 rows in 4 chunks made 3 pieces, and the statistics never moved. A biased variance."""
     options: dict[str, Any] = {"balance": [3, 5], "chunks": chunks, "checkpoint": checkpoint}
     model = convolutions(momentum)
     pipe = penstock.GPipe(model, deferred_batch_norm=True, **options)

@@ -1,6 +1,4 @@
 """What went wrong in other pipelines with batches, boundaries and placements, and in this one while it was built.
-
-The letters name the place in the inventory of traps: CT torch.distributed.pipelining, C0 to C3, CH, CD its kin.
 """
 
 from __future__ import annotations

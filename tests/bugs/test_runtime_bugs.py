@@ -1,6 +1,4 @@
 """What went wrong in other pipelines, and in this one: scales, and state that stays behind.
-
-The letters name the place in the inventory of traps: CT torch.distributed.pipelining, C0 to C3, CH, CD its kin.
 """
 
 from __future__ import annotations

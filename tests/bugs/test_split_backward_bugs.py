@@ -1,6 +1,4 @@
 """What went wrong in other pipelines when a backward was split, and which computes were never run.
-
-The letters name the place in the inventory of traps: CT torch.distributed.pipelining, C0 to C3, CH, CD its kin.
 """
 
 from __future__ import annotations

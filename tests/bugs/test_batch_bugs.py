@@ -1,5 +1,4 @@
-"""What went wrong in other pipelines with batches, boundaries and placements, and in this one while it was built.
-"""
+"""What went wrong in other pipelines with batches, boundaries and placements, and in this one while it was built."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What went wrong in other pipelines, and in this one: scales, and state that stays behind.
-"""
+"""What went wrong in other pipelines, and in this one: scales, and state that stays behind."""
 
 from __future__ import annotations
 

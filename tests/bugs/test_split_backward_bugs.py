@@ -1,5 +1,4 @@
-"""What went wrong in other pipelines when a backward was split, and which computes were never run.
-"""
+"""What went wrong in other pipelines when a backward was split, and which computes were never run."""
 
 from __future__ import annotations
 

@@ -15,18 +15,18 @@ import typer.core
 import penstock
 from penstock.cli.bench import bench
 from penstock.cli.checkpoint import checkpoint
-from penstock.cli.compare import compare
 from penstock.cli.evaluate import evaluate
 from penstock.cli.generate import generate
 from penstock.cli.output import complain
 from penstock.cli.primer import primer
-from penstock.cli.search import search
-from penstock.cli.show import show
-from penstock.cli.simulate import simulate
+from penstock.cli.schedules.compare import compare
+from penstock.cli.schedules.search import search
+from penstock.cli.schedules.show import show
+from penstock.cli.schedules.simulate import simulate
+from penstock.cli.schedules.verify import verify
+from penstock.cli.schedules.view import view
+from penstock.cli.schedules.whatif import whatif
 from penstock.cli.train import train
-from penstock.cli.verify import verify
-from penstock.cli.view import view
-from penstock.cli.whatif import whatif
 
 __all__ = ["app", "main"]
 

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs import amount
 from penstock.cli.output import fold, guarded, percent, terminal_width, working, write, write_json
 from penstock.cli.runs import load_run
+from penstock.cli.schedules.costs import amount
 from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_one_of
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate

@@ -16,9 +16,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.costs import amount
 from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
-from penstock.cli.show import drawing
+from penstock.cli.schedules.costs import amount
+from penstock.cli.schedules.show import drawing
 from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size, counted
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.cli.costs import Forward, Hop, Input, Weight, amount, amounts
 from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import find_run, load_run
+from penstock.cli.schedules.costs import Forward, Hop, Input, Weight, amount, amounts
 from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_one_of, whole
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.calibrate import costs_of, fitted

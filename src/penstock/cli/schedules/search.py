@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.costs import amount
 from penstock.cli.output import fold, guarded, number, percent, terminal_width, write, write_json
-from penstock.cli.show import drawing
+from penstock.cli.schedules.costs import amount
+from penstock.cli.schedules.show import drawing
 from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described
 from penstock.errors import UsageError
 from penstock.schedule import Costs, Found, search_report

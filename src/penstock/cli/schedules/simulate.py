@@ -7,8 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.costs import Activation, Bandwidth, Bytes, Forward, Hop, Input, Latency, Weight, amount, read_costs
 from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
+from penstock.cli.schedules.costs import (
+    Activation,
+    Bandwidth,
+    Bytes,
+    Forward,
+    Hop,
+    Input,
+    Latency,
+    Weight,
+    amount,
+    read_costs,
+)
 from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, read_proved, whole
 from penstock.schedule import Costs, Schedule, Span, Spread, Timeline, what_if
 from penstock.schedule import simulate as price

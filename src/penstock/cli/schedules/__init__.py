@@ -1,0 +1,1 @@
+"""Commands that look at schedules: draw, prove, price, compare, search."""

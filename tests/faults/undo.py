@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.model.placeholders import is_away
+from penstock.model.original.placeholders import is_away
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.wrapped import refuse_compiled_model
+from penstock.model.original.wrapped import refuse_compiled_model
 from penstock.pipeline import arguments
 from penstock.pipeline.arguments import check_gpus
 from penstock.rules import Rule, check_rules, choice, is_count

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as uninitialized
 
 from penstock.errors import ModelError
-from penstock.model.placeholders import Home, home_of, let_go
-from penstock.model.replaced import mark_replaced
+from penstock.model.original.placeholders import Home, home_of, let_go
+from penstock.model.original.replaced import mark_replaced
 
 __all__ = ["Init", "check_values", "is_lazy", "lazy", "materialise"]
 

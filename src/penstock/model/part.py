@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from penstock.model.settings import Change, Settings
+from penstock.model.original.settings import Change, Settings
 
 __all__ = ["OUTPUT", "WHOLE", "Names", "StagePart", "no_stream", "state_names"]
 

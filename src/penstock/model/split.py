@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import FallbackWarning, ModelError
+from penstock.model.original.settings import Change, Settings
 from penstock.model.part import OUTPUT, Names, StagePart, no_stream, state_names
-from penstock.model.settings import Change, Settings
 from penstock.model.shared_layers import SharedState, refuse_torn_norms
 from penstock.schedule.topology import Topology
 

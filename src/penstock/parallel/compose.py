@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.group.facts import compared
-from penstock.model.replaced import mark_replaced
+from penstock.model.original.replaced import mark_replaced
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
 from penstock.parallel.reduce import Reducer, make_equal

@@ -23,7 +23,7 @@ from penstock.model.balance.proposal import Proposal
 from penstock.model.balance.request import Balancing
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
-from penstock.model.wrapped import refuse_wrapped
+from penstock.model.original.wrapped import refuse_wrapped
 from penstock.optim.precision import precision_of
 from penstock.optim.tied import TiedParameters, tied_places
 from penstock.parallel.composition import Composition

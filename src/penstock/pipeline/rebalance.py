@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.model.balance.proposal import Proposal, propose
-from penstock.model.placeholders import take_back
+from penstock.model.original.placeholders import take_back
 from penstock.model.split import Split
 from penstock.pipeline.carry import carry
 from penstock.pipeline.other_ranks import held_on, owners_of

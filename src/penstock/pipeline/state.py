@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
-from penstock.model.placeholders import Home
+from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
 from penstock.optim.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment

@@ -17,7 +17,7 @@ from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageS
 from penstock.model.export.proof import runs
 from penstock.model.export.stages import build_stages
 from penstock.model.lazy import is_lazy
-from penstock.model.origin import origin_of
+from penstock.model.original.origin import origin_of
 from penstock.model.split import Split
 
 __all__ = ["split_by_graph"]

@@ -25,11 +25,11 @@ from penstock.model.export.operations import Values
 from penstock.model.export.proof import prove, runs
 from penstock.model.export.stages import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
+from penstock.model.original.placeholders import with_memory
+from penstock.model.original.settings import Change, Settings, value_key
 from penstock.model.part import OUTPUT, Names
-from penstock.model.placeholders import with_memory
 from penstock.model.recent import Recent
 from penstock.model.replay.tree import OWN
-from penstock.model.settings import Change, Settings, value_key
 from penstock.schedule.topology import Topology
 
 __all__ = ["GraphPart", "GraphPrograms", "Program", "StageState", "all_tensors"]

@@ -13,7 +13,7 @@ from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.request import Balancing
 from penstock.model.default_inputs import fixed_inputs
 from penstock.model.lazy import is_lazy
-from penstock.model.origin import origin_of
+from penstock.model.original.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, torn_by

@@ -26,8 +26,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, aside
+from penstock.model.original.placeholders import is_away, noted
+from penstock.model.original.settings import Change, Settings
 from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
-from penstock.model.placeholders import is_away, noted
 from penstock.model.recent import Recent
 from penstock.model.replay.checkpointed import check_reentrant, not_again
 from penstock.model.replay.keeping.guard import Guard
@@ -40,7 +41,6 @@ from penstock.model.replay.recording.marks import Absent
 from penstock.model.replay.recording.tensors import differ, flatten, tensors_in, unflatten
 from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.tree import Twins, stage_tree
-from penstock.model.settings import Change, Settings
 
 __all__ = ["ReplayPart"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, aside
-from penstock.model.placeholders import blank, is_away
+from penstock.model.original.placeholders import blank, is_away
 from penstock.model.recent import Recent
 from penstock.model.replay.keeping.sinks import Sinks
 from penstock.model.replay.recording.calls import Leaf, UnitCall, shapes_of

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.settings import Change, Settings
+from penstock.model.original.settings import Change, Settings
 
 __all__ = ["OWN", "Answer", "Twins", "hollow_copy", "stage_tree"]
 

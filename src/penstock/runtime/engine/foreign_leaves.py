@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.placeholders import Home
+from penstock.model.original.placeholders import Home
 from penstock.model.split import Split
 from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.backward.split import leaves_in_graph

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PeerFailure, RunError, UsageError
-from penstock.model.changes import Changes
+from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.split import Split
 from penstock.optim.precision import Precision, caller_precision, empty_cache

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from penstock.model.placeholders import is_away
+from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.memory import elements_in, version_of
 
 __all__ = ["LARGE_BYTES", "Contents"]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, RunError, UsageError
-from penstock.model.placeholders import is_away
+from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import Deep, Key, Look, ModuleSeen, is_trained
 from penstock.runtime.state.contents import Contents
 from penstock.runtime.state.memory import version_of

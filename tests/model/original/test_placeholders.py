@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.model.placeholders import Home, is_away, let_go, take_back
+from penstock.model.original.placeholders import Home, is_away, let_go, take_back
 
 
 @pytest.mark.parametrize("offset", [0, 3, 16])

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.original.settings import Change, Settings
 from penstock.model.part import StagePart
-from penstock.model.settings import Change, Settings
 
 __all__ = ["Changes"]
 

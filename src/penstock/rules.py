@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 
-__all__ = ["Rule", "check_rules", "choice", "is_count", "is_number"]
+__all__ = ["Rule", "check_count", "check_rules", "choice", "is_count", "is_index", "is_number"]
 
 
 class Rule(NamedTuple):
@@ -30,6 +30,17 @@ def choice(*choices: Any) -> Rule:
 def is_count(value: Any) -> bool:
     """A whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_index(value: Any, count: int) -> bool:
+    """A whole number from 0 to count - 1."""
+    return is_count(value) and 0 <= value < count
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no whole number of at least 1."""
+    if not is_count(value) or value < 1:  # type: ignore[operator]
+        raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
 def is_number(value: Any) -> bool:

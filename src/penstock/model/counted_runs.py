@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["DRY", "EVERYWHERE", "aside", "run_kind"]
+__all__ = ["DRY", "EVERYWHERE", "run_as", "run_kind"]
 
 DRY = "dry"  # only to learn something about the code
 EVERYWHERE = "everywhere"  # between the units of a model, on every stage
@@ -21,7 +21,7 @@ _now = threading.local()
 
 
 @contextmanager
-def aside(kind: str | None) -> Iterator[None]:
+def run_as(kind: str | None) -> Iterator[None]:
     """What runs inside is of this kind; None: it counts. Inside of a dry run, all is dry."""
     outer = run_kind()
     _now.kind = outer if outer == DRY else kind

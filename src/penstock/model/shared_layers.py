@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
 
-__all__ = ["SharedState", "refuse_torn_norms"]
+__all__ = ["SharedState", "refuse_shared_norms"]
 
 
-def refuse_torn_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
+def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
     """Running statistics have one order of updates, which two stages that share them would not keep."""
     where: dict[int, tuple[int, str]] = {}
     for index, module in enumerate(modules):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from penstock.errors import FallbackWarning, ModelError
 from penstock.model.original.settings import Change, Settings
 from penstock.model.part import OUTPUT, Names, StagePart, no_stream, state_names
-from penstock.model.shared_layers import SharedState, refuse_torn_norms
+from penstock.model.shared_layers import SharedState, refuse_shared_norms
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Holding", "ModulePart", "Routed", "Split", "more_than_its_layers", "split_model"]
@@ -244,7 +244,7 @@ def split_model(
             f"{type(model).__name__} is neither an nn.Sequential nor a list of stage modules; "
             f"pass nn.Sequential(...) with stages=, or a list with one module for each stage"
         )
-    refuse_torn_norms(modules, names)
+    refuse_shared_norms(modules, names)
     topology = Topology.chain(len(modules), skips)
     entrances = _positional(modules[0])
     parts = tuple(

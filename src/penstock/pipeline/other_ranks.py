@@ -1,7 +1,7 @@
 """The part of a model that other ranks hold: let go when training begins, and brought back when it is asked for.
 
 Until the first step the model is as it was given, on every process. From then on a rank has the true values of its own
-stages only, so all others are let go (`model.original.placeholders`), or marked as old where the user wants to keep them.
+stages only, so all others are let go (`placeholders`), or marked as old where the user wants to keep them.
 `full_state` puts the state of all ranks together, in memory of its own; `fill` puts values back into the tensors that
 were let go, and the next step lets go of them again.
 """

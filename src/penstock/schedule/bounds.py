@@ -41,10 +41,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.errors import UsageError
+from penstock.rules import check_count
 from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
-from penstock.schedule.whole import check_count
 
 __all__ = ["caps_of", "lower_bound"]
 

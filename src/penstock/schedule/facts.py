@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.errors import Fault, UsageError
+from penstock.rules import check_count
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import forwards_seen, passes_seen
 from penstock.schedule.topology import Topology
-from penstock.schedule.whole import check_count
 
 __all__ = ["check_facts", "taken"]
 

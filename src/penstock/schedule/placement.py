@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
-from penstock.schedule.whole import check_count, is_index
+from penstock.rules import check_count, is_index
 
 __all__ = ["Placement"]
 

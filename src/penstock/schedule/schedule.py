@@ -19,6 +19,7 @@ from os import PathLike
 from typing import Any, cast
 
 from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.rules import check_count, is_index
 from penstock.schedule.action import Action
 from penstock.schedule.placement import Placement
 from penstock.schedule.seen import (
@@ -31,7 +32,6 @@ from penstock.schedule.seen import (
     skips_seen,
 )
 from penstock.schedule.topology import Topology
-from penstock.schedule.whole import check_count, is_index
 
 __all__ = ["Row", "Schedule", "expect_schedule"]
 

@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError, UsageError
+from penstock.rules import check_count
 from penstock.schedule.action import Action, Op
 from penstock.schedule.align import stuck_faults
 from penstock.schedule.costs import Costs, is_number, memory_by_op
 from penstock.schedule.dependencies import Stuck, Table, Value, walk
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.timeline import Span, Timeline, peaks
-from penstock.schedule.whole import check_count
 from penstock.schedule.wires import Wires
 
 __all__ = ["Spread", "simulate", "what_if"]

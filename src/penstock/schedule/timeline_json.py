@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import Fault, NotationError, ScheduleError
+from penstock.rules import is_index
 from penstock.schedule.action import Action, parse
 from penstock.schedule.files import MOST_CELLS, read_file
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.text import from_json as schedule_from_json
 from penstock.schedule.text import to_json as schedule_to_json
 from penstock.schedule.timeline import Span, Timeline, Wall
-from penstock.schedule.whole import is_index
 
 __all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
 

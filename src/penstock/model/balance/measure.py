@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import DRY, aside
+from penstock.model.counted_runs import DRY, run_as
 from penstock.model.replay.recording.tensors import tensors_in
 from penstock.model.replay.recording.undo import patched, random_state, restore_random, undone
 
@@ -63,7 +63,7 @@ def measure(
 ) -> list[Measured]:
     """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order."""
     found = [Measured() for _ in order]
-    with undone(model), _clock() as now, aside(DRY):
+    with undone(model), _clock() as now, run_as(DRY):
         for number in range(rounds):
             ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
             clock = _Round(order, modules, found, repeats, ledger, now)

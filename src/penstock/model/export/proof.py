@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.model.counted_runs import DRY, aside
+from penstock.model.counted_runs import DRY, run_as
 from penstock.model.export.capture import Capture
 from penstock.model.export.containers import Arguments, Template, put_together, settled, take_apart
 from penstock.model.export.effects import Where
@@ -103,7 +103,7 @@ def _seeded() -> Iterator[None]:
     before = random_state()
     try:
         torch.manual_seed(SEED)
-        with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _never_unpack), aside(DRY):
+        with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _never_unpack), run_as(DRY):
             yield
     finally:
         restore_random(before)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import EVERYWHERE, aside
+from penstock.model.counted_runs import EVERYWHERE, run_as
 from penstock.model.original.placeholders import is_away, noted
 from penstock.model.original.settings import Change, Settings
 from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
@@ -209,7 +209,7 @@ class ReplayPart:
                 run.absent.guard(here, f"a buffer of {type(module).__name__}")
         result: dict[int, Any] = {}
         try:
-            with run.absent or nullcontext(), aside(EVERYWHERE):
+            with run.absent or nullcontext(), run_as(EVERYWHERE):
                 output = self._root(*args, **kwargs)
             if not self._is_last or run.number != len(self._plan.recording.calls):
                 raise self._diverged("the forward ended", run.number)
@@ -278,7 +278,7 @@ class ReplayPart:
         sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
         try:
-            with self.around(number), run.not_followed(), aside(None):
+            with self.around(number), run.not_followed(), run_as(None):
                 output = own(*args, **kwargs)
         finally:
             run.inside = False

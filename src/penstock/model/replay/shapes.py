@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import DRY, aside
+from penstock.model.counted_runs import DRY, run_as
 from penstock.model.original.placeholders import blank, is_away
 from penstock.model.recent import Recent
 from penstock.model.replay.keeping.sinks import Sinks
@@ -133,7 +133,7 @@ def run_with(
             return blank(tensor, device)
         return tensor.detach().to(device, copy=True)
 
-    with torch.no_grad(), aside(DRY):
+    with torch.no_grad(), run_as(DRY):
         copy = hollow_copy(module, fill)
         copy.training = module.training if training is None else training
         return Sinks(args, kwargs).run(lambda: copy(*args, **kwargs))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from penstock.errors import UsageError
+from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.align import align
 from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
@@ -20,7 +21,6 @@ from penstock.schedule.lower import lower
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.topology import Topology
-from penstock.schedule.whole import check_count
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
 

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Literal
 
 from penstock.errors import UsageError
+from penstock.rules import check_count
 from penstock.schedule.bounds import caps_of
 from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.schedule import Schedule
@@ -43,7 +44,6 @@ from penstock.schedule.search.space import (
 from penstock.schedule.search.unsplit import Unsplit, best_unsplit
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
-from penstock.schedule.whole import check_count
 
 __all__ = ["Found", "Progress", "Tried", "search", "search_report"]
 

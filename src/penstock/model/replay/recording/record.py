@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.model.counted_runs import DRY, EVERYWHERE, aside
+from penstock.model.counted_runs import DRY, EVERYWHERE, run_as
 from penstock.model.replay.checkpointed import check_reentrant
 from penstock.model.replay.keeping.carried import Carried
 from penstock.model.replay.keeping.kept import Kept
@@ -106,7 +106,7 @@ class _Recorder:
         for parameter, standing in self._without_memory.values():
             marks.marks[marks.storages.key(standing)] = marks.of(parameter)
         marks.left = {marks.storages.key(tensor): name for name, tensor in self._left}
-        follow, runs = self._kept.follow(marks, self._carried), aside(EVERYWHERE)
+        follow, runs = self._kept.follow(marks, self._carried), run_as(EVERYWHERE)
         with follow, Reads(marks.read), marks, _explained(self.model), runs:
             output = self.tree(*mine, **named)
         self._elsewhere.check()
@@ -267,7 +267,7 @@ def _watch(
         before = own_state(unit)
     begin = perf_counter()
     try:
-        with aside(DRY):
+        with run_as(DRY):
             output = run(*args, **kwargs)
     finally:
         call.needs |= marks.leave(module)
@@ -307,7 +307,7 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Un
     for buffer, _ in buffers:
         marks.buffers.pop(marks.storages.key(buffer), None)
     marks.free = name
-    with aside(DRY):
+    with run_as(DRY):
         output = own(*args, **kwargs)
     marks.buffers, marks.free = known, None
     unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))

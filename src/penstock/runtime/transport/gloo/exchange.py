@@ -22,7 +22,7 @@ from penstock.messages import plain
 from penstock.runtime.transport.gloo.links import Links
 from penstock.runtime.transport.gloo.operations import Operations
 
-__all__ = ["Exchanged", "Report", "Star", "compare"]
+__all__ = ["Exchange", "Exchanged", "Report", "compare"]
 
 FRAME_BYTES = 512
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
@@ -49,7 +49,7 @@ class Exchanged(NamedTuple):
     fault: str | None
 
 
-class Star:
+class Exchange:
     """One rank's part in the exchanges of its group."""
 
     def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations) -> None:

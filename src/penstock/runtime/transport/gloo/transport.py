@@ -45,7 +45,7 @@ from penstock.runtime.transport.base import Channel, Transport, Where, check_cha
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.gloo.exchange import Star
+from penstock.runtime.transport.gloo.exchange import Exchange
 from penstock.runtime.transport.gloo.inbox import Inbox
 from penstock.runtime.transport.gloo.links import SUBTAGS, Incoming, Links, Outgoing
 from penstock.runtime.transport.gloo.operations import Operations, find_device_backend
@@ -107,7 +107,7 @@ class DistributedTransport(Transport):
         self._book = Book()
         self._inbox = Inbox(self._operations, self._book, self.device)
         self._outbox = Outbox(self._operations, self._book, self.device, max_sends)
-        self._star: Star = Star(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
+        self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
         self._links = Links((), self.rank, 0)
         self._opened: dict[tuple[Channel, ...], Links] = {}
         self._next_channel = 0
@@ -201,7 +201,7 @@ class DistributedTransport(Transport):
         self._check_whole()
         used = list(self._opened.values())
         try:
-            answers = self._star.exchange(self._operations.step, self._links, used, self.call, value)
+            answers = self._exchanger.exchange(self._operations.step, self._links, used, self.call, value)
             apart = different_calls(answers.calls)
             if answers.fault is not None and apart is None:
                 raise MessageError(answers.fault)

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from penstock.errors import MessageError
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.gloo.exchange import Star
+from penstock.runtime.transport.gloo.exchange import Exchange
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.shared_memory.connection import Gone
 from penstock.runtime.transport.shared_memory.connections import Pairs
 
-__all__ = ["NearStar"]
+__all__ = ["NearExchange"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class NearStar(Star):
-    """A `Star` whose rays are sockets where there are any."""
+class NearExchange(Exchange):
+    """An `Exchange` over sockets, where there are any."""
 
     def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations, pairs: Pairs) -> None:
         super().__init__(rank, ranks, coordinator, tag, operations)

@@ -40,7 +40,7 @@ from penstock.runtime.transport.shared_memory.blocks import USED, build_plain
 from penstock.runtime.transport.shared_memory.channel import NearIn, NearLinks, NearOut
 from penstock.runtime.transport.shared_memory.connection import DATA, FAILURE, FAR, HEAD, NO_BLOCK, Filed, Gone, Pair
 from penstock.runtime.transport.shared_memory.connections import Pairs
-from penstock.runtime.transport.shared_memory.exchange import NearStar
+from penstock.runtime.transport.shared_memory.exchange import NearExchange
 from penstock.runtime.transport.shared_memory.meeting import Meeting, missing_here
 
 __all__ = ["SharedMemoryTransport"]
@@ -79,7 +79,7 @@ class SharedMemoryTransport(DistributedTransport):
         )
         self._bell.others = self._meeting.neighbours
         self._pairs = Pairs(self.rank, self._watch)
-        self._star = NearStar(
+        self._exchanger = NearExchange(
             self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations, self._pairs
         )
         self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
@@ -97,7 +97,7 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
         ends = [(edge.source_rank, edge.target_rank) for edge in channels]
-        centre = self._star.coordinator  # the exchange goes through it
+        centre = self._exchanger.coordinator  # the exchange goes through it
         ends += [(rank, centre) for rank in range(self.ranks) if rank != centre]
         mine = {end for pair in ends if self.rank in pair for end in pair} - {self.rank}
         try:

@@ -155,7 +155,7 @@ def load(counts: list[int], weights: list[Weight], loss: float, placement: Place
 
 
 def measure(rank: int, settings: Namespace) -> None:
-    columns = [Column("model", 5), Column("schedule", 16), Column("balance", 10), Column("layers a stage", 14)]
+    columns = [Column("model", 5), Column("schedule", 16), Column("balance", 10), Column("layers per stage", 14)]
     columns += [Column("load", 5, "{:.2f}"), Column("ms", 7)]
     columns += [Column("time/this", 9, "{:.2f}"), Column("time/this, busy", 5, "{:.2f}", "busy")]
     title = "2 gloo ranks, 8 microbatches: ms a step; `time/this` below 1: balance by time is faster"

@@ -35,7 +35,7 @@ GOAL = 5.0  # %
 KINDS = ("nap", "compute")
 WARM_UP = 2
 NAP = 0.002  # seconds of one layer's forward; its backward takes twice that
-ONE, TWO = ("gpipe", "1f1b", "zb-h1"), ("interleaved-1f1b", "zb-v")  # stages a rank
+ONE, TWO = ("gpipe", "1f1b", "zb-h1"), ("interleaved-1f1b", "zb-v")  # stages per rank
 
 
 class Sleep(torch.autograd.Function):
@@ -70,7 +70,7 @@ def stages_of(kind: str, family: str, width: int) -> list[nn.Module]:
 
 
 class Contest:
-    """The schedules of one number of stages a rank: recorded, measured, predicted."""
+    """The schedules of one number of stages per rank: recorded, measured, predicted."""
 
     def __init__(self, kind: str, names: list[str], width: int) -> None:
         self.names = names

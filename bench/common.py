@@ -36,7 +36,7 @@ THEIRS = {
     "dualpipe-v": theirs.schedules.ScheduleDualPipeV,
 }
 WAYS = {"ours": None, "ours, gloo": "distributed"}  # Pipeline(transport=...): by default shared memory on one host
-SEVERAL = ("looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe-v")  # stages a rank
+SEVERAL = ("looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe-v")  # stages per rank
 V = ("zb-v", "dualpipe-v")
 
 

@@ -35,7 +35,7 @@ GOAL_SECONDS, GOAL_GIGABYTES, GOAL_GROWTH = 30.0, 3.0, 2.3
 
 
 class Size(NamedTuple):
-    """ranks x microbatches x stages a rank"""
+    """ranks x microbatches x stages per rank"""
 
     ranks: int
     microbatches: int

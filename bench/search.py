@@ -55,7 +55,7 @@ COLUMNS = [
     Column("ranks", 5),
     Column("microbatches", 5, head="mbs"),
     Column("memory", 5, "{:g}", head="cap"),
-    Column("stages a rank", 6, head="stages"),
+    Column("stages per rank", 6, head="stages"),
     Column("makespan", 10, "{:.3f}"),
     Column("lower bound", 10, "{:.3f}", head="bound"),
     Column("gap %", 6, "{:.2f}"),

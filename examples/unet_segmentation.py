@@ -100,7 +100,7 @@ def main() -> None:
         print(f"overlap with the true discs, on images it has not seen: {score:.2f}")
         assert score > 0.7
     tracked = {int(value) for name, value in pipe.named_buffers() if name.endswith("num_batches_tracked")}
-    assert tracked == {STEPS}, tracked  # once a batch, not once a microbatch
+    assert tracked == {STEPS}, tracked  # once per batch, not once per microbatch
     pipe.close()
 
 

@@ -147,7 +147,7 @@ def test_an_order_that_cannot_finish_is_not_cut_short() -> None:
 
 
 def test_a_v_of_four_stages_a_rank_is_a_zig_zag() -> None:
-    """`stages - 1 - stage` is a rank only for two stages a rank: with 4 on 2 ranks it gave rank 5."""
+    """`stages - 1 - stage` is a rank only for two stages per rank: with 4 on 2 ranks it gave rank 5."""
     assert Placement.v(2, 4).by_stage == (0, 1, 1, 0, 0, 1, 1, 0)
 
 

@@ -162,7 +162,7 @@ def test_benches_run_from_where_a_wheel_puts_them(installed: Path) -> None:
     done = call(installed, "search", "--quick", "--json")
     assert done.returncode == 0, done.stderr
     (table,) = json.loads(done.stdout)["tables"]
-    assert [row["stages a rank"] for row in table["rows"]] == ["1", "1-4"] * 2
+    assert [row["stages per rank"] for row in table["rows"]] == ["1", "1-4"] * 2
     assert all(row["lower bound"] <= row["makespan"] * (1 + 1e-9) for row in table["rows"])
     assert table["title"] in done.stderr
 

@@ -165,7 +165,7 @@ def outcome(parameters: Any, buffers: Any, losses: list[Tensor]) -> Outcome:
 
 
 def differences(case: Case, outcomes: Sequence[Outcome]) -> list[str]:
-    """What differs from the plain loop: nothing, if the pipeline is exact. `outcomes`: one a process."""
+    """What differs from the plain loop: nothing, if the pipeline is exact. `outcomes`: one per process."""
     wanted = plain(case)
     faults = []
     found: Outcome = {}

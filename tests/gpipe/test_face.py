@@ -73,7 +73,7 @@ def test_modes_reach_all_layers_and_eval_and_no_grad_just_work() -> None:
     assert all(module.training for module in model.modules())
     with torch.no_grad():
         pipe(x)
-    assert model[2].num_batches_tracked == 4  # one a microbatch, unless deferred_batch_norm
+    assert model[2].num_batches_tracked == 4  # one per microbatch, unless deferred_batch_norm
 
 
 class Net(nn.Module):

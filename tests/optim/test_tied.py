@@ -1,4 +1,4 @@
-"""Tied parameters stay one: on threads they are, on processes their gradients are summed once a step."""
+"""Tied parameters stay one: on threads they are, on processes their gradients are summed once per step."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from penstock.runtime.batch.microbatch import split_batch
 from penstock.schedule import build
 
 M = 4  # microbatches of a replica
-WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 stages a rank
+WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 per rank
 
 Outcome = dict[str, Any]
 

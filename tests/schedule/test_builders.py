@@ -1,4 +1,4 @@
-"""Every family, for every number of ranks, microbatches and stages a rank; and the closed forms."""
+"""Every family, for every number of ranks, microbatches and stages per rank; and the closed forms."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_a_reduction_comes_once_and_last() -> None:
         "rank 0, position 4, 0B1: comes after 0REDUCE_GRAD, which must be last"
     ]
     assert said(edited(program, (0, "0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD"))) == [
-        "rank 0, position 5, 0REDUCE_GRAD: is there twice; gradients are reduced once a step"
+        "rank 0, position 5, 0REDUCE_GRAD: is there twice; gradients are reduced once per step"
     ]
     assert said(edited(program, (0, "0REDUCE_GRAD", ""))) == ["rank 0, 0REDUCE_GRAD: never runs"]
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 SUFFIXES = (".csv", ".json")
-MOST_SEARCHED = 4  # stages a rank that "auto" tries
+MOST_SEARCHED = 4  # stages per rank that "auto" tries
 RANKS = 4  # where a name comes without sizes
 MOST_COMPUTES = 10_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
@@ -148,8 +148,8 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
     computes = 2 * ranks * microbatches * stages_per_rank
     if computes > MOST_COMPUTES:
         raise UsageError(
-            f"{ranks} ranks x {microbatches} microbatches x {stages_per_rank} stages a rank are {computes:,} computes; "
-            f"the command takes {MOST_COMPUTES:,} at most (penstock.schedule.build has no limit)"
+            f"{ranks} ranks x {microbatches} microbatches x {stages_per_rank} stages per rank are {computes:,} "
+            f"computes; the command takes {MOST_COMPUTES:,} at most (penstock.schedule.build has no limit)"
         )
 
 

@@ -149,7 +149,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Split:
-    """A model in parts, one a stage, and the topology of what crosses."""
+    """A model in parts, one per stage, and the topology of what crosses."""
 
     parts: tuple[StagePart, ...]
     topology: Topology
@@ -230,7 +230,7 @@ def split_model(
             modules[0].__dict__[table] = getattr(model, table)
         counts = ", ".join(str(len(group)) for group in groups)
         names = [Names({name: name for name in state_names(module)}) for module in modules]
-        how, spread = f"nn.Sequential by position, layers a stage: {counts}", False
+        how, spread = f"nn.Sequential by position, layers per stage: {counts}", False
     elif isinstance(model, nn.ModuleList) or (isinstance(model, Sequence) and not isinstance(model, nn.Module)):
         modules = list(model)
         _check_list(modules, stages, balance)

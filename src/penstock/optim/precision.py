@@ -5,7 +5,7 @@ itself, and so does each forward that runs again for recompute. Its cache of cas
 whole process, and whoever leaves an outermost autocast on any thread empties it: two uses of a weight in one forward
 would share a cast in one run and not in the next, and gradients would differ in their last bits. So the state is set
 without the nesting that ends in emptying, and the cache is emptied where no rank computes: before a step, since an
-optimizer has changed the weights, and after it. A weight is cast once a step, not once a microbatch.
+optimizer has changed the weights, and after it. A weight is cast once per step, not once per microbatch.
 """
 
 from __future__ import annotations

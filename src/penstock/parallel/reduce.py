@@ -1,4 +1,4 @@
-"""Plain data parallelism: the gradients of all replicas, added once a step.
+"""Plain data parallelism: the gradients of all replicas, added once per step.
 
 A stage's gradients are complete after its last backward, which the program knows (`REDUCE_GRAD`). There they are
 copied into flat buckets, and a bucket's all-reduce is started and left to run while the rest of the program goes on;

@@ -62,7 +62,7 @@ def lower_bound(
 ) -> float:
     """A time that no schedule of this placement can beat. `costs` are by stage, as `simulate` takes them.
 
-    `memory` is the cap on each rank's `peak_memory`, one number or one a rank. With `span`, the bound is on
+    `memory` is the cap on each rank's `peak_memory`, one number or one per rank. With `span`, the bound is on
     the longest per-rank span, and not on the makespan. `recompute`: the stages that do.
     """
     if not isinstance(placement, Placement):

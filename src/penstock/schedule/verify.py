@@ -229,7 +229,7 @@ class _StageStates:
             yield Fault(f"stage {stage} is sharded here: {stage}UNSHARD must come first", self.rank, position, action)
         if op is Op.REDUCE_GRAD:
             if stage in self.reduced:
-                yield Fault("is there twice; gradients are reduced once a step", self.rank, position, action)
+                yield Fault("is there twice; gradients are reduced once per step", self.rank, position, action)
             self.reduced.add(stage)
         elif op in (Op.B, Op.W) and stage in self.reduced:
             yield Fault(f"comes after {stage}REDUCE_GRAD, which must be last", self.rank, position, action)

@@ -1,7 +1,7 @@
 """The training loop of one rank: steps, evaluations, saves, and the reasons to end.
 
 Every rank runs this same code on the same numbers. What only one can do, such as writing lines, rank 0 does; what
-they must decide together, such as stopping, they tell each other once a step.
+they must decide together, such as stopping, they tell each other once per step.
 """
 
 from __future__ import annotations

@@ -547,7 +547,7 @@ def test_ddp_reduces_every_gradient_once_a_synchronised_microbatch() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_layers_are_recomputed_once(reentrant: bool) -> None:
-    """torch's split recomputes once a parameter group: 18 runs of a layer instead of 2."""
+    """torch's split recomputes once per parameter group: 18 runs of a layer instead of 2."""
     runs: Counter[int] = Counter()
 
     class Counted(nn.Module):

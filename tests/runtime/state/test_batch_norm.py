@@ -106,7 +106,7 @@ def test_parity_holds_for_it() -> None:
 
 
 class Residual(nn.Module):
-    """No Sequential, and one norm that is called twice a batch."""
+    """No Sequential, and one norm that is called twice per batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """`penstock compare`: every family side by side, in units in which they can be compared.
 
-A family with two stages a rank has stages half as large. So a stage costs 1 / (stages a rank)
+A family with two stages per rank has stages half as large. So a stage costs 1 / (stages per rank)
 here, and peak activations are counted in microbatches of a whole rank: one row's numbers mean
 the same as the next one's.
 """

@@ -182,12 +182,12 @@ def _sentences(found: Found) -> list[str]:
         f"idle share  {percent(timeline.bubble)}",
         f"peak memory {number(max(timeline.peak_memory))}",
         "",
-        "stages a rank  placement  recompute      best     bound    orders",
+        "stages per rank  placement  recompute      best     bound    orders",
     ]
     for tried in found.tried:
         best = number(tried.value) if tried.orders and tried.value < math.inf else "-"
         figures = f"{best:>10}{number(tried.lower_bound):>10}{tried.orders:>10}"
-        lines.append(f"{tried.stages_per_rank:>13}  {tried.placement:<9}{len(tried.recompute) or '-':>11}{figures}")
+        lines.append(f"{tried.stages_per_rank:>15}  {tried.placement:<9}{len(tried.recompute) or '-':>11}{figures}")
     if any(not tried.orders for tried in found.tried):
         lines.append("- not tried: its bound is above what was found")
     return lines

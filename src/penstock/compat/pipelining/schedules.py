@@ -103,7 +103,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
 
 class _Family(_PipelineScheduleRuntime):
-    """Several stages a rank, in an order of its own."""
+    """Several stages per rank, in an order of its own."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Schedule1F1B(PipelineScheduleSingle):
 
 
 class ScheduleInterleaved1F1B(_Family):
-    """Several stages a rank, depth first; any number of microbatches."""
+    """Several stages per rank, depth first; any number of microbatches."""
 
     family = "interleaved-1f1b"
 
@@ -153,7 +153,7 @@ class ScheduleFlexibleInterleaved1F1B(ScheduleInterleaved1F1B):
 
 
 class ScheduleLoopedBFS(_PipelineScheduleRuntime):
-    """Several stages a rank, breadth first."""
+    """Several stages per rank, breadth first."""
 
     family = "looped-bfs"
 
@@ -180,13 +180,13 @@ class ScheduleInterleavedZeroBubble(_Family):
 
 
 class ScheduleZBVZeroBubble(_Family):
-    """Two stages a rank, placed as a V: rank r has stages r and 2 * ranks - 1 - r."""
+    """Two stages per rank, placed as a V: rank r has stages r and 2 * ranks - 1 - r."""
 
     family = "zb-v"
 
 
 class ScheduleDualPipeV(_Family):
-    """Two stages a rank, placed as a V, with overlapped pairs; fewer microbatches than stages are fine."""
+    """Two stages per rank, placed as a V, with overlapped pairs; fewer microbatches than stages are fine."""
 
     family = "dualpipe-v"
 

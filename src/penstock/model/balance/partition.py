@@ -23,7 +23,7 @@ from penstock.schedule.placement import Placement
 
 __all__ = ["ROUNDING", "Ends", "PartitionProblem", "Stretch", "Weights", "classic", "pose", "speeds_of"]
 
-Weights = Sequence[float] | Sequence[Sequence[float]]  # a number a piece; or for each stage a row of them
+Weights = Sequence[float] | Sequence[Sequence[float]]  # a number per piece; or for each stage a row of them
 
 ROUNDING = 1e-9
 BISECTIONS = 60

@@ -36,7 +36,7 @@ __all__ = [
     "weights_by_name",
 ]
 
-OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states a parameter
+OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states per parameter
 WAYS = ("parameters", "time", "memory")
 Agree = Callable[[list[float]], list[float]]
 
@@ -193,7 +193,7 @@ def agreed(weights: list[Weight], agree: Agree | None) -> list[Weight]:
     ]
 
 
-# -- one number a piece
+# -- one number per piece
 
 
 def piece_weights(

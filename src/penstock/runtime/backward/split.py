@@ -3,7 +3,7 @@
 Zero-bubble schedules send the inputs' gradients on at once and fill the bubbles with the weights' gradients. The
 halves are only worth it if together they cost what the whole costs, and only right if nothing can tell the
 difference. torch's own split walks the graph in Python for each microbatch, writes `.grad` past every hook (so DDP
-never reduces), loses parameters that the stage's input does not reach and recomputes checkpoints once a parameter
+never reduces), loses parameters that the stage's input does not reach and recomputes checkpoints once per parameter
 group.
 
 Here the split is made in the forward, where it is cheap::
@@ -11,7 +11,7 @@ Here the split is made in the forward, where it is cheap::
     forward, recorded     I                                   W
     y = linear(x, w)  ->  autograd runs as ever; the node  ->  the product for w, from the kept x and the
                           of y gives the gradient of x,        kept gradient; then autograd's own accumulation,
-                          and the one that arrives is kept     so every hook fires, once a microbatch
+                          and the one that arrives is kept     so every hook fires, once per microbatch
 
 What cannot be taken apart stays in `I`, exact. A parameter must not be halfway: with one gradient in `I` and one in
 `W` its hooks would fire twice. So a parameter is deferred only once a first microbatch has shown, in the graph itself,
@@ -190,7 +190,7 @@ class DeferredWeights:
         return output
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The parameter as autocast would give it, cast once a microbatch."""
+        """The parameter as autocast would give it, cast once per microbatch."""
         key = (id(parameter), dtype)
         found = self._casts.get(key)
         if found is None:

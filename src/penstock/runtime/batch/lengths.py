@@ -127,7 +127,7 @@ def by_tokens(
 
     `max_tokens` is the most that a microbatch may have, rows times its longest row; there are then as many
     microbatches as it takes, and at least `microbatches=`. Without it there are just as many as `microbatches=` says.
-    `lengths` names the argument with each row's length (one number a row) or with a mask (one a token), or is a
+    `lengths` names the argument with each row's length (one number per row) or with a mask (one per token), or is a
     function of the batch's arguments. `sequences` are the arguments that are padded, and may be cut to a microbatch's
     width: names or positions, `"target"` and `"output"` among them, with their dimension where it is not 1:
     `{"ids": 1, "target": 1}`.
@@ -172,7 +172,7 @@ def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
         found = torch.where(valid, places, 0).amax(1) if found.shape[1] else torch.zeros(len(found), dtype=torch.int64)
     if found.dim() != 1 or found.is_floating_point() or found.dtype is torch.bool or not len(found):
         raise ModelError(
-            f"{said} has shape {tuple(found.shape)} and dtype {found.dtype}; by_tokens takes one whole number a row, "
+            f"{said} has shape {tuple(found.shape)} and dtype {found.dtype}; by_tokens takes one whole number per row, "
             f"or a mask with one entry a token"
         )
     lengths: list[int] = found.tolist()

@@ -201,7 +201,7 @@ class Splitter:
         if self.attached and value.requires_grad:
             size, larger = divmod(rows, self.count)
             sizes = [size + 1] * larger + [size] * (self.count - larger)
-            return torch.split_with_sizes(value, sizes, dim)  # one node of the graph, not one a piece
+            return torch.split_with_sizes(value, sizes, dim)  # one node of the graph, not one per piece
         return value.detach().tensor_split(self.count, dim)
 
     def indices(self, rows: int) -> Sequence[Tensor]:

@@ -1,6 +1,6 @@
 """Batch norms whose running statistics see a batch once, however many microbatches it goes through in.
 
-A plain batch norm in a pipeline updates its running statistics once a microbatch, from that microbatch: `momentum`
+A plain batch norm in a pipeline updates its running statistics once per microbatch, from that microbatch: `momentum`
 acts many times a batch, and the variance is that within microbatches, without what lies between their means. A
 deferred one still normalises each microbatch by its own statistics, but only notes them. When the batch is through,
 the notes are pooled (counts, means and squared deviations, in double precision: never the mean of variances, nor the
@@ -55,7 +55,7 @@ class Converted(_BatchNorm):
 
 
 class Deferred(Converted):
-    """Running statistics once a batch."""
+    """Running statistics once per batch."""
 
     def forward(self, input: Tensor) -> Tensor:
         """As ever, but for running statistics while a pipeline computes: these are noted, or left alone."""

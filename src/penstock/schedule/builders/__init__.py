@@ -49,12 +49,14 @@ FAMILIES: dict[str, Family] = {
     for entry in (
         Family("gpipe", fill_drain.gpipe, "block", "fill, drain; all forwards then all backwards"),
         Family("1f1b", one_f_one_b.one_f_one_b, "block", "one forward, one backward after a short warm-up"),
-        Family("looped-bfs", fill_drain.looped_bfs, "loop", "several stages a rank, breadth first", ("LoopedBFS",), 2),
+        Family(
+            "looped-bfs", fill_drain.looped_bfs, "loop", "several stages per rank, breadth first", ("LoopedBFS",), 2
+        ),
         Family(
             "interleaved-1f1b",
             one_f_one_b.interleaved_1f1b,
             "loop",
-            "several stages a rank, depth first",
+            "several stages per rank, depth first",
             ("Interleaved1F1B", "FlexibleInterleaved1F1B", "interleaved"),
             2,
         ),
@@ -120,7 +122,7 @@ def build(
     *,
     skips: Iterable[tuple[int, int]] = (),
 ) -> Schedule:
-    """The aligned schedule of a family, for any number of ranks, microbatches and stages a rank.
+    """The aligned schedule of a family, for any number of ranks, microbatches and stages per rank.
 
     `skips` are edges (from stage, to stage) that the model has beside the chain. "auto" is what a short search
     finds for equal costs within 1F1B's memory; `search` takes the costs and the cap that there are.

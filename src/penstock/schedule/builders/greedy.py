@@ -77,7 +77,7 @@ def fill_weights(
 ) -> Filled:
     """Put a W for each I of `orders`, which hold each rank's F and I.
 
-    `placement` has the rank of each stage; `cap` is how many microbatch-stages a rank, or each
+    `placement` has the rank of each stage; `cap` is how many microbatch-stages per rank, or each
     rank, may hold. A W fits a gap that it overruns by no more than the fraction `overrun`.
     """
     caps = [cap] * len(orders) if isinstance(cap, int) else cap

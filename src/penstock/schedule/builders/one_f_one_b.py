@@ -31,7 +31,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    """One forward, one backward over several stages a rank, in rounds."""
+    """One forward, one backward over several stages per rank, in rounds."""
     if stages_per_rank == 1:
         return one_f_one_b(ranks, microbatches)
     rows = []

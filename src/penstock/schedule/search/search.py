@@ -1,8 +1,8 @@
-"""The search over placements: how many stages a rank, in a loop or in a V, and in which order.
+"""The search over placements: how many stages per rank, in a loop or in a V, and in which order.
 
 `search` returns the schedule; `search_report` says what was tried beside it, and how far the
 answer is from a bound that nothing can beat. Both take costs and memory *per rank*, because
-that is what stays the same when the number of stages a rank is open: with v stages a rank each
+that is what stays the same when the number of stages per rank is open: with v stages per rank each
 takes 1 / v of the time and holds 1 / v of the memory, while a hop costs what it costs. Costs
 given stage by stage say how many stages there are, and only that number is tried.
 
@@ -52,7 +52,7 @@ Objective = Literal["makespan", "span"]
 
 @dataclass(frozen=True)
 class Tried:
-    """What came out for one number of stages a rank and one placement."""
+    """What came out for one number of stages per rank and one placement."""
 
     stages_per_rank: int
     placement: str
@@ -75,7 +75,7 @@ class Found:
     costs: Costs  # of one stage, as `simulate` takes them
     objective: str
     value: float  # the makespan, or the longest span
-    lower_bound: float  # of all that was allowed: every number of stages a rank, every placement
+    lower_bound: float  # of all that was allowed: every number of stages per rank, every placement
     tried: tuple[Tried, ...]
     seconds: float
 
@@ -132,7 +132,7 @@ def search(
 ) -> Schedule:
     """The best schedule found within about `seconds`; never worse than any family that fits into `memory`.
 
-    costs      of a whole rank: with v stages a rank each takes 1/v. Given stage by stage, only the number of
+    costs      of a whole rank: with v stages per rank each takes 1/v. Given stage by stage, only the number of
                stages that they are for is tried
     memory     the cap on a rank's peak memory, one number or one for each rank, in the unit of `costs.activation`:
                microbatches of a whole rank where that is 1. What F takes is held until I, `costs.held` until W

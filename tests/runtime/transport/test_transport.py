@@ -467,9 +467,9 @@ def wait_for_silence(transport: Any, busy: float) -> Any:
     return caught.value.rank, caught.value.cause, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["threads", "gloo", "shared"], "threads", "gloo"))
+@pytest.mark.parametrize("kind", mostly_slow(["threads", "gloo", "shared"], "threads"))
 def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
-    timeout, busy = (0.3, 0.6) if kind == "threads" else (1.0, 2.5)
+    timeout, busy = (0.3, 0.6) if kind == "threads" else (4.0, 14.0)  # a rank that lacks a processor waits for longer
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
         assert rank == 2
         assert f"silent for {timeout:g} s" in cause

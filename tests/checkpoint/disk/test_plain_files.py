@@ -69,7 +69,7 @@ def test_what_a_run_writes_about_itself_takes_the_place_of_what_was_prepared(
     prepare(tmp_path / "ready", elsewhere)
     create(tmp_path / "ready").close()
     prepare(tmp_path / "incidents.jsonl", elsewhere)
-    with pytest.raises(OSError, match="has its name|No such device"):  # a FIFO that nobody reads cannot be opened
+    with pytest.raises(OSError, match=r"has its name|No such device"):  # a FIFO that nobody reads cannot be opened
         open_plain(tmp_path / "incidents.jsonl", APPEND)
     assert elsewhere.read_text() == PRECIOUS
     assert not list(tmp_path.glob("*.partial"))

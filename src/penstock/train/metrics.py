@@ -27,11 +27,11 @@ class Metrics:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(path) if line["step"] <= start] if start else []
         partial = path.with_name(f"{path.name}.partial")
+        self._board = _board(tensorboard, path.parent / "tensorboard", start)
         self._file = create(partial)
         self._file.write("".join(json.dumps(line) + "\n" for line in kept))
         self._file.flush()
         os.replace(partial, path)
-        self._board = _board(tensorboard, path.parent / "tensorboard", start)
 
     def write(self, step: int, **values: Any) -> None:
         """One line; it is in the file when this returns, if not yet on the disk."""

@@ -97,7 +97,9 @@ class RunFolder:
                 self.keep_config(config)
         except OSError as error:
             lock.free()
-            raise UsageError(f"output is {self.root}, where nothing can be written: {error.strerror}") from None
+            raise UsageError(
+                f"output is {self.root}, where nothing can be written: {error.strerror} ({error.filename})"
+            ) from None
         return lock
 
     def keep_config(self, config: TrainConfig) -> None:

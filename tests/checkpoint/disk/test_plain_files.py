@@ -75,6 +75,13 @@ def test_what_a_run_writes_about_itself_takes_the_place_of_what_was_prepared(
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_an_output_that_was_prepared_is_refused_with_the_name_of_what_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"a symlink has its name, and is not followed; remove it \(.*/\.lock\)"):
+        RunFolder(tmp_path).prepare(load_config(None, [f"output={tmp_path}"]), resume=False, fresh=False)
+    assert not (tmp_path / "nowhere").exists()
+
+
 @pytest.mark.timeout(30)
 def test_nothing_that_is_read_waits_for_a_writer_or_fills_the_memory(tmp_path: Path) -> None:
     for name in ("cut.json", "note", "metrics.jsonl"):

@@ -29,6 +29,8 @@ def has_end(size: int) -> bool:
     Gloo ends a wait for what has not begun to come when its connection closes, but not a wait for a message that has
     come in half: that lasts until its timeout. So what is waited for is something small that comes last: the frame
     after its large tensors, or this byte after what is large itself.
+
+    The other way round nothing helps: a sender whose receiver dies in the middle of a message learns it by the timeout.
     """
     return size > WHOLE_BYTES
 

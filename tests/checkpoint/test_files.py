@@ -370,6 +370,22 @@ def test_a_full_disk_is_an_error_at_the_next_call_and_leaves_nothing_behind(
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
 
 
+def test_a_folder_that_became_read_only_is_an_error_that_says_what_was_not_saved(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "[Errno 30] Read-only file system" and no more."""
+    with penstock.Checkpointer(tmp_path) as writer:
+        writer.save(1, run.pipe, run.optimizer)
+        writer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "mkdir", lambda *_, **__: os.mkdir("/proc/self/nowhere"))
+            with pytest.raises(
+                CheckpointError, match=r"step 2 could not be saved in .*; earlier checkpoints are as they"
+            ):
+                writer.save(2, run.pipe, run.optimizer)
+    assert names(tmp_path) == ["step-00000001"]
+
+
 def test_close_says_what_went_wrong(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = penstock.Checkpointer(tmp_path)
     fill_the_disk(monkeypatch, 0)

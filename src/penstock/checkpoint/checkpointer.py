@@ -102,6 +102,15 @@ class Checkpointer:
             self._settle(processes)
         self._planner.forget()
 
+    def _place(self, step: int) -> CheckpointFolder:
+        try:
+            return self._files.place(step, {saving.final.name for saving, _ in self._under_way})
+        except OSError as error:
+            raise CheckpointError(
+                f"step {step} could not be saved in {self.directory}: {error}; earlier checkpoints are as they were",
+                path=self.directory,
+            ) from error
+
     def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving | None:
         """All processes: what is saved, by whom and where. None where earlier saves must be seen to first."""
         made: list[CheckpointFolder] = []
@@ -113,7 +122,7 @@ class Checkpointer:
             document = document_of(step, pipe, given.config, processes.count)
             changed = self._planner.look(saved.tensors)
             if processes.first:
-                made.append(self._files.place(step, {saving.final.name for saving, _ in self._under_way}))
+                made.append(self._place(step))
             return (saved, document), (True, step, changed, made[0] if made else None)
 
         try:

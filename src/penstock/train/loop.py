@@ -14,11 +14,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.checkpoint.processes import Processes
 from penstock.errors import ModelError
 from penstock.optim.scaler import GradScaler
 from penstock.pipeline import Pipeline, StepResult
 from penstock.schedule import Timeline
+from penstock.schedule.timeline_json import to_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import DataBatch, DataBatches
@@ -283,5 +285,5 @@ class Trainer:
         if not timeline.spans:
             return None
         if self.metrics is not None:  # on the rank that writes
-            timeline.save(self.folder.timeline)
+            write_whole(self.folder.timeline, to_json(timeline))
         return timeline.bubble

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.disk.plain_files import create, read_plain
 from penstock.errors import UsageError
 
 __all__ = ["Metrics", "read_metrics"]
@@ -26,10 +27,11 @@ class Metrics:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(path) if line["step"] <= start] if start else []
         partial = path.with_name(f"{path.name}.partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(partial, path)
         self._board = _board(tensorboard, path.parent / "tensorboard", start)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = create(partial)
+        self._file.write("".join(json.dumps(line) + "\n" for line in kept))
+        self._file.flush()
+        os.replace(partial, path)
 
     def write(self, step: int, **values: Any) -> None:
         """One line; it is in the file when this returns, if not yet on the disk."""
@@ -57,7 +59,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a file; a last one that a kill cut short is left out."""
     found: list[dict[str, Any]] = []
     with contextlib.suppress(FileNotFoundError):
-        for text in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in read_plain(Path(path), None).splitlines():
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:

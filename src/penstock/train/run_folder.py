@@ -12,13 +12,13 @@ incidents.jsonl  what failed, who, and from where it went on
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk.lock import Lock
+from penstock.checkpoint.disk.plain_files import is_foreign_link, read_plain, write_whole
 from penstock.errors import UsageError
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
@@ -80,6 +80,12 @@ class RunFolder:
             )
         if resume and not begun:
             raise UsageError(f"{self.root} has no run to go on from; leave --resume out to start one")
+        foreign = [str(path) for name in OWN_FOLDERS if is_foreign_link(path := self.root / name)]
+        if foreign:
+            raise UsageError(
+                f"{', '.join(foreign)}: a symlink that another user made, which would have you write and delete where "
+                f"he likes; remove it, or choose an output that others cannot write to"
+            )
         lock = Lock(self.root)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +97,9 @@ class RunFolder:
                 self.keep_config(config)
         except OSError as error:
             lock.free()
-            raise UsageError(f"output is {self.root}, where nothing can be written: {error.strerror}") from None
+            raise UsageError(
+                f"output is {self.root}, where nothing can be written: {error.strerror} ({error.filename})"
+            ) from None
         return lock
 
     def keep_config(self, config: TrainConfig) -> None:
@@ -109,7 +117,7 @@ class RunFolder:
     def cut(self) -> dict[str, Any] | None:
         """How the model was cut when the run began, if that was measured."""
         try:
-            found: dict[str, Any] = json.loads((self.root / "cut.json").read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(read_plain(self.root / "cut.json"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
         return found
@@ -121,6 +129,4 @@ class RunFolder:
 
 def write_json(path: Path, document: Any) -> None:
     """Whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(document, indent=2) + "\n")

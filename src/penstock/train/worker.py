@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.disk.plain_files import create, read_plain, write_whole
 from penstock.checkpoint.generators import seed_generators
 from penstock.checkpoint.load.loading import Loaded
 from penstock.checkpoint.processes import Processes
@@ -57,7 +58,7 @@ from penstock.train.parent import die_with
 from penstock.train.progress import Progress, of_time
 from penstock.train.run_folder import RunFolder, write_json
 from penstock.train.stopping import INTERRUPTED, Stop, asking
-from penstock.view.page import save_page
+from penstock.view.page import page
 from penstock.view.run import Run
 
 __all__ = ["FINAL", "Job", "enter", "log_as", "note_path", "read_note", "ready_path", "train_here"]
@@ -94,7 +95,7 @@ def enter(job: Job) -> int:
         die_with(job.launcher)
         attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
         folder = RunFolder(Path(job.config.output))
-        ready_path(folder, attempt, rank).touch()
+        create(ready_path(folder, attempt, rank)).close()
         log_as(job.config, rank)
         try:
             return train_here(job, stop)
@@ -131,7 +132,7 @@ def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> Non
     with suppress(OSError):  # on a full disk the exit code must do
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, note)
-        path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        write_whole(path.with_suffix(".txt"), "".join(traceback.format_exception(error)))
 
 
 # -- training
@@ -299,14 +300,14 @@ def _save_page(folder: RunFolder) -> Path | None:
     timeline = Timeline.load(folder.timeline)
     planned = replace(simulate(timeline.schedule, Costs.from_timeline(timeline)), unit="s")
     runs = [Run("measured", timeline), Run("predicted", planned)]
-    save_page(runs, folder.page, title=f"{folder.root.name}: the last recorded step")
+    write_whole(folder.page, page(runs, f"{folder.root.name}: the last recorded step"))
     return folder.page
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
     """A rank's note, if it could leave one."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        found: dict[str, Any] = json.loads(read_plain(path))
+    except (OSError, json.JSONDecodeError):
         return None
     return found

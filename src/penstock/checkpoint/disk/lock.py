@@ -13,6 +13,7 @@ import socket
 import time
 from pathlib import Path
 
+from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.errors import CheckpointError
 
 __all__ = ["Lock"]
@@ -35,7 +36,7 @@ class Lock:
         if self._descriptor is not None:
             return False
         path = self._directory / NAME
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         status = os.fstat(descriptor)
         identity = (status.st_dev, status.st_ino)
         if identity in _taken:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, MANIFEST, seal
+from penstock.checkpoint.disk.plain_files import create, read_plain
 from penstock.checkpoint.disk.tensors import Body, TensorEntry, streamed, write_file
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
@@ -112,7 +113,7 @@ class Saving:
             return [number for number, path in enumerate(wanted) if not path.exists()]
 
         self._wait(lambda: not missing(), lambda: f"processes {missing()} have written nothing more")
-        return [json.loads(path.read_bytes()) for path in wanted]
+        return [json.loads(read_plain(path, None)) for path in wanted]
 
     def _finish(self, notes: Sequence[Mapping[str, Any]]) -> None:
         files = {name: [size, crc] for name, size, crc in (note["file"] for note in notes)}
@@ -158,7 +159,7 @@ class Saving:
     def _look_for_failures(self) -> None:
         with suppress(FileNotFoundError):
             for path in self.temporary.glob("failed-*"):
-                reason = path.read_text(errors="replace") or "for a reason that it could not write down"
+                reason = read_plain(path) or "for a reason that it could not write down"
                 raise GivenUp(
                     f"step {self.step} was not saved: process {int(path.name[-5:])} failed: {reason}", path=self.final
                 )
@@ -175,7 +176,8 @@ class Saving:
             if self.number == 0:
                 remove(self.temporary)
             else:
-                (self.temporary / f"failed-{self.number:05d}").write_text(why)
+                with create(self.temporary / f"failed-{self.number:05d}") as file:
+                    file.write(why)
 
 
 def _progress(directory: Path) -> list[tuple[str, int]]:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
 from penstock.train.config.settings import TrainConfig
@@ -44,6 +45,7 @@ __all__ = ["launch", "torchrun_command"]
 
 LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 SHOW_CURSOR = "\x1b[?25h"
 CHATTY = ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher")
 Say = Callable[[str], None]
@@ -115,7 +117,7 @@ class Agent(LocalElasticAgent):
         final = incident.pop("final") or self.stopping
         newest = _newest(self._folder)
         incident |= {"attempt": attempt, "time": time.time(), "checkpoint": newest}
-        with suppress(OSError), self._folder.incidents.open("a", encoding="utf-8") as file:
+        with suppress(OSError), open(open_plain(self._folder.incidents, APPEND), "a", encoding="utf-8") as file:
             file.write(json.dumps(incident) + "\n")
         if final:
             self._remaining_restarts = 0

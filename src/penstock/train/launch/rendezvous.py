@@ -1,14 +1,16 @@
 """Where the ranks of one host meet: a store that listens on the loopback address only.
 
 torch's own rendezvous listens on all interfaces, also for a run that never leaves its host, and nobody who connects to
-a store has to prove anything. So here the socket is made first, bound to 127.0.0.1, and the store is given that.
+a store has to prove anything. So here the socket is made first, bound to 127.0.0.1, and the store is given that. What
+the one agent tells itself (how many ranks there are, and which) stays in its own memory, where no other user of the
+host can write.
 """
 
 from __future__ import annotations
 
 import socket
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 __all__ = ["LOOPBACK", "LocalRendezvous"]
@@ -17,14 +19,13 @@ LOOPBACK = "127.0.0.1"
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One agent, one host, any number of attempts; all attempts share the store, each under a prefix of its own."""
+    """One agent, one host, any number of attempts; all attempts share the store, see `meeting`."""
 
     use_agent_store = True  # ranks connect to it and need none of their own
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._closed = False
-        self._attempts = 0
         with socket.socket() as listener:
             listener.bind((LOOPBACK, 0))
             listener.listen(128)
@@ -41,8 +42,7 @@ class LocalRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """An attempt begins; there is nobody to wait for."""
         assert self._store is not None
-        self._attempts += 1
-        return RendezvousInfo(PrefixStore(f"agent/{self._attempts}", self._store), 0, 1, self._place)
+        return RendezvousInfo(HashStore(), 0, 1, self._place)
 
     def is_closed(self) -> bool:
         """Whether there will be no further attempt."""

@@ -22,7 +22,7 @@ from penstock.runtime.transport.gloo.header import (
     raw_header,
     read_header,
 )
-from penstock.runtime.transport.gloo.links import Incoming, Part, Pending
+from penstock.runtime.transport.gloo.links import Incoming, Part, Pending, has_end
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.layout.layout import HEADER_BYTES, Book, Layout
 
@@ -30,6 +30,7 @@ __all__ = ["Inbox"]
 
 
 _RECEIPT = torch.ones(1, dtype=torch.uint8)
+_END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing
 
 
 class Inbox:
@@ -49,7 +50,6 @@ class Inbox:
             raise UsageError(f"{link.edge.receive_action(microbatch)} is posted already")
         layout, operations = link.predicted(), self._operations
         frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
-        work = operations.receive(frame, link.peer, link.tag, link.edge, microbatch)
         due = HEADER.pack(
             MAGIC, DATA, layout.checksum if layout else 0, 0, operations.step, link.count, microbatch, *link.identity
         )
@@ -59,9 +59,12 @@ class Inbox:
             for home in layout.directs:
                 device = self._device if operations.travels_by_device(home.device) else None
                 directs.append(operations.receive_part(home.make_carrier(device), link, microbatch))
-            if layout.comes_ready(operations.device_backend is not None):
-                value = layout.build(frame, [part.tensor for part in directs] if directs else (), self._device)
-        pending = link.pending[microbatch] = Pending(link.count, due, value, layout, frame, work, directs)
+        before, work = None, operations.receive(frame, link.peer, link.tag, link.edge, microbatch)
+        if has_end(frame.numel()):
+            before, work = work, operations.receive(_END, link.peer, link.tag, link.edge, microbatch)
+        if layout is not None and layout.comes_ready(operations.device_backend is not None):
+            value = layout.build(frame, [part.tensor for part in directs] if directs else (), self._device)
+        pending = link.pending[microbatch] = Pending(link.count, due, value, layout, frame, work, directs, before)
         link.count += 1
         return pending
 
@@ -94,12 +97,14 @@ class Inbox:
 
         Returns None where all is as predicted, and the header where it announces something else.
         """
-        # What comes last is waited for first: the thread then sleeps and wakes once. (And each work
+        # What comes last is waited for first (see `has_end`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
+        self._operations.wait(pending.work, link.peer, link.edge, microbatch)
+        if pending.before is not None:
+            self._operations.wait(pending.before, link.peer, link.edge, microbatch)
         if pending.directs:
             for part in reversed(pending.directs):
                 self._operations.wait_part(part, link.peer, link.edge, microbatch)
-        self._operations.wait(pending.work, link.peer, link.edge, microbatch)
         raw = raw_header(pending.frame)
         header = None
         if raw != pending.due or pending.layout is None:
@@ -140,7 +145,10 @@ class Inbox:
         operations, peer, edge = self._operations, link.peer, link.edge
         tag = link.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8)
-        operations.wait(operations.receive(body, peer, tag, edge, microbatch), peer, edge, microbatch)
+        work = operations.receive(body, peer, tag, edge, microbatch)
+        if has_end(header.follows):
+            operations.wait(operations.receive(_END, peer, tag, edge, microbatch), peer, edge, microbatch)
+        operations.wait(work, peer, edge, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
         operations.wait(operations.send(_RECEIPT, peer, tag, edge, microbatch), peer, edge, microbatch)
         return body

@@ -17,9 +17,22 @@ from penstock.errors import UsageError
 from penstock.runtime.transport.base import Channel
 from penstock.runtime.transport.layout.layout import Frame, Layout
 
-__all__ = ["SUBTAGS", "Following", "Incoming", "Links", "Outgoing", "Part", "Pending", "UnderWay"]
+__all__ = ["SUBTAGS", "Following", "Incoming", "Links", "Outgoing", "Part", "Pending", "UnderWay", "has_end"]
 
 SUBTAGS = 0x1000  # tags of one channel: one for frames, the others for what follows a frame
+WHOLE_BYTES = 64 * 1024  # a message that leaves in one piece: of a larger one, half may have come when its sender dies
+
+
+def has_end(size: int) -> bool:
+    """Whether a byte is sent after a message of so many bytes, to be waited for.
+
+    Gloo ends a wait for what has not begun to come when its connection closes, but not a wait for a message that has
+    come in half: that lasts until its timeout. So what is waited for is something small that comes last: the frame
+    after its large tensors, or this byte after what is large itself.
+
+    The other way round nothing helps: a sender whose receiver dies in the middle of a message learns it by the timeout.
+    """
+    return size > WHOLE_BYTES
 
 
 class Part(NamedTuple):
@@ -31,7 +44,10 @@ class Part(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A posted receive. `due` is the header that it should bring; `value` is built around the empty buffers."""
+    """A posted receive. `due` is the header that it should bring; `value` is built around the empty buffers.
+
+    `work` is of what comes last, `before` of a frame that is not that.
+    """
 
     ordinal: int
     due: bytes
@@ -40,6 +56,7 @@ class Pending(NamedTuple):
     frame: Tensor
     work: Any
     directs: Sequence[Part]
+    before: Any = None
 
 
 class UnderWay(NamedTuple):
@@ -57,9 +74,10 @@ class UnderWay(NamedTuple):
 
 
 class Following(NamedTuple):
-    """A message that goes with a frame, sent but perhaps not taken yet, and the byte that says that it is."""
+    """A message that goes with a frame, sent but perhaps not taken yet, its end, and the byte that says that it is."""
 
     body: Part
+    end: Part | None
     receipt: Part
     microbatch: int
 

@@ -14,12 +14,14 @@ from penstock.messages import plain
 from penstock.messages.secret import FILE_VARIABLE, has_secret
 from penstock.runtime.state.memory import version_of
 from penstock.runtime.transport.gloo.header import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
-from penstock.runtime.transport.gloo.links import Following, Outgoing, Part, UnderWay
+from penstock.runtime.transport.gloo.links import Following, Outgoing, Part, UnderWay, has_end
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
 
 __all__ = ["Outbox"]
+
+_END = torch.ones(1, dtype=torch.uint8)
 
 
 class Outbox:
@@ -51,13 +53,24 @@ class Outbox:
             frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step, link.count, microbatch, *link.identity
         )
         directs = layout.pack(leaves, frame)
-        work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
-        if not directs:
+        if not directs and not has_end(layout.frame_bytes):
+            work = operations.send(frame.tensor, link.peer, link.tag, link.edge, microbatch)
             self._sent(link, UnderWay(microbatch, work, layout, frame, ()))
             return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
         parts = [operations.send_part(octets, link, microbatch) for octets, _ in directs]
+        work = self._send_last(link, microbatch, frame.tensor, layout, parts)
         self._sent(link, UnderWay(microbatch, work, layout, frame, parts, watched))
+
+    def _send_last(
+        self, link: Outgoing, microbatch: int, frame: Tensor, layout: Layout | None, parts: list[Part]
+    ) -> Any:
+        """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
+        work = self._operations.send(frame, link.peer, link.tag, link.edge, microbatch)
+        if layout is not None and has_end(layout.frame_bytes):
+            parts.append(Part(frame, work, False))
+            work = self._operations.send(_END, link.peer, link.tag, link.edge, microbatch)
+        return work
 
     def _send_changed(self, link: Outgoing, microbatch: int, predicted: Layout | None, value: Any) -> None:
         before = link.layouts[link.count - 1] if 0 < link.count <= len(link.layouts) else None
@@ -90,11 +103,10 @@ class Outbox:
         self._send_instead(link, microbatch, link.predicted(), FAILURE, body)
 
     def _send_instead(self, link: Outgoing, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
-        """A header where a frame was predicted, next to nothing for each large tensor, then the body."""
+        """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
         operations, edge = self._operations, link.edge
         frame, header = blank_header()
         self._write_header(header, kind, link, microbatch, 0, body.numel())
-        work = operations.send(frame, link.peer, link.tag, edge, microbatch)
         parts: list[Part] = []
         for home in predicted.directs if predicted is not None else ():
             by_device = operations.travels_by_device(home.device)  # NCCL must send as much as is received
@@ -102,11 +114,15 @@ class Outbox:
                 home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
             parts.append(operations.send_part(filler, link, microbatch))
+        work = self._send_last(link, microbatch, frame, predicted, parts)
         tag = link.following_tag(link.count)
         note = torch.zeros(1, dtype=torch.uint8)
         receipt = Part(note, operations.receive(note, link.peer, tag, edge, microbatch), False)
         following = Part(body, operations.send(body, link.peer, tag, edge, microbatch), False)
-        link.following.append(Following(following, receipt, microbatch))
+        end = None
+        if has_end(body.numel()):
+            end = Part(_END, operations.send(_END, link.peer, tag, edge, microbatch), False)
+        link.following.append(Following(following, end, receipt, microbatch))
         self._sent(link, UnderWay(microbatch, work, None, frame, parts))
 
     def _write_header(
@@ -125,8 +141,9 @@ class Outbox:
 
     def _finish_following(self, link: Outgoing, done: Sequence[Following]) -> None:
         for each in done:
-            for part in (each.receipt, each.body):
-                self._operations.wait_part(part, link.peer, link.edge, each.microbatch)
+            for part in (each.receipt, each.body, each.end):
+                if part is not None:
+                    self._operations.wait_part(part, link.peer, link.edge, each.microbatch)
         link.following = [each for each in link.following if not any(each is other for other in done)]
 
     def _finish_oldest(self, link: Outgoing) -> None:

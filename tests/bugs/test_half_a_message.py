@@ -1,0 +1,82 @@
+"""A peer that dies, or stops, in the middle of a message over gloo.
+
+Gloo tells of a connection that closed by ending every wait for a message that has not begun to come. A wait for one
+that has come in half it leaves alone, whatever else is done to the connection: the rank that had been sent 100 of 256
+MiB said who had died only when its own timeout was over, 30 s later (an hour, where something might be compiling). So
+the last thing that is sent, and waited for, is now always small.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults.fleet import launch
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.base import Channel
+from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.layout.layout import DIRECT_BYTES
+
+MANY = 128 * 2**20
+VALUES: dict[str, Callable[[int], Any]] = {
+    "one tensor": lambda _: torch.zeros(MANY, dtype=torch.uint8),
+    "new every time": lambda number: torch.zeros(MANY + number, dtype=torch.uint8),
+    "many small ones": lambda _: [torch.zeros(DIRECT_BYTES // 2, dtype=torch.uint8)] * (MANY // DIRECT_BYTES),
+}
+
+
+def sends_half(say: Callable[[Any], None], kind: str, how: int, timeout: float) -> None:
+    transport = DistributedTransport(timeout=timeout)
+    transport.open([Channel(0, 1, "F", 0, 1)])
+    sending = threading.Event()
+
+    def message(number: int) -> float:
+        value = VALUES[kind](number) if transport.rank == 0 else None
+        transport.exchange(None)
+        begin = time.monotonic()
+        if transport.rank == 0:
+            sending.set()
+            transport.send(0, number, value)
+            transport.flush()
+        else:
+            transport.receive(0, number)
+        return time.monotonic() - begin
+
+    took = min([message(number) for number in range(3)][1:])
+    dist.barrier()
+    sending.clear()
+
+    def end() -> None:
+        sending.wait()
+        time.sleep((0.4 if kind == "one tensor" else 0.75) * took)  # the others are packed first
+        say(("fault", time.monotonic()))
+        os.kill(os.getpid(), how)
+
+    if transport.rank == 0:
+        threading.Thread(target=end, daemon=True).start()
+    try:
+        for number in range(3, 1000):
+            message(number)
+    except PeerFailure as failure:
+        say((failure.rank, time.monotonic()))
+    os._exit(0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("how", "timeout", "most"), [(signal.SIGKILL, 40.0, 15.0), (signal.SIGSTOP, 12.0, 36.0)])
+@pytest.mark.parametrize("kind", VALUES)
+def test_the_sender_is_named_in_time(kind: str, how: int, timeout: float, most: float) -> None:
+    sender, receiver = launch(2, sends_half, kind, how, timeout, limit=120)
+    ((_, fault),) = sender.said
+    ((culprit, told),) = receiver.said
+    assert culprit == 0
+    assert told - fault < most

@@ -1,0 +1,111 @@
+"""Somebody who may write to the folder of a run has put links, FIFOs and directories where its files will be."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint.disk.lock import Lock
+from penstock.checkpoint.disk.plain_files import create, open_plain, read_plain
+from penstock.errors import UsageError
+from penstock.train.config.read import load_config
+from penstock.train.launch.launch import APPEND
+from penstock.train.metrics import Metrics, read_metrics
+from penstock.train.run_folder import RunFolder, write_json
+from penstock.train.worker import read_note
+
+PRECIOUS = "what this user has elsewhere"
+
+
+def link(path: Path, elsewhere: Path) -> None:
+    path.symlink_to(elsewhere)
+
+
+def fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    file = tmp_path / "elsewhere"
+    file.write_text(PRECIOUS)
+    return file
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("prepare", [link, fifo])
+def test_a_lock_writes_into_no_file_that_was_prepared(
+    prepare: Callable[[Path, Path], None], elsewhere: Path, tmp_path: Path
+) -> None:
+    """The lock of a run was opened through a symlink, and emptied the file that it led to."""
+    prepare(tmp_path / ".lock", elsewhere)
+    with pytest.raises(OSError, match=r"has its name.*remove it.*\.lock"):
+        Lock(tmp_path).take()
+    assert elsewhere.read_text() == PRECIOUS
+    (tmp_path / ".lock").unlink()
+    lock = Lock(tmp_path)
+    assert lock.take()
+    lock.free()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("prepare", [link, fifo])
+def test_what_a_run_writes_about_itself_takes_the_place_of_what_was_prepared(
+    prepare: Callable[[Path, Path], None], elsewhere: Path, tmp_path: Path
+) -> None:
+    for name in ("config.json", "metrics.jsonl"):
+        for ending in ("", ".partial"):
+            prepare(tmp_path / f"{name}{ending}", elsewhere)
+    write_json(tmp_path / "config.json", {"a": 1})
+    metrics = Metrics(tmp_path / "metrics.jsonl", 0)
+    metrics.write(1, loss=2.0)
+    metrics.close()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0}]
+    prepare(tmp_path / "ready", elsewhere)
+    create(tmp_path / "ready").close()
+    prepare(tmp_path / "incidents.jsonl", elsewhere)
+    with pytest.raises(OSError, match=r"has its name|No such device"):  # a FIFO that nobody reads cannot be opened
+        open_plain(tmp_path / "incidents.jsonl", APPEND)
+    assert elsewhere.read_text() == PRECIOUS
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_output_that_was_prepared_is_refused_with_the_name_of_what_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / ".lock").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"a symlink has its name, and is not followed; remove it \(.*/\.lock\)"):
+        RunFolder(tmp_path).prepare(load_config(None, [f"output={tmp_path}"]), resume=False, fresh=False)
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.timeout(30)
+def test_nothing_that_is_read_waits_for_a_writer_or_fills_the_memory(tmp_path: Path) -> None:
+    for name in ("cut.json", "note", "metrics.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert read_note(tmp_path / "note") is None
+    with pytest.raises(OSError, match="no plain file"):
+        RunFolder(tmp_path).cut()
+    with pytest.raises(OSError, match="no plain file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+    with (tmp_path / "huge").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="at most 16,777,216 are read"):
+        read_plain(tmp_path / "huge")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_a_folder_of_checkpoints_that_somebody_else_moved_is_refused(tmp_path: Path) -> None:
+    """Old checkpoints are deleted there: a link would have those of another run deleted."""
+    (tmp_path / "other").mkdir()
+    root = tmp_path / "run"
+    root.mkdir()
+    (root / "checkpoints").symlink_to(tmp_path / "other")
+    folder, config = RunFolder(root), load_config(None, [f"output={root}"])
+    folder.prepare(config, resume=True, fresh=False).free()  # one's own link is one's own wish
+    os.lchown(root / "checkpoints", 65534, 65534)
+    with pytest.raises(UsageError, match="a symlink that another user made"):
+        folder.prepare(config, resume=True, fresh=False)

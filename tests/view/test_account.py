@@ -62,9 +62,13 @@ def test_every_part_goes_where_it_belongs() -> None:
     assert json.loads(json.dumps(books.document()))["ranks"][0]["parts"]["wait for rank 1"] == 2.75
 
 
+def costs(*forward: float) -> Costs:
+    """Stages of which some take longer; their backwards take next to nothing."""
+    return Costs(forward=forward, input=(0.1,) * len(forward), weight=(0.1,) * len(forward))
+
+
 def test_a_slow_stage_is_named_with_what_its_repair_is_worth() -> None:
-    with pipeline([NAP, NAP, 2 * NAP, NAP], microbatches=8) as pipe:
-        books = account(record(pipe))
+    books = account(simulate(build("1f1b", 4, 8), costs(1, 1, 2, 1)))
     assert books.findings[0].kind == "stage"
     assert books.advice.startswith("stage 2 (rank 2) is ")
     assert "slower than the others: rebalance for -" in books.advice
@@ -73,9 +77,7 @@ def test_a_slow_stage_is_named_with_what_its_repair_is_worth() -> None:
 
 
 def test_a_slow_rank_is_named_where_all_its_stages_are_slow() -> None:
-    naps = [NAP, 2.5 * NAP, NAP] * 2
-    with pipeline(naps, schedule="interleaved-1f1b", ranks=3) as pipe:
-        books = account(record(pipe))
+    books = account(simulate(build("interleaved-1f1b", 3, 6), costs(*[1, 2.5, 1] * 2)))
     assert books.findings[0].kind == "rank"
     assert books.advice.startswith("rank 1 (stages 1, 4) is ")
 

@@ -117,7 +117,7 @@ def forward(model, x, side, step, number):  # if: staged
         with penstock.randomness(7, step, number, stage):
             x = module(*given, **named)
         if isinstance(x, penstock.Routed):  # if: skip
-            x, skipped = x.output, x.to[SKIP[1]]
+            x, skipped = x.output, x.to[SKIP[1]].clone()  # of several readers each gets what was sent
     return x
 
 

@@ -121,12 +121,19 @@ class Case:
             return False
         if self.clip is not None:  # each rank has the norm of its own
             return False
+        if self.precision is not None and self.shared:  # where W is apart, uses of a weight are added in float32
+            return False
         if any(self.whole or self.stage_of(a) != self.stage_of(b) for a, b in self.shared):
             return False
         if any(layer.kind == "Fork" and layer.option in (0, 1, 2) for layer in self.layers):
             return False
         schedule = build(self.family, self.ranks, self.microbatches, len(self.stages) // self.ranks)
         return sums_in_order(schedule)
+
+    @property
+    def refusable(self) -> bool:
+        """Whether it may be refused: if the cut is the library's own, or one layer with state is on two stages."""
+        return self.whole or bool(self.shared)
 
     def fits(self) -> bool:
         """Whether it is a case at all: what was drawn, or made smaller, may be none."""
@@ -141,6 +148,8 @@ class Case:
 
     def _layers_fit(self) -> bool:
         kinds = [layer.kind for layer in self.layers]
+        if any(b >= len(kinds) or kinds[b] != kinds[a] or kinds[a] in (*FIRST, "Fork", "Join") for a, b in self.shared):
+            return False
         joined = [n for n, kind in enumerate(kinds) if kind == "Join"]
         forked = [n for n, kind in enumerate(kinds) if kind == "Fork"]
         if [n + 1 for n in forked] != joined or (forked and self.way == "graph"):
@@ -168,15 +177,13 @@ class Case:
         return even and not (self.has("Table") and self.batch in ("columns", "offset"))
 
     def _extras_fit(self) -> bool:
-        kinds, stages = [layer.kind for layer in self.layers], len(self.stages)
+        stages = len(self.stages)
         ends = [stage[-1].kind for stage in self.stages]
         if (self.dtype != "float64" and not self.exact) or (self.precision and self.dtype != "float32"):
             return False
         if (self.side is None) != (not self.side_at) or (self.side and self.way == "sequential"):
             return False
         if any(stage >= stages or ends[stage] == "Fork" for stage in self.side_at):
-            return False
-        if any(b >= len(kinds) or kinds[b] != kinds[a] or kinds[a] in (*FIRST, "Fork", "Join") for a, b in self.shared):
             return False
         if self.replicate is not None and (self.where not in ("shared", "distributed") or self.shared):
             return False

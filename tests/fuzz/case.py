@@ -323,13 +323,24 @@ def _with_more(chance: random.Random, case: Case, without: set[str], maybe: Any)
             first = chance.randrange(ends - 2)
             case = replace(case, skip=(first, chance.randrange(first + 2, ends)))
     if maybe(0.2, "shared"):
-        kinds = [layer.kind for layer in case.layers]
-        pairs = [(a, b) for b in range(len(kinds)) for a in range(b) if kinds[a] == kinds[b]]
-        if pairs:
-            case = replace(case, shared=(chance.choice(pairs),))
+        case = _with_a_shared_layer(chance, case)
     if maybe(0.15, "faults"):
         fault = (chance.randrange(case.steps), chance.randrange(stages), chance.choice(("forward", "backward")))
         case = replace(case, fault=(*fault, chance.randrange(case.microbatches)), atomic=maybe(0.5))
         if not case.atomic:
             case = replace(case, every=1, to_none=True)
     return case
+
+
+def _with_a_shared_layer(chance: random.Random, case: Case) -> Case:
+    """Two layers become one. Where it has state and is on two stages, the case is refused, so most are plain."""
+    plain = [number for number, layer in enumerate(case.layers) if layer.kind in PLAIN]
+    state = [number for number, layer in enumerate(case.layers) if layer.kind in (*STATE, *RANDOM)]
+    among = plain + (state if chance.random() < 0.2 else [])
+    if len(among) < 2:
+        return case
+    first, second = sorted(chance.sample(among, 2))
+    numbers = iter(range(len(case.layers)))
+    again = {second: case.layers[first]}
+    stages = tuple(tuple(again.get(next(numbers), layer) for layer in stage) for stage in case.stages)
+    return replace(case, stages=stages, shared=((first, second),))

@@ -132,8 +132,8 @@ class Case:
 
     @property
     def refusable(self) -> bool:
-        """Whether it may be refused: if the cut is the library's own, or one layer with state is on two stages."""
-        return self.whole or bool(self.shared)
+        """Whether it may be: if the library cuts it, one layer with state is on two stages, or a shard has no hooks."""
+        return self.whole or bool(self.shared) or (self.replicate == "fsdp" and self.has("Hooked"))
 
     def fits(self) -> bool:
         """Whether it is a case at all: what was drawn, or made smaller, may be none."""

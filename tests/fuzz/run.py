@@ -84,7 +84,8 @@ def judged(error: Exception, refusable: bool) -> Outcome:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.PeerFailure):
         text = error.cause
-        refused = refusable and text.startswith(tuple(kind.__name__ for kind in REFUSALS))
+        cause = text.removeprefix("it could not build its pipeline: ")
+        refused = refusable and cause.startswith(tuple(kind.__name__ for kind in REFUSALS))
         return Outcome("refused" if refused else "crashed", f"{text}\n{error.original_traceback}")
     if refusable and isinstance(error, REFUSALS):
         return Outcome("refused", text)

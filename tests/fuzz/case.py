@@ -164,6 +164,10 @@ class Case:
             return False
         if any(kind in WRITING and before not in UNSAVED for before, kind in pairwise(kinds)):
             return False
+        if self.has("Rewrites") and (
+            self.whole or any(layer.kind == "Rewrites" for stage in self.stages for layer in stage[1:])
+        ):
+            return False
         if kinds[0] == "Scratch" and (len(self.stages[0]) > 1 or self.whole):
             return False
         return bool(set(kinds) - {"Frozen", "Same", "Scratch", "Detached"})
@@ -301,6 +305,8 @@ def _stages(chance: random.Random, count: int, without: set[str]) -> tuple[tuple
         stages[0].insert(0, layer("Table"))
     elif chance.random() < 0.08 and "scratch" not in without:
         stages[0] = [layer("Scratch")]
+    if count > 1 and chance.random() < 0.15 and "scratch" not in without:
+        stages[chance.randrange(1, count)].insert(0, layer("Rewrites"))
     if "forks" not in without and chance.random() < 0.2:  # between two stages, or inside of one
         at = chance.randrange(count)
         stages[at].append(layer("Fork"))

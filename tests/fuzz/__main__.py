@@ -4,7 +4,8 @@ Every case is drawn from its seed: a model, a way to cut it, a loss, a batch, a 
 a plain loop of gradient accumulation and as a pipeline, for some steps, and what both have computed is compared: every
 loss, output, gradient, parameter, buffer and counter, bit for bit where that is promised and else in double precision,
 to rounding. A difference, or an error that the plain loop does not have, is shrunk to a small program, which is printed
-and stands by itself. A refusal (an error of our own) is no difference; `--refusals` lists them.
+and stands by itself. A refusal (an error that says what the library does not take) is no difference where it is to be
+expected: of models that the library cuts, and of layers with state on two stages; `--refusals` lists them.
 """
 
 from __future__ import annotations

@@ -121,12 +121,19 @@ class Case:
             return False
         if self.clip is not None:  # each rank has the norm of its own
             return False
+        if self.precision is not None and self.shared:  # where W is apart, uses of a weight are added in float32
+            return False
         if any(self.whole or self.stage_of(a) != self.stage_of(b) for a, b in self.shared):
             return False
         if any(layer.kind == "Fork" and layer.option in (0, 1, 2) for layer in self.layers):
             return False
         schedule = build(self.family, self.ranks, self.microbatches, len(self.stages) // self.ranks)
         return sums_in_order(schedule)
+
+    @property
+    def refusable(self) -> bool:
+        """Whether it may be: if the library cuts it, one layer with state is on two stages, or a shard has no hooks."""
+        return self.whole or bool(self.shared) or (self.replicate == "fsdp" and self.has("Hooked"))
 
     def fits(self) -> bool:
         """Whether it is a case at all: what was drawn, or made smaller, may be none."""
@@ -141,6 +148,8 @@ class Case:
 
     def _layers_fit(self) -> bool:
         kinds = [layer.kind for layer in self.layers]
+        if any(b >= len(kinds) or kinds[b] != kinds[a] or kinds[a] in (*FIRST, "Fork", "Join") for a, b in self.shared):
+            return False
         joined = [n for n, kind in enumerate(kinds) if kind == "Join"]
         forked = [n for n, kind in enumerate(kinds) if kind == "Fork"]
         if [n + 1 for n in forked] != joined or (forked and self.way == "graph"):
@@ -155,6 +164,10 @@ class Case:
             return False
         if any(kind in WRITING and before not in UNSAVED for before, kind in pairwise(kinds)):
             return False
+        if self.has("Rewrites") and (
+            self.whole or any(layer.kind == "Rewrites" for stage in self.stages for layer in stage[1:])
+        ):
+            return False
         if kinds[0] == "Scratch" and (len(self.stages[0]) > 1 or self.whole):
             return False
         return bool(set(kinds) - {"Frozen", "Same", "Scratch", "Detached"})
@@ -168,15 +181,13 @@ class Case:
         return even and not (self.has("Table") and self.batch in ("columns", "offset"))
 
     def _extras_fit(self) -> bool:
-        kinds, stages = [layer.kind for layer in self.layers], len(self.stages)
+        stages = len(self.stages)
         ends = [stage[-1].kind for stage in self.stages]
         if (self.dtype != "float64" and not self.exact) or (self.precision and self.dtype != "float32"):
             return False
         if (self.side is None) != (not self.side_at) or (self.side and self.way == "sequential"):
             return False
         if any(stage >= stages or ends[stage] == "Fork" for stage in self.side_at):
-            return False
-        if any(b >= len(kinds) or kinds[b] != kinds[a] or kinds[a] in (*FIRST, "Fork", "Join") for a, b in self.shared):
             return False
         if self.replicate is not None and (self.where not in ("shared", "distributed") or self.shared):
             return False
@@ -294,6 +305,8 @@ def _stages(chance: random.Random, count: int, without: set[str]) -> tuple[tuple
         stages[0].insert(0, layer("Table"))
     elif chance.random() < 0.08 and "scratch" not in without:
         stages[0] = [layer("Scratch")]
+    if count > 1 and chance.random() < 0.15 and "scratch" not in without:
+        stages[chance.randrange(1, count)].insert(0, layer("Rewrites"))
     if "forks" not in without and chance.random() < 0.2:  # between two stages, or inside of one
         at = chance.randrange(count)
         stages[at].append(layer("Fork"))
@@ -316,13 +329,24 @@ def _with_more(chance: random.Random, case: Case, without: set[str], maybe: Any)
             first = chance.randrange(ends - 2)
             case = replace(case, skip=(first, chance.randrange(first + 2, ends)))
     if maybe(0.2, "shared"):
-        kinds = [layer.kind for layer in case.layers]
-        pairs = [(a, b) for b in range(len(kinds)) for a in range(b) if kinds[a] == kinds[b]]
-        if pairs:
-            case = replace(case, shared=(chance.choice(pairs),))
+        case = _with_a_shared_layer(chance, case)
     if maybe(0.15, "faults"):
         fault = (chance.randrange(case.steps), chance.randrange(stages), chance.choice(("forward", "backward")))
         case = replace(case, fault=(*fault, chance.randrange(case.microbatches)), atomic=maybe(0.5))
         if not case.atomic:
             case = replace(case, every=1, to_none=True)
     return case
+
+
+def _with_a_shared_layer(chance: random.Random, case: Case) -> Case:
+    """Two layers become one. Where it has state and is on two stages, the case is refused, so most are plain."""
+    plain = [number for number, layer in enumerate(case.layers) if layer.kind in PLAIN]
+    state = [number for number, layer in enumerate(case.layers) if layer.kind in (*STATE, *RANDOM)]
+    among = plain + (state if chance.random() < 0.2 else [])
+    if len(among) < 2:
+        return case
+    first, second = sorted(chance.sample(among, 2))
+    numbers = iter(range(len(case.layers)))
+    again = {second: case.layers[first]}
+    stages = tuple(tuple(again.get(next(numbers), layer) for layer in stage) for stage in case.stages)
+    return replace(case, stages=stages, shared=((first, second),))

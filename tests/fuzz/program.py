@@ -18,7 +18,7 @@ from fuzz.case import RANDOM, Case
 __all__ = ["program"]
 
 TEMPLATE = Path(__file__).with_name("template.py").read_text().splitlines()[3:]
-NEEDED = {"Custom": ("Cube",), "Trap": ("spring",)}
+NEEDED = {"Custom": ("Cube",), "Rewrites": ("Double",), "Trap": ("spring",)}
 ROUNDING = 1e-9  # of the largest number of a tensor, in double precision
 
 

@@ -16,5 +16,5 @@ def run_on_rank(cases: Sequence[Case]) -> list[dict[str, Any] | Outcome]:
     found = []
     for case in cases:
         with quiet(case):
-            found.append(piped(defined(case)))
+            found.append(piped(case, defined(case)))
     return found

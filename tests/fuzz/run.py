@@ -17,13 +17,13 @@ from penstock.group.world import World
 
 __all__ = ["Outcome", "run_on_processes", "run_on_threads"]
 
-REFUSALS = ("UsageError", "ModelError", "RunError", "MessageError", "ScheduleError")
+REFUSALS = (errors.UsageError, errors.ModelError)  # others are of a run that has gone wrong
 GOOD = ("same", "refused", "no case")
 
 
 @dataclass
 class Outcome:
-    """How a case ended: same, differs, crashed; refused by an error of our own; or no case, as the plain loop fails."""
+    """How a case ended: same, differs, crashed; refused, as it may be; or no case, because the plain loop fails."""
 
     kind: str
     text: str = ""
@@ -71,21 +71,23 @@ def plain(space: dict[str, Any]) -> dict[str, Any] | Outcome:
     return found
 
 
-def piped(space: dict[str, Any]) -> dict[str, Any] | Outcome:
+def piped(case: Case, space: dict[str, Any]) -> dict[str, Any] | Outcome:
     try:
         found: dict[str, Any] = space["piped"]()
     except Exception as error:
-        return judged(error)
+        return judged(error, case.refusable)
     return found
 
 
-def judged(error: Exception) -> Outcome:
-    """An error of our own is a refusal; one that came from the model's code, which the plain loop runs well, is not."""
+def judged(error: Exception, refusable: bool) -> Outcome:
+    """An error that says what the library does not take is a refusal, of a case that may be; all others are crashes."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, errors.PeerFailure):
         text = error.cause
-        return Outcome("refused" if text.startswith(REFUSALS) else "crashed", f"{text}\n{error.original_traceback}")
-    if isinstance(error, errors.PenstockError):
+        cause = text.removeprefix("it could not build its pipeline: ")
+        refused = refusable and cause.startswith(tuple(kind.__name__ for kind in REFUSALS))
+        return Outcome("refused" if refused else "crashed", f"{text}\n{error.original_traceback}")
+    if refusable and isinstance(error, REFUSALS):
         return Outcome("refused", text)
     if isinstance(error, AssertionError) and "not sprung" in str(error):
         return Outcome("no case", text)
@@ -105,7 +107,7 @@ def run_on_threads(case: Case) -> Outcome:
         want = plain(space)
         if isinstance(want, Outcome):
             return want
-        have = piped(space)
+        have = piped(case, space)
     return have if isinstance(have, Outcome) else compared(space, want, [have])
 
 

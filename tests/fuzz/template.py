@@ -117,7 +117,7 @@ def forward(model, x, side, step, number):  # if: staged
         with penstock.randomness(7, step, number, stage):
             x = module(*given, **named)
         if isinstance(x, penstock.Routed):  # if: skip
-            x, skipped = x.output, x.to[SKIP[1]]
+            x, skipped = x.output, x.to[SKIP[1]].clone()  # of several readers each gets what was sent
     return x
 
 
@@ -198,12 +198,13 @@ def plain():
             buffers = model.named_buffers()  # if: alone
             buffers = ((f"{n} of replica {replica}", b) for n, b in model.named_buffers())  # if: replicas
             keep(found, step, model.named_parameters(), buffers, model.named_modules())
-        with torch.no_grad():  # if: evaluate
-            losses, predicted, _ = zip(*losses_of(models[0].eval(), step))
-            found[f"step {step}: predicted"] = torch.cat([output.reshape(-1) for output in predicted])
+        for replica, model in enumerate(models):  # if: evaluate
+            with torch.no_grad():
+                losses, predicted, _ = zip(*losses_of(model.eval(), step))
+            found[f"step {step}: predicted by replica {replica}"] = torch.cat([each.reshape(-1) for each in predicted])
             parts = [loss * share for loss, share in zip(losses, shares[0])]
             found[f"step {step}: evaluated"] = sum(parts[1:], parts[0])  # if: alone
-            models[0].train()
+            model.train()
         for optimizer, model in zip(optimizers, models) if step % EVERY == EVERY - 1 else ():  # if: optimizer
             found[f"step {step}: norm"] = nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # if: clip
             optimizer.step()
@@ -262,7 +263,7 @@ def piped():
             predicted = pipe.predict(*args, **kwargs)  # if: evaluate !own
             predicted = torch.stack(list(pipe.evaluate(*args, **kwargs).losses))  # if: evaluate own
             if predicted is not None:  # if: evaluate
-                found[f"step {step}: predicted"] = predicted.reshape(-1)
+                found[f"step {step}: predicted by replica {replica}"] = predicted.reshape(-1)
             if step % EVERY == EVERY - 1:  # if: optimizer
                 found[f"step {step}: norm"] = pipe.clip_grad_norm_(CLIP)  # if: clip
                 optimizer.step()

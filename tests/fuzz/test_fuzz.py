@@ -11,11 +11,11 @@ import pytest
 
 from fuzz.case import Case, Layer, draw
 from fuzz.program import program
-from fuzz.run import Outcome, run_on_processes, run_on_threads
+from fuzz.run import Outcome, judged, run_on_processes, run_on_threads
 from fuzz.shrink import shrink, smaller
+from penstock.errors import ModelError, RunError
 
 DENSE = Layer("Dense")
-OPEN = ("faults", "graph")  # what is known not to be right yet
 
 
 def failures(cases: list[Case], outcomes: list[Outcome]) -> list[str]:
@@ -27,7 +27,7 @@ def failures(cases: list[Case], outcomes: list[Outcome]) -> list[str]:
 
 
 def check_threads(seeds: range) -> None:
-    cases = [draw(seed, without=OPEN) for seed in seeds]
+    cases = [draw(seed) for seed in seeds]
     assert failures(cases, [run_on_threads(case) for case in cases]) == []
 
 
@@ -48,7 +48,7 @@ def test_many_cases_on_threads(first: int) -> None:
 @pytest.mark.parametrize("replicas", [False, True])
 def test_many_cases_on_processes(transport: str, replicas: bool) -> None:
     for first in range(20_000, 20_060, 20):
-        cases = [draw(seed, transport, 2, replicas, OPEN) for seed in range(first, first + 20)]
+        cases = [draw(seed, transport, 2, replicas) for seed in range(first, first + 20)]
         assert failures(cases, run_on_processes(cases)) == []
 
 
@@ -72,7 +72,7 @@ def test_what_is_left_out_is_not_drawn() -> None:
 
 
 def test_smaller_cases_are_smaller_and_never_lead_back() -> None:
-    for seed in range(20):
+    for seed in (*range(20), *(seed for seed in range(400) if draw(seed).shared)):
         case = draw(seed)
         for other in smaller(case):
             if other != case and other.fits():
@@ -122,5 +122,8 @@ def test_a_refusal_is_no_difference_and_an_error_of_the_model_is() -> None:
     outcome = run_on_threads(shared)
     assert (outcome.kind, outcome.bad) == ("refused", False)
     assert "have one Count" in outcome.text
+    assert judged(ModelError("x"), True).kind == "refused"
+    assert judged(ModelError("x"), False).bad, "of stages that a user has written, nothing is refused"
+    assert judged(RunError("x"), True).bad
     assert Outcome("crashed", "KeyError: x").bad
     assert not Outcome("crashed", "KeyError: x").like(Outcome("crashed", "ValueError: y"))

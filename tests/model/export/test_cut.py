@@ -242,6 +242,18 @@ class Steps(Block):
         return super().forward(x) * self.calls
 
 
+class Adds(Block):
+    """Writes into a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return super().forward(x) + self.seen
+
+
 class Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -263,6 +275,7 @@ class Reverses(Block):
         (Decides, ["module 'blocks.2' (Decides)", "depends on the values of a tensor", "torch.where", "stage modules"]),
         (Remembers, ["self.blocks.2.memory", "next call", "buffer"]),
         (Steps, ["self.blocks.2.calls", "next call"]),
+        (Adds, ["writes into self.blocks.2.seen", "no buffer", "stage modules"]),
         (Reverses, ["module 'blocks.2' (Reverses)", "autograd.Function Reversed", "custom_op"]),
     ],
 )

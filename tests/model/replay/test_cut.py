@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -130,6 +132,32 @@ class Hooked(Chain):
 def test_a_leak_is_refused_with_the_module_and_a_remedy(net: type[Chain]) -> None:
     with pytest.raises(ModelError, match=r"blocks\.0 gives a tensor away.*return it"):
         trains(net(4, Stashes), rows())
+
+
+def test_a_cache_of_the_process_that_a_unit_fills_is_no_leak() -> None:
+    """Beit's first layer computes a table under `functools.lru_cache`, and the others find it there.
+
+    The first model of a process was refused for that, and trained from its graph; the second was not.
+    """
+
+    @lru_cache
+    def table(width: int) -> Tensor:
+        return torch.arange(width) / width
+
+    class Looks(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(W, W)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + table(x.shape[1])
+
+    assert trains(Chain(block=Looks), rows(), stages=4) == 0
+    table.cache_clear()
+    model, x = Chain(block=Looks), rows()
+    plain = copy.deepcopy(model)
+    with penstock.Pipeline(model, stages=4, microbatches=2, loss_fn=square, example=(x[:2],)) as pipe:
+        table.cache_clear()  # as for inputs of another size
+        assert torch.equal(pipe.step(x).loss, (square(plain(x[:2])) + square(plain(x[2:]))).detach() / 2)
 
 
 def test_a_unit_that_changes_its_argument_in_place_is_refused() -> None:

@@ -59,6 +59,7 @@ class Capture:
         self.parameters: dict[Node, str] = {}
         self.buffers: dict[Node, str] = {}
         self.constants: dict[Node, Any] = {}
+        self.constant_names: dict[Node, str] = {}
         self.inputs: dict[Node, int] = {}
         placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         for spec in program.graph_signature.input_specs:
@@ -71,6 +72,7 @@ class Capture:
                 self.buffers[node] = str(spec.target).removeprefix(PREFIX)
             else:
                 self.constants[node] = program.constants[str(spec.target)]
+                self.constant_names[node] = str(spec.target).removeprefix(PREFIX)
         self._guards: list[str] = list(program._guards_code)
         self._ranges = program.range_constraints
 

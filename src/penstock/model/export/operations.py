@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
 
+from penstock.errors import ModelError
 from penstock.model.export.capture import Capture
 
 __all__ = ["Values", "size_in_bytes"]
@@ -44,6 +45,7 @@ class Values:
         for node, groups in self.writes.items():
             for group in groups:
                 self.writers.setdefault(group, []).append(node)
+        self._check_constants()
         self.same_as = {node: source for node in self.nodes if (source := _in_place_of(node)) is not None}
         self.lasting = frozenset(group for node in state for group in self.groups[node])  # it outlives a forward
         self.free = self._free()
@@ -61,6 +63,15 @@ class Values:
     def written_to(self, node: Node) -> bool:
         """Whether anything writes into this value's memory."""
         return any(group in self.writers for group in self.groups[node])
+
+    def _check_constants(self) -> None:
+        """What a forward writes must be a buffer, which the stages have and the microbatches see to in turn."""
+        for node, name in self.capture.constant_names.items():
+            if any(group in self.writers for group in self.groups[node]):
+                raise ModelError(
+                    f"the model's forward writes into self.{name}, which is a tensor but no buffer: in a captured "
+                    f"graph it would be a constant. Make it a registered buffer, or pass a list of stage modules"
+                )
 
     def _written(self, node: Node) -> Iterator[int]:
         for written in _written_arguments(node, self.capture.graph_module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -106,7 +106,8 @@ def _recorded(
     while True:
         once = partial(record, model, units, args, kwargs, instead)
         run = once if instead else partial(same_twice, once)
-        recording = run()
+        recording = _with_full_caches(once)
+        recording = recording if instead else same_twice(once, recording)
         also_in_training(list(modules.values()), recording, run)
         count = len(_starts(modules, recording))
         if split_at or count >= wanted:
@@ -129,6 +130,18 @@ def _recorded(
                 + f", too few for {wanted} stages; pass stages={count} or fewer"
                 + (", or let the units that change it return it; use one norm per place" if why else "")
             ) from error
+
+
+def _with_full_caches(once: Callable[[], Recording]) -> Recording:
+    """A recording that is refused is made once more: a unit that fills a cache of the process leaks a tensor.
+
+    Later runs find the cache full (`functools.lru_cache`). Without this, a model would be cut in one way if it is the
+    first of its kind in a process, and in another if it is the second.
+    """
+    try:
+        return once()
+    except ModelError:
+        return once()
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -110,9 +110,14 @@ class _Rows(NamedTuple):
 
     number: int
     rows: int
-    given: Given
+    output: Any
+    part: Batch  # with what was passed for these rows
     weight: float | None  # None: losses add up
     loss: float
+
+    @property
+    def given(self) -> Given:
+        return self.output, self.part.targets[0], self.part.loss_kwargs[0]
 
 
 class PairCheck:
@@ -166,8 +171,15 @@ class PairCheck:
         size = sum(each.numel() * each.element_size() for each in _tensors(output))
         few = rows if size <= BYTES else max(1, rows * BYTES // size)
         if few == rows:
-            given = (output, batch.targets[number], batch.loss_kwargs[number])
-            return _Rows(number, rows, given, self._shares.weight(number), check_loss(loss).item())
+            part = Batch(
+                [batch.args[number]],
+                [batch.kwargs[number]],
+                [batch.targets[number]],
+                [batch.loss_kwargs[number]],
+                [rows],
+                batch.has_target,
+            )
+            return _Rows(number, rows, output, part, self._shares.weight(number), check_loss(loss).item())
         part = Batch(
             [tuple(self._cut(place, value, number, few) for place, value in enumerate(batch.args[number]))],
             [{name: self._cut(name, value, number, few) for name, value in batch.kwargs[number].items()}],
@@ -177,10 +189,14 @@ class PairCheck:
             batch.has_target,
         )
         kept = pytree.tree_map_only(Tensor, Tensor.clone, self._cut("output", output, number, few))
-        given = (kept, part.targets[0], part.loss_kwargs[0])
+        found = _Rows(number, few, kept, part, self._weight(part), math.nan)
+        return found._replace(loss=self._loss(found.given))
+
+    def _weight(self, part: Batch) -> float | None:
+        """As `BatchShares.weight`, of rows that are no microbatch."""
         measure = self._shares.measure
         weights = [0.0] if measure is None else measure(part)
-        return _Rows(number, few, given, None if weights is None else weights[0], self._loss(given))
+        return None if weights is None else weights[0]
 
     def _cut(self, label: str | int, value: Any, number: int, few: int) -> Any:
         assert self._batch.rows is not None
@@ -253,17 +269,22 @@ class PairCheck:
 
     def _wide(self, rows: _Rows) -> _Rows | None:
         """The same in numbers that hide no difference; None where the loss does not keep to them."""
-        given = pytree.tree_map_only(Tensor, _widened, rows.given)
+        output, args, kwargs, targets, loss_kwargs = (
+            pytree.tree_map_only(Tensor, _widened, each)
+            for each in (rows.output, rows.part.args, rows.part.kwargs, rows.part.targets, rows.part.loss_kwargs)
+        )
+        part = Batch(args, kwargs, targets, loss_kwargs, [rows.rows], rows.part.has_target)
+        wide = rows._replace(output=output, part=part)
         with ExitStack() as stack:
             for kind in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
             kinds = stack.enter_context(_Kinds())
             try:
-                loss = self._loss(given)
+                wide = wide._replace(weight=self._weight(part), loss=self._loss(wide.given))
             except FAILURES:
                 return None
-        return None if any(_is_coarse(kind) for kind in kinds.seen) else rows._replace(given=given, loss=loss)
+        return None if any(_is_coarse(kind) for kind in kinds.seen) else wide
 
     def _join(self, one: _Rows, two: _Rows) -> tuple[Any, Any, dict[str, Any]]:
         if one.given[2].keys() != two.given[2].keys():

@@ -312,7 +312,7 @@ def test_weights_that_are_rounded_as_the_numbers_are_make_no_difference() -> Non
         stages=2,
         microbatches=M,
         loss_fn=weighted,
-        loss_weight=lambda target: target[1].sum(),
+        loss_options=LossOptions(weight=lambda target: target[1].sum()),
     )
     with pipe:
         for _ in range(8):

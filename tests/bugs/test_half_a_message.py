@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults.fleet import launch
+from processes import launch
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Channel

@@ -83,11 +83,13 @@ def ranks() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_programs_of_torchs_shape_run_with_the_import_changed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["ran"] == [program.__name__ for program in programs.PROGRAMS]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
     twice, placed, few, no_grad, losses, some, wrapped = zip(*(rank["refused"] for rank in ranks), strict=True)
     assert "the order runs stages [1] on rank 1, but it was given stages [0]" in twice[1]

@@ -111,6 +111,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, text: Path, 
     assert validation[0][1:] == validation[1][1:]  # a step that is the last before a stop is not evaluated
 
 
+@pytest.mark.slow
 def test_steps_that_are_done_again_are_in_the_metrics_once(tmp_path: Path, text: Path) -> None:
     """As after a kill: step 8 was trained and written down, and the newest checkpoint is of step 6."""
     config = config_of(tmp_path, text)
@@ -134,6 +135,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(
     assert len(losses(config)) == 2
 
 
+@pytest.mark.slow
 def test_another_layout_goes_on_where_this_one_was(tmp_path: Path, text: Path) -> None:
     config = config_of(tmp_path, text, "model.options.layers=4", "training.steps=6", "evaluation.every=0")
     assert trained(config) == 0
@@ -157,6 +159,7 @@ def test_another_layout_goes_on_where_this_one_was(tmp_path: Path, text: Path) -
     assert again == pytest.approx(wanted[3:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_accumulated_passes_are_one_step_of_the_whole_batch(tmp_path: Path, text: Path) -> None:
     """Two passes of 4 rows have the mean loss's own gradient: what one optimizer step does is that of plain code."""
     config = config_of(
@@ -306,6 +309,7 @@ def test_another_run_is_not_written_over(tmp_path: Path, text: Path) -> None:
 # -- evaluation and text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_and_continued(tmp_path: Path, text: Path) -> None:
     config = config_of(
         tmp_path, text, "training.steps=80", "optimizer.lr=0.02", "data.sequence=12", "checkpoint.every=0"
@@ -449,6 +453,7 @@ def test_time_is_said_as_people_do() -> None:
     assert pace.left(0) == 0
 
 
+@pytest.mark.slow
 def test_fp16_finds_its_scale_and_keeps_it_when_the_run_goes_on(tmp_path: Path, text: Path) -> None:
     half = ["pipeline.precision=fp16", "evaluation.every=0"]
     whole = config_of(tmp_path, text, *half, f"output={tmp_path / 'whole'}")

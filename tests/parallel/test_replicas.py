@@ -528,7 +528,7 @@ def one_replica_in_low_precision(mesh: Any) -> Any:
     with pipeline(
         alone,
         schedule="1f1b",
-        parallel_options=ParallelOptions(parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)),
+        parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy),
     ) as pipe:
         for module in pipe.deployment.ranks.modules().values():
             module.linear.register_forward_hook(lambda module, args, output: computed.append(output.dtype))

@@ -18,6 +18,7 @@ from penstock.runtime.transport.gloo.links import Following, Outgoing, Part, Und
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
+from penstock.runtime.transport.layout.tensor_places import whole_lines
 
 __all__ = ["Outbox"]
 
@@ -89,10 +90,11 @@ class Outbox:
                 )
             layout = self._book.intern(made.text, lambda: made)
         packed = layout.all_packed()
-        body = Frame(packed.frame_bytes + len(layout.text), packed.copies)
+        body = Frame(whole_lines(packed.frame_bytes + len(layout.text)), packed.copies)
         packed.pack(leaves, body)
         self._write_header(body.header, CHANGED, link, microbatch, layout.checksum, len(layout.text))
-        ctypes.memmove(body.tensor.data_ptr() + packed.frame_bytes, layout.text, len(layout.text))
+        end = body.tensor.data_ptr() + body.tensor.numel()
+        ctypes.memmove(end - len(layout.text), layout.text, len(layout.text))
         ordinal = link.count
         self._send_instead(link, microbatch, predicted, CHANGED, body.tensor)
         link.remember(ordinal, layout)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.runtime.state.memory import LINE, blank, blank_like, elements_in, once, phase_of, regions
 
-__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Copy", "Home", "Slot", "arrange", "slots_of", "view"]
+__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Copy", "Home", "Slot", "arrange", "slots_of", "view", "whole_lines"]
 
 HEADER_BYTES = 64
 DIRECT_BYTES = 1024 * 1024
@@ -160,10 +160,10 @@ def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -
             members.setdefault(slot.region, {})[leaf] = slot
     homes, end = [], HEADER_BYTES
     for region in members.values():
-        home = _arrange_region(region, _line(end), device_link, all_packed)
+        home = _arrange_region(region, whole_lines(end), device_link, all_packed)
         end = end if home.direct else home.offset + home.carried
         homes.append(home)
-    return homes, end
+    return homes, whole_lines(end)  # torch.save wants storages that are some whole elements of whatever dtype
 
 
 def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_packed: bool) -> Home:
@@ -178,8 +178,9 @@ def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_pac
     dense: list[Copy] = []
     carried = 0 if spread else nbytes
     for leaf, shape in shapes.items() if spread else ():
-        dense.append(Copy(leaf, slots[leaf].dtype, shape, torch.empty(shape, device="meta").stride(), _line(carried)))
-        carried = _line(carried) + math.prod(shape) * slots[leaf].dtype.itemsize
+        carried = whole_lines(carried)
+        dense.append(Copy(leaf, slots[leaf].dtype, shape, torch.empty(shape, device="meta").stride(), carried))
+        carried += math.prod(shape) * slots[leaf].dtype.itemsize
     by_device = device_link and first.device != "cpu" and carried > 0
     direct = not all_packed and (carried >= DIRECT_BYTES or by_device)
     offset = 0 if direct else end if spread else end + phase
@@ -199,5 +200,6 @@ def _once(slot: Slot) -> tuple[int, ...]:
     return tuple(size if step else min(size, 1) for size, step in zip(slot.shape, slot.stride, strict=True))
 
 
-def _line(size: int) -> int:
+def whole_lines(size: int) -> int:
+    """So many bytes, or up to the end of the cache line."""
     return -(-size // LINE) * LINE

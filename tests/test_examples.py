@@ -10,7 +10,7 @@ from tiers import slow_if
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
-LONG = ("overlap_moe",)
+LONG = ("changing_graph", "mixed_precision", "overlap_moe", "variable_length_text")
 
 
 @pytest.mark.parametrize(

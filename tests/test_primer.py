@@ -182,13 +182,13 @@ def test_a_program_runs_and_says_who_sends_what_to_whom(name: str, found: Found)
     assert all(event.source not in event.targets for event in events)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SLIPS)
 def test_a_wrong_result_is_noticed(name: str, faulty: Faulty) -> None:
     assert noticed(faulty.wrong[name]), faulty.wrong[name]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FATES)
 def test_the_rank_that_is_to_blame_is_named_and_where_the_others_were(name: str, faulty: Faulty) -> None:
     ran = faulty.fates[name]
@@ -198,7 +198,7 @@ def test_the_rank_that_is_to_blame_is_named_and_where_the_others_were(name: str,
     assert len(ran.exit) < 20_000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", STOPS)
 def test_a_program_that_is_told_to_stop_leaves_without_a_word_and_nobody_behind(name: str, faulty: Faulty) -> None:
     """The driver fails if a process is left."""

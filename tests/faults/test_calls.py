@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_processes
+from tiers import tiers
 from torch import nn
 from torch.nn import functional as F
 
@@ -144,8 +145,7 @@ def test_the_odd_call_is_the_culprit() -> None:
     check([("step()", "evaluate()", "step()"), ("clip_grad_norm_(1)",) * 2 + ("clip_grad_norm_(2)",)], ["shared"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", tiers(3, 2))
 def test_calls_of_a_training_loop(ranks: int) -> None:
     usual = {"step()", "evaluate()", "clip_grad_norm_(1)", "save()"}
     check([case for case in table(ranks) if usual.issuperset(case)], ["shared", "distributed"])

@@ -93,7 +93,7 @@ def test_on_threads_the_script_ends_with_the_failure_also_if_a_rank_never_comes_
 
 @pytest.mark.parametrize(
     ("kind", "victim"),
-    mostly_exhaustive([("raise", 0), ("kill", 1), ("kill", 0), ("exit", 2)], ("raise", 0), ("kill", 1)),
+    mostly_exhaustive([("raise", 0), ("kill", 1), ("kill", 0), ("exit", 2)], ("kill", 1)),
 )
 def test_on_processes_every_one_ends_by_itself_with_an_error(tmp_path: Path, kind: str, victim: int) -> None:
     codes, texts, took = run(tmp_path, kind, "distributed", victim)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from processes import free_port, state_of
-from tiers import mostly_exhaustive
+from tiers import mostly_exhaustive, tiers
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
@@ -175,8 +175,7 @@ def test_a_stall_an_exit_and_too_many_failures(tmp_path: Path, wanted: list[floa
         assert_whole(run.output)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("rendezvous", tiers("c10d", "static"))
 def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(
     tmp_path: Path, wanted: list[float], rendezvous: str
 ) -> None:

@@ -36,8 +36,7 @@ def test_replicas_plain_and_sharded() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("replicate", ["ddp", "fsdp"])
+@pytest.mark.parametrize("replicate", tiers("fsdp", "ddp"))
 def test_every_schedule(replicate: str) -> None:
     cases = [Case(family, replicate, optimizer=which) for family in TRAINING for which in (False, True)]
     cases += [Case(family, replicate, "tied") for family in TRAINING]

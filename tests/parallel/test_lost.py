@@ -159,7 +159,7 @@ def test_a_killed_process(replicate: str, how: int, rank: int, replica: int, sch
 @pytest.mark.parametrize(
     ("replicate", "how", "rank", "replica", "schedule"),
     [
-        pytest.param("ddp", STOP, 1, 1, "1f1b", marks=pytest.mark.slow),
+        pytest.param("ddp", STOP, 1, 1, "1f1b", marks=pytest.mark.exhaustive),
         pytest.param("fsdp", STOP, 0, 1, "1f1b", marks=pytest.mark.slow),
         pytest.param("fsdp", "stick", 1, 0, "zb-v", marks=pytest.mark.exhaustive),
     ],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON
-from tiers import mostly_slow
+from tiers import mostly_slow, tiers
 from torch.utils import _pytree as pytree
 from transport_harness import run, values
 
@@ -468,7 +468,7 @@ def wait_for_silence(transport: Any, busy: float) -> Any:
     return caught.value.rank, caught.value.cause, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["threads", "gloo", "shared"], "threads"))
+@pytest.mark.parametrize("kind", ["threads", *tiers("gloo", "shared")])
 def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
     timeout, busy = (0.3, 0.6) if kind == "threads" else (4.0, 14.0)  # a rank that lacks a processor waits for longer
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:

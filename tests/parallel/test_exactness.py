@@ -10,6 +10,7 @@ import pytest
 from exactness.cases import TRAINING
 from parallel.cases import WIDE, Case, all_pipelined, differences
 from processes import on_processes
+from tiers import tiers
 
 
 def check(cases: list[Case]) -> None:

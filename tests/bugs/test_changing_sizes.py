@@ -94,7 +94,7 @@ def trained(way: str) -> tuple[list[Tensor | None], int]:
     return [parameter.grad for parameter in model.parameters()], known
 
 
-@pytest.mark.parametrize("way", ["replay", "graph"])
+@pytest.mark.parametrize("way", mostly_slow(["replay", "graph"], "replay"))
 def test_models_remember_so_many_kinds_of_microbatches(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, known = trained(way)
     assert known >= 8

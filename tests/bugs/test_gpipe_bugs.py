@@ -23,6 +23,7 @@ def live_tensors() -> int:
     return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_the_loss_is_the_users_and_every_graph_ends_with_its_backward() -> None:
     """The loop had no target, all microbatches took one path, and the graphs of all of them stayed alive."""
     pipe = penstock.GPipe(layers(), balance=[2, 2, 2], chunks=4)

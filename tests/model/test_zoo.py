@@ -28,8 +28,6 @@ FAST = [
     ("GPT2", 4, "1f1b"),
     ("T5", 4, "1f1b"),
     ("ViT", 4, "zb-v"),
-    ("Mixtral", 4, "1f1b"),
-    ("UNet2DModel", 4, "zb-v"),
 ]
 
 

@@ -144,6 +144,7 @@ def all_kinds() -> dict[str, Any]:
     return {kind: of_replicas(kind) for kind in ("ddp", "fsdp")}
 
 
+@pytest.mark.slow
 def test_the_state_is_put_together_and_the_same_on_all_ranks() -> None:
     for number, told in enumerate(on_processes(4, all_kinds)):
         other = 1 - number // 2

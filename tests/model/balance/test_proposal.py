@@ -90,7 +90,7 @@ def problems(draw):
     return weights, stages, allowed, crossing, placement, speeds, fixed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems())
 def test_brute_force_finds_nothing_better_in_load_or_then_in_bytes(problem):
     check_by_brute_force(problem)

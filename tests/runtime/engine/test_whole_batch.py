@@ -391,6 +391,7 @@ def both() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
     return replicas(), stages()
 
 
+@pytest.mark.slow
 def test_over_replicas_and_with_stages_on_processes() -> None:
     answers = on_processes(2, both)
     wanted = plain_run(network(), rows=12)

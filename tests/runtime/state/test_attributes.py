@@ -186,6 +186,7 @@ def on_each_process(folder: str) -> None:
     check_recut()
 
 
+@pytest.mark.slow
 def test_on_processes(tmp_path: Path) -> None:
     """`pipe.state_dict()` asked the units, while the copies of them that run had counted: it gave 0 calls."""
     on_processes(2, on_each_process, str(tmp_path))

@@ -279,9 +279,7 @@ def refused(mesh: Any) -> Any:
             mesh,
             tied,
             schedule="1f1b",
-            parallel_options=ParallelOptions(
-                parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)
-            ),
+            parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy),
         ),
         attempt(pipeline, mesh, turned, schedule="1f1b", parallel_options=ParallelOptions(replicate="fsdp")),
         attempt(penstock.mesh, 3, 2),
@@ -301,9 +299,7 @@ def low_precision(mesh: Any) -> Any:
             mesh,
             stages(2 if family == "1f1b" else 4),
             schedule=family,
-            parallel_options=ParallelOptions(
-                parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy)
-            ),
+            parallel_options=ParallelOptions(replicate="fsdp", shard_precision=policy),
         ) as pipe:
             result = pipe.step(x, target=y)
             dtypes = {parameter.dtype for parameter in pipe.parameters()} | {result.loss.dtype}

@@ -64,7 +64,7 @@ def _answer(say: Callable[[Any], None], file: str, name: str, arguments: tuple[A
 
     os.environ.setdefault("PENSTOCK_SECRET", SECRET)
     try:
-        value = _loaded(file, name)(*arguments)
+        value = loaded(file, name)(*arguments)
         dist.destroy_process_group()
     except BaseException:
         say((False, traceback.format_exc()))
@@ -158,11 +158,11 @@ def _enter(pipe: Connection, rank: int, ranks: int, place: str, log: str, file: 
         os.dup2(written.fileno(), 2)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    _loaded(file, name)(lambda value: pipe.send_bytes(_packed(value)), *_unpacked(content))
+    loaded(file, name)(lambda value: pipe.send_bytes(_packed(value)), *_unpacked(content))
     pipe.close()
 
 
-def _loaded(file: str, name: str) -> Callable[..., Any]:
+def loaded(file: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(Path(__file__).parent))
     spec = importlib.util.spec_from_file_location(f"on_process_{Path(file).stem}", file)
     assert spec is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadlines import TIMEOUT
-from processes import LIMIT, SECRET, _loaded, launch
+from processes import LIMIT, SECRET, launch, loaded
 
 from penstock.errors import PeerFailure
 
@@ -86,7 +86,7 @@ def _on_process(say: Any, kind: str, file: str, name: str, timeout: float, optio
     from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 
     os.environ.setdefault("PENSTOCK_SECRET", SECRET)
-    scenario = _loaded(file, name)
+    scenario = loaded(file, name)
     transport = (SharedMemoryTransport if kind.startswith("shared") else DistributedTransport)(timeout=timeout)
     value, error = None, None
     try:

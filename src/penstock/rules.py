@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 
-__all__ = ["Rule", "check_count", "check_rules", "choice", "is_count", "is_index", "is_number"]
+__all__ = ["ArgumentRule", "check_count", "check_rules", "choice", "is_count", "is_index", "is_number"]
 
 
-class Rule(NamedTuple):
+class ArgumentRule(NamedTuple):
     """What an argument must be."""
 
     fits: Callable[[Any], bool]
@@ -22,9 +22,9 @@ class Rule(NamedTuple):
     or_none: bool = True  # whether None fits as well: left out
 
 
-def choice(*choices: Any) -> Rule:
+def choice(*choices: Any) -> ArgumentRule:
     """The value is one of these."""
-    return Rule(choices.__contains__, f"choose one of {', '.join(map(repr, choices))}", or_none=False)
+    return ArgumentRule(choices.__contains__, f"choose one of {', '.join(map(repr, choices))}", or_none=False)
 
 
 def is_count(value: Any) -> bool:
@@ -48,7 +48,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_rules(values: Mapping[str, Any], rules: Mapping[str, Rule], owner: str = "") -> None:
+def check_rules(values: Mapping[str, Any], rules: Mapping[str, ArgumentRule], owner: str = "") -> None:
     """Raise for the first value that does not fit; `owner` is what the values were passed to, if not the pipeline."""
     for name, rule in rules.items():
         value = values[name]
@@ -59,4 +59,4 @@ def check_rules(values: Mapping[str, Any], rules: Mapping[str, Rule], owner: str
 
 def _shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
-    return repr(value) if shape is None else f"a {type(value).__name__} of shape {tuple(shape)}"
+    return f"a {type(value).__name__} of shape {tuple(shape)}" if isinstance(shape, tuple) else repr(value)

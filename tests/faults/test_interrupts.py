@@ -100,9 +100,8 @@ def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
     with CTRL_C.around_step():
         CTRL_C.held = True
         ctrl_c()
-        CTRL_C.held = False
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.look()
+            CTRL_C.release()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()  # nothing is held: as ever
     assert signal.getsignal(signal.SIGINT) is before
@@ -117,6 +116,7 @@ def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never
         CTRL_C.end_step()
         ctrl_c()
         CTRL_C.look()
+        CTRL_C.release()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
 
@@ -149,9 +149,8 @@ def test_it_is_not_lost_in_a_finaliser_and_the_finaliser_runs_to_its_end() -> No
         dying = Dying()
         del dying
         assert ENDED == ["the finaliser"]
-        CTRL_C.held = False
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.look()
+            CTRL_C.release()
 
 
 def test_one_that_comes_as_the_step_ends_does_not_leave_the_next_without_care(monkeypatch: pytest.MonkeyPatch) -> None:

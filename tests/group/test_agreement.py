@@ -48,14 +48,21 @@ def test_all_get_what_each_has_found() -> None:
     assert run([lambda: 1, lambda: None, lambda: 3]) == [[1, None, 3]] * 3
 
 
-@pytest.mark.parametrize("error", [UsageError("no such batch"), KeyError("x"), KeyboardInterrupt()])
-def test_who_fails_raises_its_own_error_and_the_others_name_it(error: BaseException) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UsageError("no such batch"), "no such batch"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+    ],
+)
+def test_who_fails_raises_its_own_error_and_the_others_name_it(error: BaseException, words: str) -> None:
     first, second, third = run([lambda: 1, fails(error), lambda: 3])
     assert second is error
     for other in (first, third):
         assert isinstance(other, PeerFailure)
         assert other.rank == 1
-        assert other.cause == str(error)
+        assert other.cause == words
 
 
 def test_how_an_error_travels_and_what_others_make_of_it_can_be_chosen() -> None:

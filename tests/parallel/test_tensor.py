@@ -65,18 +65,22 @@ CASES = [Case("zb-v", "sequence", stages=4)]
 MORE_CASES = [Case("1f1b"), Case("1f1b", "loss"), Case("interleaved-1f1b", tied=True, stages=4)]
 
 
-def scaled(mesh: Any) -> tuple[list[float], float]:
-    """Loss scaling and clipping over parameters of which some are spread and some are whole."""
-    ids, target = batch()
-    with penstock.Pipeline(
-        spread.model(),
+def plain_pipeline(model: Any, mesh: Any) -> penstock.Pipeline:
+    return penstock.Pipeline(
+        model,
         stages=2,
         microbatches=M,
         loss_fn=spread.loss_fn,
         mesh=mesh,
         parallel_options=penstock.ParallelOptions(tensor_plan=spread.PLAIN),
         timeout=20,
-    ) as pipe:
+    )
+
+
+def scaled(mesh: Any) -> tuple[list[float], float]:
+    """Loss scaling and clipping over parameters of which some are spread and some are whole."""
+    ids, target = batch()
+    with plain_pipeline(spread.model(), mesh) as pipe:
         scaler = penstock.GradScaler(pipe, init_scale=8.0)
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
         losses = []
@@ -324,15 +328,7 @@ def mistakes(mesh: Any) -> list[Any]:
         found.append(attempt(scaler.unscale_, torch.optim.SGD(pipe.parameters(), lr=0.1)))
     whole = spread.model()
     early = torch.optim.SGD(whole.parameters(), lr=0.1)
-    with penstock.Pipeline(
-        whole,
-        stages=2,
-        microbatches=M,
-        loss_fn=spread.loss_fn,
-        mesh=mesh,
-        parallel_options=penstock.ParallelOptions(tensor_plan=spread.PLAIN),
-        timeout=20,
-    ) as pipe:
+    with plain_pipeline(whole, mesh) as pipe:
         pipe.step(ids, target=target)
         found.append(attempt(early.step))
     return found

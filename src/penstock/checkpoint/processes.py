@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from penstock.errors import CheckpointError, PenstockError, UsageError
+from penstock.errors import CheckpointError, UsageError
 from penstock.group.agreement import agree
 from penstock.messages.collective import all_gather
 
@@ -83,14 +83,10 @@ class Processes:
             return CheckpointError(f"process {number}: {problem}", path=path)
 
         try:
-            answers = agree(find, self.exchange, describe=_in_words, refuse=refuse)
+            answers = agree(find, self.exchange, refuse=refuse)
         except OSError as error:
             raise CheckpointError(str(error), path=path) from error
         return kept[0], answers
-
-
-def _in_words(error: BaseException) -> str:
-    return str(error) if isinstance(error, (PenstockError, OSError)) else f"{type(error).__name__}: {error}"
 
 
 def _whole_mesh(pipe: Pipeline) -> Any:

@@ -14,13 +14,13 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.original.wrapped import refuse_compiled_model
 from penstock.pipeline import arguments
 from penstock.pipeline.arguments import check_gpus
-from penstock.rules import Rule, check_rules, choice, is_count
+from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch import batch_options
 
 __all__ = ["check_gpipe", "check_tangents"]
 
 RULES = {
-    "chunks": Rule(
+    "chunks": ArgumentRule(
         lambda value: is_count(value) and value >= 1,
         "pass the number of microbatches, a whole number of at least 1",
         or_none=False,

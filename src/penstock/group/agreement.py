@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from penstock.errors import PeerFailure
+from penstock.errors import PeerFailure, PenstockError
 
 __all__ = ["agree"]
 
 Found = TypeVar("Found")
 
 
+def in_words(error: BaseException) -> str:
+    """An error as others are told of it: one of ours, or of the system, speaks for itself."""
+    return str(error) if isinstance(error, (PenstockError, OSError)) else f"{type(error).__name__}: {error}"
+
+
 def agree(
     find: Callable[[], Found],
     exchange: Callable[[Any], list[Any]],
     *,
-    describe: Callable[[BaseException], Any] = str,
+    describe: Callable[[BaseException], Any] = in_words,
     refuse: Callable[[int, Any], BaseException] = PeerFailure,
 ) -> list[Found]:
     """What each member finds, by its number; `exchange` gives all members' answers to all.

@@ -164,9 +164,7 @@ class World:
             return
         self._informed = True
         answers = self._transport.exchange((dict(facts), clock.seed, host_name()))
-        refused = [(rank, theirs) for rank, theirs in enumerate(answers) if isinstance(theirs, str)]
-        if refused:
-            raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
+        _check_built(answers)
         faults = compared([theirs for theirs, _, _ in answers], "rank")
         if faults:
             raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
@@ -179,10 +177,7 @@ class World:
         if self._transport is None:
             return
         self._informed = True
-        answers = self._transport.exchange(None)
-        refused = [(rank, theirs) for rank, theirs in enumerate(answers) if theirs is not None]
-        if refused:
-            raise PeerFailure(refused[0][0], f"it could not build its pipeline: {refused[0][1]}")
+        _check_built(self._transport.exchange(None))
 
     def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
         """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
@@ -211,6 +206,13 @@ class World:
     def calling(self, call: str) -> AbstractContextManager[None]:
         """Inside, this process is in that call, which all must make."""
         return calling(self._transport, call)
+
+
+def _check_built(answers: Sequence[Any]) -> None:
+    """A rank that cannot build its pipeline answers with its error, in words."""
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, str):
+            raise PeerFailure(rank, f"it could not build its pipeline: {answer}")
 
 
 def _choice(asked: str | None) -> tuple[str | None, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.model.balance.profile import OPTIMIZERS
-from penstock.rules import Rule, check_rules, choice, is_count, is_number
+from penstock.rules import ArgumentRule, check_rules, choice, is_count, is_number
 
 __all__ = ["METHODS", "CutOptions"]
 
@@ -22,8 +22,8 @@ def _are_skips(value: Any) -> bool:
 
 RULES = {
     "method": choice(*METHODS),
-    "skips": Rule(_are_skips, "pass pairs of stages, such as [(0, 3)]"),
-    "speeds": Rule(
+    "skips": ArgumentRule(_are_skips, "pass pairs of stages, such as [(0, 3)]"),
+    "speeds": ArgumentRule(
         lambda value: isinstance(value, (list, tuple)) and all(map(is_number, value)),
         "pass one number for each rank, such as [1.0, 0.5]",
     ),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.model.original.settings import Change, Settings
 
-__all__ = ["OUTPUT", "WHOLE", "Names", "StagePart", "no_stream", "state_names"]
+__all__ = ["OUTPUT", "WHOLE", "Names", "SelfContained", "StagePart", "no_stream", "state_names"]
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
@@ -110,3 +110,21 @@ def state_names(module: nn.Module) -> list[str]:
     for place, holder in module.named_modules(remove_duplicate=False):
         found += [f"{place}.{name}" if place else name for name, _ in holder._buffers.items()]
     return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))
+
+
+class SelfContained:
+    """What a stage answers that computes with its own module, and with what arrives, alone."""
+
+    def reads(self) -> Iterable[Tensor]:
+        """Nothing: the module has all that it reads."""
+        return ()
+
+    def settle(self) -> None:
+        """Nothing of it depends on other stages' values."""
+
+    def before_sharding(self) -> None:
+        """Nothing of it depends on complete parameters."""
+
+    def poison(self) -> bool:
+        """It computes with nothing that it does not need."""
+        return False

@@ -16,12 +16,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import FallbackWarning, ModelError
 from penstock.model.original.settings import Change, Settings
-from penstock.model.part import OUTPUT, Names, StagePart, no_stream, state_names
+from penstock.model.part import OUTPUT, Names, SelfContained, StagePart, no_stream, state_names
 from penstock.model.shared_layers import SharedState, refuse_shared_norms
+from penstock.rules import is_count
 from penstock.schedule.topology import Topology
 
 __all__ = ["OUTPUT", "Holding", "ModulePart", "Routed", "Split", "more_than_its_layers", "split_model"]
@@ -39,7 +40,7 @@ class Routed:
     to: Mapping[int, Any] = field(default_factory=dict)
 
 
-class ModulePart:
+class ModulePart(SelfContained):
     """One stage of a list or a Sequential: `module`, and how to call it.
 
     `names` maps the module's own parameter and buffer names to those of the whole model.
@@ -99,20 +100,6 @@ class ModulePart:
         if not self._skips_out and type(result) is not Routed:
             return {self._next: result}
         return self._routes(result)
-
-    def reads(self) -> Iterable[Tensor]:
-        """Nothing: a module has its own buffers."""
-        return ()
-
-    def settle(self) -> None:
-        """Nothing of it depends on other stages' values."""
-
-    def before_sharding(self) -> None:
-        """Nothing of it depends on complete parameters."""
-
-    def poison(self) -> bool:
-        """It computes with nothing that it does not need."""
-        return False
 
     def begin(self, settings: Sequence[Change]) -> None:
         """The user's own modules run here."""
@@ -297,7 +284,7 @@ def _groups(
         size, larger = divmod(count, stages)
         balance = [size + 1] * larger + [size] * (stages - larger)
     balance = list(balance)
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in balance):
+    if any(not is_count(size) or size < 1 for size in balance):
         raise ModelError(f"balance={balance}: each stage needs at least 1 layer")
     if sum(balance) != count:
         raise ModelError(

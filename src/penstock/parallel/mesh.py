@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import UsageError
+from penstock.rules import is_count
 
 __all__ = ["AXES", "Axes", "mesh"]
 
@@ -30,7 +31,7 @@ def mesh(pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None) ->
     """
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if not is_count(size) or (size < 1 and size != -1):
             raise UsageError(f"{name}={size!r}: pass a whole number of at least 1, or -1 for what is left")
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:

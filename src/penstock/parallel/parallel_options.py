@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.rules import Rule, check_rules, choice, is_count
+from penstock.rules import ArgumentRule, check_rules, choice, is_count
 
 __all__ = ["ParallelOptions"]
 
 RULES = {
     "replicate": choice(None, "ddp", "fsdp"),
-    "window": Rule(
+    "window": ArgumentRule(
         lambda value: is_count(value) and value >= 1,
         "pass how many stages of a rank are whole at a time, at least 1",
     ),
-    "shard_precision": Rule(
+    "shard_precision": ArgumentRule(
         lambda value: type(value).__name__ == "MixedPrecisionPolicy",  # importing it takes a second
         "pass a torch.distributed.fsdp.MixedPrecisionPolicy",
     ),

@@ -16,7 +16,7 @@ from penstock.model.original.wrapped import refuse_compiled_model, refuse_wrappe
 from penstock.optim.precision import precision_of
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.call_arguments import check_loss_fn
-from penstock.rules import Rule, check_rules, choice, is_count, is_number
+from penstock.rules import ArgumentRule, check_rules, choice, is_count, is_number
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.loss.loss_options import LossOptions
@@ -115,39 +115,45 @@ def _is_balance(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, Sequence) and all(map(is_count, value)))
 
 
-def _value_of(kind: type) -> Rule:
+def _value_of(kind: type) -> ArgumentRule:
     name = f"penstock.{kind.__name__}"
-    return Rule(lambda value: isinstance(value, kind), f"pass a {name}(...), or leave it out", or_none=False)
+    return ArgumentRule(lambda value: isinstance(value, kind), f"pass a {name}(...), or leave it out", or_none=False)
 
 
-_COUNT = Rule(is_count, "pass a whole number")
+_COUNT = ArgumentRule(is_count, "pass a whole number")
 RULES = {
     "recompute": choice("never", "except_last", "always"),
     "atomic": choice(False, True),
     "microbatches": _COUNT,
-    "stages": Rule(lambda value: is_count(value) and value >= 1, "pass a whole number, at least 1"),
-    "example": Rule(_is_example, "pass the model's inputs as a tuple, such as (x,), or a dict of keyword arguments"),
-    "split_at": Rule(_are_names, "pass a list of the modules' names, such as ['layers.4', 'layers.8']"),
-    "balance": Rule(
+    "stages": ArgumentRule(lambda value: is_count(value) and value >= 1, "pass a whole number, at least 1"),
+    "example": ArgumentRule(
+        _is_example, "pass the model's inputs as a tuple, such as (x,), or a dict of keyword arguments"
+    ),
+    "split_at": ArgumentRule(_are_names, "pass a list of the modules' names, such as ['layers.4', 'layers.8']"),
+    "balance": ArgumentRule(
         _is_balance, "pass 'parameters', 'time', 'memory', whole numbers such as [3, 3, 2], or {name: weight}"
     ),
     "ranks": _COUNT,
     "seed": _COUNT,
-    "keep_model": choice(False, True),
-    "schedule": Rule(
+    "keep_model": ArgumentRule(lambda value: isinstance(value, bool), "pass True or False"),
+    "schedule": ArgumentRule(
         lambda value: isinstance(value, (str, Schedule)),
         "pass a name such as '1f1b', the path of a .csv or .json file, or a Schedule; or leave it out",
         or_none=False,
     ),
-    "timeout": Rule(_is_timeout, "timeout is in seconds and above 0, such as 60.0; or leave it out", or_none=False),
-    "loss_fn": Rule(callable, "pass a function of (output, target) that returns the loss, such as F.mse_loss"),
-    "init": Rule(callable, "pass a function of (name, tensor) that fills the tensor"),
-    "group": Rule(lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of torch.distributed"),
-    "mesh": Rule(
+    "timeout": ArgumentRule(
+        _is_timeout, "timeout is in seconds and above 0, such as 60.0; or leave it out", or_none=False
+    ),
+    "loss_fn": ArgumentRule(callable, "pass a function of (output, target) that returns the loss, such as F.mse_loss"),
+    "init": ArgumentRule(callable, "pass a function of (name, tensor) that fills the tensor"),
+    "group": ArgumentRule(
+        lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of torch.distributed"
+    ),
+    "mesh": ArgumentRule(
         lambda value: hasattr(value, "mesh_dim_names") and hasattr(value, "get_group"),
         "pass a DeviceMesh with an axis named 'pp'",
     ),
-    "devices": Rule(_are_devices, "pass one device for each rank, such as ['cuda:0', 'cuda:1']"),
+    "devices": ArgumentRule(_are_devices, "pass one device for each rank, such as ['cuda:0', 'cuda:1']"),
     "loss_options": _value_of(LossOptions),
     "batch_options": _value_of(BatchOptions),
     "cut_options": _value_of(CutOptions),

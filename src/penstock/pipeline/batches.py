@@ -69,7 +69,6 @@ class Batches:
         self.checks = LossChecks(loss_fn, self.weighing, self.dims)
         self._forward = forward  # of the model, as the user has written it
         self._recompute = recompute
-        self._by_tokens = options.split
         self._least = least  # microbatches, where their number follows from the batch
         self._plan: LengthPlan | None = None  # for the batch that runs
         self._checked_calls: set[tuple[str, int, bool]] = set()  # name, positional arguments, with a target
@@ -82,7 +81,7 @@ class Batches:
 
     def take_lengths(self, call: Call) -> int | None:
         """Where the number of microbatches follows from the lengths in the batch: that number, agreed on by all."""
-        if self._by_tokens is None:
+        if self.options.split is None:
             return None
         return self.deployment.replicas.same_count(lambda: self._planned(call))
 
@@ -218,13 +217,13 @@ class Batches:
     ) -> Batch:
         """The batch in microbatches: by rows, or by the plan that there is for it."""
         by_plan = None
-        if self._plan is not None and self._by_tokens is not None:
-            by_plan = PlanSplitter(self._plan, self._by_tokens.sequences, self.dims)
+        if self._plan is not None and self.options.split is not None:
+            by_plan = PlanSplitter(self._plan, self.options.split.sequences, self.dims)
         return split_batch(count, args, kwargs, target, loss_kwargs, self.dims, whole, splitter=by_plan)
 
     def _planned(self, call: Call) -> int:
         """How many microbatches lengths make of this batch; all ranks follow the same plan."""
-        by_tokens, deployment = self._by_tokens, self.deployment
+        by_tokens, deployment = self.options.split, self.deployment
         assert by_tokens is not None
         fixed = call.training and by_tokens.max_tokens is None
         least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._least
@@ -266,9 +265,9 @@ class Batches:
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""
         dim = self.dims.get("output", 0)
-        if self._plan is None or self._by_tokens is None:
+        if self._plan is None or self.options.split is None:
             return merge(outputs, dim)
-        return merge_by_plan(outputs, dim, self._plan, self._by_tokens.sequences.get("output"))
+        return merge_by_plan(outputs, dim, self._plan, self.options.split.sequences.get("output"))
 
     # -- checks
 
@@ -321,7 +320,9 @@ class Batches:
         if names in self._checked_keywords:
             return
         for name in sorted(names):
-            read = self.weighing.looks_at(name) or (self._by_tokens is not None and self._by_tokens.lengths == name)
+            read = self.weighing.looks_at(name) or (
+                self.options.split is not None and self.options.split.lengths == name
+            )
             if not read and not any(part.takes is None or name in part.takes for part in self.deployment.split.parts):
                 known = sorted({known for part in self.deployment.split.parts for known in part.takes or ()})
                 raise ModelError(

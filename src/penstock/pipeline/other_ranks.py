@@ -18,6 +18,7 @@ from penstock.errors import UsageError
 from penstock.model.original.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.split import Holding, Split
 from penstock.pipeline.carry import carry
+from penstock.rules import is_index
 from penstock.runtime.state.memory import copy_like
 from penstock.schedule import Placement
 
@@ -162,7 +163,7 @@ class OtherRanks:
 def _targets(deployment: Deployment, call: str, rank: int | None) -> list[int]:
     """The ranks of this pipeline that get the values: all, or one of the first replica's."""
     ranks = deployment.schedule.ranks
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks):
+    if rank is not None and not is_index(rank, ranks):
         raise UsageError(f"rank={rank!r}: pass one of the ranks 0 to {ranks - 1}, or None for all of them")
     asked = deployment.world.all_gather(call, rank) + deployment.replicas.all_gather(call, rank)
     if any(other != rank for other in asked):

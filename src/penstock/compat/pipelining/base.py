@@ -174,11 +174,11 @@ class _PipelineSchedule(CustomFunctions):
         schedule = self._schedule()
         if self._with_comms is None and any(op.is_sharding for op in self._functions):
             schedule = lower(schedule, reduce=True, window=WINDOW)
-        cut: dict[str, Any] = {}
+        options = self.options
         if first.pipe is not None:
-            modules, cut = first.pipe.model, {**first.pipe.cut, "keep_model": True}
-            split = self.options.get("batch_options", BatchOptions())
-            self.options["batch_options"] = replace(split, inputs="first")
+            modules = first.pipe.model
+            split = replace(options.get("batch_options", BatchOptions()), inputs="first")
+            options = {**first.pipe.cut, "keep_model": True, **options, "batch_options": split}
             if not schedule.passes:
                 schedule = schedule.replace(topology=first.pipe.split.topology)
         pipe = Translated(
@@ -188,7 +188,7 @@ class _PipelineSchedule(CustomFunctions):
             loss_options=LossOptions(reduction="mean" if self.scale_grads else "sum", per_microbatch=True),
             group=None if "mesh" in self.options else first.group,
             devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
-            **{**cut, **self.options},
+            **options,
         )
         pipe.batches.output_merge_spec = self._output_merge_spec
         handlers = weight_handlers(self._all_stages)

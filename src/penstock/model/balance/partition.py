@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from penstock.errors import ModelError, UsageError
+from penstock.rules import is_count
 from penstock.schedule.placement import Placement
 
 __all__ = ["ROUNDING", "Ends", "PartitionProblem", "Stretch", "Weights", "classic", "pose", "speeds_of"]
@@ -183,7 +184,7 @@ def pose(
     base: Sequence[float] | None,
 ) -> tuple[PartitionProblem, list[int]]:
     """The problem that arguments of `best_cuts` make, checked; and the piece that each boundary is before."""
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+    if not is_count(stages) or stages < 1:
         raise UsageError(f"stages={stages!r}: a model has at least 1 stage")
     rows = _rows(weights, stages)
     count = len(rows[0])

@@ -9,7 +9,7 @@ is first needed, and cut in the same places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from penstock.model.export.stages import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.original.placeholders import with_memory
 from penstock.model.original.settings import Change, Settings, value_key
-from penstock.model.part import OUTPUT, Names
+from penstock.model.part import OUTPUT, Names, SelfContained
 from penstock.model.recent import Recent
 from penstock.model.replay.tree import OWN
 from penstock.schedule.topology import Topology
@@ -248,7 +248,7 @@ class StageState(nn.Module):
         return (place._parameters if leaf in place._parameters else place._buffers), leaf
 
 
-class GraphPart:
+class GraphPart(SelfContained):
     """A stage, as the runtime sees it."""
 
     takes: frozenset[str] | None = None  # every keyword argument
@@ -313,17 +313,3 @@ class GraphPart:
         if self._is_last:
             result[OUTPUT] = put_together(program.capture.output, found[place:])
         return result
-
-    def reads(self) -> Iterable[Tensor]:
-        """Nothing: the module has all that the graph reads."""
-        return ()
-
-    def settle(self) -> None:
-        """Nothing of it depends on other stages' values; a new capture looks at shapes."""
-
-    def before_sharding(self) -> None:
-        """Nothing of it depends on complete parameters."""
-
-    def poison(self) -> bool:
-        """It computes with nothing that it does not need."""
-        return False

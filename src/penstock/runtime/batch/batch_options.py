@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.rules import Rule, check_rules, choice, is_count
+from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.state.batch_norm import BATCH_NORMS
 
@@ -30,15 +30,17 @@ def _are_dims(value: Any) -> bool:
 
 
 RULES = {
-    "split": Rule(
+    "split": ArgumentRule(
         lambda value: isinstance(value, ByTokens),
         "pass penstock.by_tokens(...), or leave it out to split batches by rows (how the model is cut is said by "
         "cut_options=)",
     ),
-    "dims": Rule(_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
+    "dims": ArgumentRule(_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
     "inputs": choice("every", "first"),
     "batch_norm": choice(*BATCH_NORMS),
-    "batch_norm_group": Rule(lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of replicas"),
+    "batch_norm_group": ArgumentRule(
+        lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of replicas"
+    ),
 }
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.messages import plain
+from penstock.rules import is_count
 from penstock.runtime.batch.microbatch import Dims, Splitter, merge
 
 __all__ = ["ByTokens", "LengthPlan", "PlanSplitter", "by_tokens", "merge_by_plan"]
@@ -63,9 +64,7 @@ class ByTokens:
     """What `by_tokens` says; made into a plan for each batch."""
 
     def __init__(self, max_tokens: int | None, lengths: Any, sequences: Any) -> None:
-        if max_tokens is not None and (
-            isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1
-        ):
+        if max_tokens is not None and (not is_count(max_tokens) or max_tokens < 1):
             raise UsageError(f"max_tokens={max_tokens!r}: pass a whole number above 0, or leave it out")
         if not (isinstance(lengths, (str, int)) or callable(lengths)) or isinstance(lengths, bool):
             raise UsageError(
@@ -139,10 +138,7 @@ def _sequences(given: Any) -> dict[Label, int]:
     found = dict(given) if isinstance(given, Mapping) else None
     if found is None and isinstance(given, (list, tuple, set, frozenset)):
         found = dict.fromkeys(given, 1)
-    if found is None or not all(
-        isinstance(label, (str, int)) and isinstance(dim, int) and not isinstance(dim, bool)
-        for label, dim in found.items()
-    ):
+    if found is None or not all(isinstance(label, (str, int)) and is_count(dim) for label, dim in found.items()):
         raise UsageError(
             f"sequences={given!r}: pass the names or positions of what is padded, such as (0, 'target'), or a dict of "
             f"these to the padded dimension"

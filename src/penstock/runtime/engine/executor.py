@@ -170,9 +170,7 @@ class Executor:
                 raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
             CTRL_C.held = True
             self.transport.flush()
-            CTRL_C.held = False
-            if CTRL_C.since:
-                CTRL_C.look()
+            CTRL_C.release()
             self.report.ended = perf_counter()
             computations.join_outputs()
             computations.sum_losses()

@@ -92,9 +92,7 @@ class Mailbox:
         CTRL_C.held = True
         self.pending[channel, microbatch] = None
         self._transport.post(channel, microbatch)
-        CTRL_C.held = False
-        if CTRL_C.since:
-            CTRL_C.look()
+        CTRL_C.release()
 
     def send(self, channel: int, microbatch: int) -> None:
         """SEND: what was put up for this message leaves."""
@@ -106,9 +104,7 @@ class Mailbox:
         CTRL_C.held = True
         self._transport.send(channel, microbatch, self._out[key])
         del self._out[key]
-        CTRL_C.held = False
-        if CTRL_C.since:
-            CTRL_C.look()
+        CTRL_C.release()
 
     def owes(self, channel: int, microbatch: int) -> bool:
         """Whether what was put up for this message has yet to leave."""
@@ -131,9 +127,7 @@ class Mailbox:
         finally:
             if came:  # also where what came is a failure, it has come
                 self.pending.pop(key, None)
-            CTRL_C.held = False
-            if CTRL_C.since:
-                CTRL_C.look()
+            CTRL_C.release()
 
     # -- forward
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.rules import Rule, check_rules, choice
+from penstock.rules import ArgumentRule, check_rules, choice
 
 __all__ = ["LossOptions"]
 
 RULES = {
-    "weight": Rule(
+    "weight": ArgumentRule(
         callable,
         "pass a function that returns a number, of the target or of anything that step() is passed, by name",
     ),

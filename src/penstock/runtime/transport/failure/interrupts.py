@@ -87,8 +87,15 @@ class _CtrlC:
         """From here on the step is being ended."""
         self.held = self.ending = True
 
+    def release(self) -> None:
+        """A message is whole again."""
+        if not self.ending:
+            self.held = False
+            if self.since:
+                self._raise()
+
     def look(self) -> None:
-        """Called where a message is complete, or a wait may be left with nothing lost; `since` is set."""
+        """Called where a wait may be left with nothing lost; `since` is set."""
         mine = self._before and threading.current_thread() is threading.main_thread()
         if mine and (not self.ending or monotonic() - self.since > GRACE):
             self._raise()

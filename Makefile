@@ -5,6 +5,7 @@
 #   make test       set up if needed, then lint, types and the fast tests
 #   make test-slow  the long tests
 #   make test-all   both, and every case where they run a part of many: half an hour
+#   make docs       the documentation as a site, in build/site; a broken link fails
 #
 # The first call makes .venv; later ones reuse it until pyproject.toml or constraints.txt change.
 # To start over: rm -rf .venv
@@ -21,7 +22,7 @@ SLOW := -n 4 --dist worksteal
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train compare test test-all test-slow lint format setup clean
+.PHONY: train compare test test-all test-slow docs lint format setup clean
 
 train: $(READY)
 	$(BIN)/penstock train examples/train/gpt.toml --fresh
@@ -37,6 +38,10 @@ test-all: lint
 
 test-slow: $(READY)
 	$(BIN)/pytest $(SLOW) -m slow
+
+docs: $(READY)
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -j 2 -c docs/site . build/site
+	@echo "The site is in build/site: open build/site/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -62,7 +67,7 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	echo "Setting up $(VENV) with $$("$$found" --version); the first time takes a minute or more."; \
 	"$$found" -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 clean:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.model.balance.profile import Weight, crossing_of, piece_weights, profile_layers
-from penstock.model.balance.proposal import best_cuts, counts_of
+from penstock.model.balance.proposal import counts_of, partition
 from penstock.schedule import Placement, build
 
 SLACK = 0.02  # measured times that differ by less are equal: the bytes decide
@@ -139,7 +139,7 @@ def cuts_by(weights: list[Weight], loss: float, stages: int, placement: Placemen
     for way, slack, last in (("parameters", 0.0, 0.0), ("time", SLACK, loss)):
         base = [0.0] * (stages - 1) + [last]
         measured = piece_weights(way, weights)
-        cuts = best_cuts(measured, stages, crossing=crossing, placement=placement, base=base, slack=slack)
+        cuts = partition(measured, stages, crossing=crossing, placement=placement, base=base, slack=slack).cuts
         found[way] = counts_of(cuts, count)
     return found
 

@@ -8,8 +8,8 @@ length at each step; some steps are evaluated instead. Once per interval every r
 it has resident without what it shares, `shared` the memory that it shares with its peers, `/dev/shm` what the whole
 machine has there. A value is flat if its maximum in the second half of the run is about that of the first half.
 
-oneDNN keeps what it compiled for 1024 shapes, so that a plain loop over such sizes grows, too (docs/training.md,
-Memory); here it keeps nothing, and what grows is ours.
+oneDNN keeps what it compiled for 1024 shapes, so that a plain loop over such sizes grows, too
+(docs/guides/out-of-memory.md); here it keeps nothing, and what grows is ours.
 """
 
 from __future__ import annotations

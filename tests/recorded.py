@@ -52,21 +52,17 @@ def record(pipe: penstock.Pipeline, steps: int = 2) -> Timeline:
 
 def delay_link(pipe: penstock.Pipeline, source: int, target: int, seconds: float) -> None:
     """Messages from rank to rank arrive so much later, in order; the sender does not wait."""
-    executor = pipe.deployment.ranks.executors[source]
-    transport, channels = executor.transport, executor.mailbox.channels
-    send, due = transport.send, SimpleQueue[tuple[float, tuple[Any, ...]]]()
+    mailbox, due = pipe.deployment.ranks.executors[source].mailbox, SimpleQueue[tuple[float, Any, tuple[Any, ...]]]()
 
     def carry() -> None:
         while True:
-            when, message = due.get()
+            when, send, message = due.get()
             time.sleep(max(0.0, when - time.perf_counter()))
             send(*message)
 
-    def late(channel: int, microbatch: int, value: Any) -> None:
-        if channels[channel].target_rank == target:
-            due.put((time.perf_counter() + seconds, (channel, microbatch, value)))
-        else:
-            send(channel, microbatch, value)
-
+    mailbox.open()
+    for end in mailbox.ends.outgoing.values():
+        if end.edge.target_rank == target:
+            at_once = end._send
+            end._send = lambda *message, send=at_once: due.put((time.perf_counter() + seconds, send, message))  # type: ignore[method-assign]
     threading.Thread(target=carry, daemon=True).start()
-    transport.send = late  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from typing import Any
 
 from processes import on_processes, state_of
 
-from penstock.train.metrics import read_metrics
+from penstock.train.run.metrics import read_metrics
 
 # Traps for ranks: at pass `number` of an attempt, on one rank. The next attempt does not meet them again.
 TRAPS = """
@@ -185,8 +185,8 @@ def train_in(folder: str, steps: int, replicas: int) -> None:
     import torch.distributed as dist
 
     from penstock.train.config.read import load_config
-    from penstock.train.run_folder import RunFolder
-    from penstock.train.stopping import Stop
+    from penstock.train.launch.stopping import Stop
+    from penstock.train.run.run_folder import RunFolder
     from penstock.train.worker import Job as Told
     from penstock.train.worker import train_here
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from penstock.checkpoint.checkpointer import Loaded as Loaded
     from penstock.checkpoint.checkpointer import load as load
     from penstock.checkpoint.checkpointer import save as save
+    from penstock.checkpoint.load.loading import Loaded as Loaded
     from penstock.gpipe.face import GPipe as GPipe
     from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.parallel.mesh import mesh as mesh
     from penstock.parallel.parallel_options import ParallelOptions as ParallelOptions
     from penstock.parallel.sampler import ReplicaSampler as ReplicaSampler
-    from penstock.parallel.tensor_plan import TensorPlan as TensorPlan
+    from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan as TensorPlan
     from penstock.parity_check.parity import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_HOMES = {  # what is public, and the module that has it
     "BatchOptions": "penstock.runtime.batch.batch_options",
     "Checkpointer": "penstock.checkpoint.checkpointer",
     "CutOptions": "penstock.model.cut_options",
     "GPipe": "penstock.gpipe.face",
     "GradScaler": "penstock.optim.scaler",
-    "Loaded": "penstock.checkpoint.checkpointer",
+    "Loaded": "penstock.checkpoint.load.loading",
     "LossOptions": "penstock.runtime.loss.loss_options",
     "Microbatches": "penstock.runtime.batch.microbatch",
     "ParallelOptions": "penstock.parallel.parallel_options",
@@ -58,7 +58,7 @@ _HOMES = {
     "Routed": "penstock.model.split",
     "Shared": "penstock.runtime.batch.microbatch",
     "StepResult": "penstock.pipeline",
-    "TensorPlan": "penstock.parallel.tensor_plan",
+    "TensorPlan": "penstock.parallel.tensor_parallel.tensor_plan",
     "add_loss": "penstock.runtime.loss.losses",
     "by_tokens": "penstock.runtime.batch.lengths",
     "current_microbatch": "penstock.runtime.state.phase",
@@ -75,42 +75,9 @@ _HOMES = {
     "restore_batch_norm": "penstock.runtime.state.batch_norm",
     "save": "penstock.checkpoint.checkpointer",
 }
-
 _ROOMS = ("errors", "schedule")  # modules that are found without an import of their own
 
-__all__ = [
-    "BatchOptions",
-    "Checkpointer",
-    "CutOptions",
-    "GPipe",
-    "GradScaler",
-    "Loaded",
-    "LossOptions",
-    "Microbatches",
-    "ParallelOptions",
-    "Pipeline",
-    "ReplicaSampler",
-    "Routed",
-    "Shared",
-    "StepResult",
-    "TensorPlan",
-    "__version__",
-    "add_loss",
-    "by_tokens",
-    "current_microbatch",
-    "defer_batch_norm",
-    "exact_batch_norm",
-    "is_checkpointing",
-    "is_recomputing",
-    "lazy",
-    "load",
-    "mesh",
-    "parameter_groups",
-    "parity",
-    "randomness",
-    "restore_batch_norm",
-    "save",
-]
+__all__ = sorted(["__version__", *_HOMES])
 
 
 def __getattr__(name: str) -> Any:
@@ -123,4 +90,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

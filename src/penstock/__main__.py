@@ -2,7 +2,7 @@
 
 import os
 
-from penstock.train.parent import die_with_parent
+from penstock.train.launch.parent import die_with_parent
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -7,6 +7,7 @@
     ├── ScheduleError       a schedule that is malformed or cannot run; `.faults` lists all of it
     │   └── NotationError   text that is not an action, with row and column (both ValueError)
     ├── ModelError          a model, split or batch that the pipeline cannot take (ValueError)
+    │   └── PathError       a batch that takes another path through the model than the example did
     ├── ParityError         a pipelined result differs from the plain one (AssertionError)
     ├── CheckpointError     a checkpoint that is damaged or does not fit, or could not be written (RuntimeError)
     └── RunError            something went wrong while a step ran (RuntimeError)
@@ -24,46 +25,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-__all__ = [
-    "CheckpointError",
-    "FallbackWarning",
-    "Fault",
-    "MessageError",
-    "ModelError",
-    "NotationError",
-    "ParityError",
-    "PeerFailure",
-    "PenstockError",
-    "RunError",
-    "ScheduleError",
-    "UsageError",
-]
+from typing import Any, NamedTuple
 
 SHOWN_FAULTS = 40
 
 
 class PenstockError(Exception):
-    """The root of all errors that Penstock raises on purpose."""
+    """The base of all errors that Penstock raises on purpose."""
 
 
 class FallbackWarning(UserWarning):
-    """A model was not cut in the way that comes first, but in one that can take it; says why."""
+    """The preferred way of cutting a model did not apply, and another was used; the message says why."""
 
 
 class UsageError(PenstockError, ValueError):
-    """An argument that cannot work; the message names it and one that would."""
+    """An argument that cannot work. The message names it, and one that would."""
+
+
+class CycleMember(NamedTuple):
+    """One member of a deadlock: a rank, and the action at which it waits for the next member.
+
+    Attributes:
+        rank: The rank.
+        position: The position in that rank's row, from 0.
+        action: The action at which it waits.
+    """
+
+    rank: int
+    position: int
+    action: Any
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a schedule, and where."""
+    """One thing that is wrong with a schedule, and where.
+
+    Attributes:
+        message: What is wrong.
+        rank: The rank, if it is about one.
+        position: The position in that rank's row, from 0.
+        action: The action.
+        cycle: Of a deadlock, its members: each waits for the next, the last for the first.
+    """
 
     message: str
     rank: int | None = None
     position: int | None = None
     action: Any = None  # an Action; untyped here, because errors sit below the schedule layer
+    cycle: tuple[CycleMember, ...] = ()  # of a deadlock: each member waits for the next, the last for the first
 
     def __str__(self) -> str:
         where = []
@@ -77,7 +86,11 @@ class Fault:
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule that must not be run. `faults` holds every fault that was found."""
+    """A schedule that must not be run.
+
+    Args:
+        faults: Every fault that was found; also the attribute of this name.
+    """
 
     def __init__(self, faults: str | Sequence[Fault]) -> None:
         self.faults: tuple[Fault, ...] = (Fault(faults),) if isinstance(faults, str) else tuple(faults)
@@ -101,12 +114,21 @@ class ModelError(PenstockError, ValueError):
     """A model, a split of it or a batch that the pipeline cannot take as it is."""
 
 
+class PathError(ModelError):
+    """A batch takes another path through the model than the example with which it was cut."""
+
+
 class ParityError(PenstockError, AssertionError):
     """The pipelined run and the plain run disagree."""
 
 
 class CheckpointError(PenstockError, RuntimeError):
-    """A checkpoint that cannot be taken as it is, or that could not be written; `path` is where it is or was to be."""
+    """A checkpoint that is damaged, does not fit, or could not be written.
+
+    Args:
+        message: What is wrong.
+        path: Where the checkpoint is, or was to be; also the attribute of this name.
+    """
 
     def __init__(self, message: str, path: Any = None) -> None:
         self.path = path
@@ -121,16 +143,22 @@ class RunError(PenstockError, RuntimeError):
 
 
 class MessageError(RunError):
-    """A message arrived that is not the one that was due: never taken as data."""
+    """A message arrived that is not the expected one. It is never taken as data."""
 
 
 class PeerFailure(RunError):
-    """Another rank raised, died or stalled.
+    """Another rank raised an error, died or stalled.
 
-    `rank`, `stage`, `action` and `microbatch` say where (and `replica` and `shard`, where there are
-    several); `cause` what in one line;
-    `original_traceback` is the failing rank's own, where it could still tell; `report` is
-    a table of what each rank was doing, had last finished and was waiting for.
+    Args:
+        rank: The rank that failed.
+        cause: What happened, in one line.
+        stage: The stage that it was running.
+        action: The action that it was running.
+        microbatch: The microbatch.
+        original_traceback: The failing rank's own traceback, if it could still send it.
+        report: A table of what each rank was doing, had finished last and was waiting for.
+        replica: The replica of the failing rank, if there are several.
+        shard: The shard of the failing rank, if there are several.
     """
 
     def __init__(

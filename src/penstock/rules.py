@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 
-__all__ = ["ArgumentRule", "check_count", "check_rules", "choice", "is_count", "is_index", "is_number"]
-
 
 class ArgumentRule(NamedTuple):
     """What an argument must be."""

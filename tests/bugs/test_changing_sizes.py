@@ -1,10 +1,10 @@
 """Batches whose sizes change at every step: what is remembered of them is bounded.
 
-An hour of such steps made every process larger. Most of that was torch's: oneDNN keeps what it compiled for 1024 shapes
-(docs/training.md, Memory). These grew, too: links of `torch.distributed` kept up to 1024 layouts of messages with up
-to four packing buffers each, shared memory 1024 layouts on each end, threads a note of each change between training and
-evaluation, replayed and captured models what they had found out about each shape, without end. What is held is counted
-here, in objects.
+An hour of such steps made every process larger. Most of that was torch's: oneDNN keeps what it compiled for 1024
+shapes (docs/guides/out-of-memory.md). These grew, too: links of `torch.distributed` kept up to 1024
+layouts of messages with up to four packing buffers each, shared memory 1024 layouts on each end, threads a note of
+each change between training and evaluation, replayed and captured models what they had found out about each shape,
+without end. What is held is counted here, in objects.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import penstock
 from penstock import CutOptions
 from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.model.cut import cut_model
-from penstock.parallel.sharded import check_shardable
+from penstock.parallel.data_parallel.sharded import check_shardable
 
 
 @pytest.fixture

@@ -80,7 +80,12 @@ def test_variances_are_pooled_and_not_averaged() -> None:
     x = torch.cat([torch.randn(50, 1) + shift for shift in (0.0, 5.0)])
     within = torch.stack([part.var() for part in x.chunk(2)]).mean()
     norm = nn.BatchNorm1d(1, momentum=1.0)
-    penstock.GPipe(nn.Sequential(norm, nn.Linear(1, 1)), balance=[1, 1], chunks=2, deferred_batch_norm=True)(x)
+    penstock.GPipe(
+        nn.Sequential(norm, nn.Linear(1, 1)),
+        balance=[1, 1],
+        chunks=2,
+        batch_options=penstock.BatchOptions(batch_norm="deferred"),
+    )(x)
     torch.testing.assert_close(norm.running_var, x.var().view(1))
     assert norm.running_var is not None
     assert norm.running_var > 3 * within

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from processes import launch
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Channel
+from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.gloo.transport import DistributedTransport
-from penstock.runtime.transport.layout.layout import DIRECT_BYTES
+from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES
 
 MANY = 128 * 2**20
 VALUES: dict[str, Callable[[int], Any]] = {

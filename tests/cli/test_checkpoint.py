@@ -75,7 +75,7 @@ def test_verify_names_the_damaged_file_and_exits_with_1(trained: tuple[Path, obj
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    assert "is not there" in penstock_command("list", tmp_path / "no", code=2)
+    assert "there is no" in penstock_command("list", tmp_path / "no", code=2)
     assert "has none in it" in penstock_command("verify", tmp_path, code=2)
     assert "Commands:" in penstock_command()
 

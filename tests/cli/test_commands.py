@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.cli import app
-from penstock.schedule import FAMILIES, Schedule, build, lower, simulate
+from penstock.schedule import FAMILIES, Schedule, build, lower, simulate, verify
 
 PICTURE = """\
 slot   0   1   2   3   4   5
@@ -101,6 +101,8 @@ def test_a_file_of_computes_is_proved_with_its_transfers_added(tmp_path: Path) -
     assert "8 computes" in result.stdout
     assert "8 transfers added here: 4 messages" in result.stdout
     document = json.loads(run("verify", tmp_path / "computes.csv", "--json").stdout)
+    certificate = document.pop("certificate")
+    assert certificate["digest"] == verify(lower(build("1f1b", 2, 2))).digest
     assert document == {
         "proved": True,
         "name": "",

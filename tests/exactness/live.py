@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.runtime.engine.executor import Context
+from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op, Schedule
 
 
@@ -85,7 +85,8 @@ class Live:
         del arrived
         with _Watch(ledger):
             context.run(action)
-        ledger.remove((self.batch, executor.mailbox._out, executor.mailbox._values))
+        waiting = [end.ready for end in executor.mailbox.ends.outgoing.values()]
+        ledger.remove((self.batch, waiting, executor.mailbox._values))
         for parameter in self.pipe.parameters():
             ledger.remove((parameter.detach(), parameter.grad))
         ledger.history.append((action, ledger.alive()))

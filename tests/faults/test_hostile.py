@@ -32,13 +32,12 @@ import penstock
 from penstock.errors import MessageError, PeerFailure, PenstockError, UsageError
 from penstock.messages import plain, secret
 from penstock.runtime.transport import own_socket
-from penstock.runtime.transport.base import Channel
+from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.silence import Marks
 from penstock.runtime.transport.gloo.header import CHANGED, HEADER, MAGIC, Header, blank_header
-from penstock.runtime.transport.gloo.inbox import Inbox
-from penstock.runtime.transport.gloo.links import Incoming
+from penstock.runtime.transport.gloo.incoming import GlooIncoming
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Layout, flatten
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
@@ -125,15 +124,14 @@ def test_a_pickle_is_read_only_from_a_peer_that_is_known(tmp_path: Path) -> None
 
 
 def test_a_changed_message_cannot_point_outside_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    inbox = Inbox(None, Book(), None)  # type: ignore[arg-type]
-    link = Incoming(Channel(0, 1, "F", 0, 1), 0)
+    end = GlooIncoming(Channel(0, 1, "F", 0, 1), 0, None, Book(), None)  # type: ignore[arg-type]
     for told in (0, 65, 1 << 40):
         body, buffer = blank_header()
         HEADER.pack_into(buffer, 0, MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1)
         header = Header(MAGIC, CHANGED, 0, HEADER.size, 0, 0, 0, 0, 0, 1)
-        monkeypatch.setattr(inbox, "_follow", lambda *_, body=body: body)
+        monkeypatch.setattr(end, "_follow", lambda *_, body=body: body)
         with pytest.raises(MessageError, match=rf"a message of 64 bytes says that {told} of them are its layout"):
-            inbox._take_changed(link, 0, header)
+            end._take_changed(0, header)
 
 
 def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:

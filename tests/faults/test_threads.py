@@ -466,9 +466,9 @@ def test_a_message_that_is_not_the_due_one_fails_the_step_and_heals() -> None:
         def handler(action: Any, context: Any) -> None:
             mailbox = context._executor.mailbox
             if context.rank == 0 and action.microbatch == 1:
-                channel = mailbox.channel(action)
-                mailbox._out[channel, 3] = mailbox._out.pop((channel, 1))
-                mailbox.send(channel, 3)
+                end = mailbox.ends.sending(mailbox.channel(action))
+                end.ready[3] = end.ready.pop(1)
+                end.send(3)
             else:
                 context.run(action)
 

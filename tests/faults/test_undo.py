@@ -176,7 +176,7 @@ def check_undone(
     with pytest.raises(error) as caught:
         act()
     then()
-    pipe.deployment.ranks.settle()
+    pipe.deployment.ranks.wait_for_late_ranks()
     moved = differences(state(pipe), before)
     assert [name for name in moved if name not in drawn] == []
     found, _ = trained(pipe, steps=2)

@@ -188,7 +188,7 @@ def test_balance_is_found_by_itself() -> None:
         ({"balance": "speed"}, "choose one of"),
         ({"balance": [3, 3], "stages": 3}, "how many stages"),
         ({"balance": [3, 3], "devices": ["cpu"]}, "how many stages"),
-        ({"devices": ["nowhere"]}, "one device for each rank"),
+        ({"devices": ["nowhere"]}, "one device for each stage"),
         ({"chunks": 0}, "chunks=0"),
         ({"chunks": 2.0}, "whole number"),
         ({"checkpoint": "sometimes"}, "'always', 'except_last', 'never'"),
@@ -222,7 +222,7 @@ def test_the_models_names_may_be_any() -> None:
 
 
 def test_a_label_of_batch_dims_that_nothing_has_is_named() -> None:
-    pipe = penstock.GPipe(layers(), balance=2, batch_dims={"masc": 1})
+    pipe = penstock.GPipe(layers(), balance=2, batch_options=penstock.BatchOptions(dims={"masc": 1}))
     with pytest.raises(UsageError, match="dims names 'masc'"):
         pipe(rows())
 
@@ -274,7 +274,11 @@ def test_torchs_checkpoint_around_it_and_inside_it() -> None:
 
     for way in ("never", "always"):
         pipe = penstock.GPipe(
-            nn.Sequential(Inside(), Inside()), balance=2, chunks=4, checkpoint=way, deferred_batch_norm=True
+            nn.Sequential(Inside(), Inside()),
+            balance=2,
+            chunks=4,
+            checkpoint=way,
+            batch_options=penstock.BatchOptions(batch_norm="deferred"),
         )
         pipe(rows()).sum().backward()
         assert pipe[0].norm.num_batches_tracked == 1

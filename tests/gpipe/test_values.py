@@ -182,7 +182,9 @@ def test_one_layer_in_two_stages_gets_one_sum() -> None:
 def test_rows_may_be_in_another_dimension() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.GRU(8, 8), Recurrent())
-    pipe = penstock.GPipe(model, balance=[1, 1], chunks=3, batch_dims={0: 1, "output": 1})
+    pipe = penstock.GPipe(
+        model, balance=[1, 1], chunks=3, batch_options=penstock.BatchOptions(dims={0: 1, "output": 1})
+    )
     x = torch.randn(5, 7, 8, requires_grad=True)
     y = pipe(x)
     torch.testing.assert_close(y, model(x))

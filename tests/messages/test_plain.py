@@ -13,7 +13,7 @@ from penstock.runtime.batch.fingerprint import Detail
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.replication import ReplicaReport
 from penstock.runtime.engine.report import StepReport
-from penstock.runtime.transport.base import Channel
+from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Span
 from penstock.schedule.action import parse

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import product
 
 import pytest
 from tiers import mostly_slow, tiers
@@ -223,3 +224,19 @@ def test_several_stages_of_a_rank_run_as_if_they_were_one(name: str) -> None:
             assert [(part.stage, part.op, part.microbatch) for part in parts if part] == [
                 (stage, action.op, action.microbatch) for stage in wanted
             ]
+
+
+def test_backwards_and_forwards_of_the_interleaved_order_may_be_pairs() -> None:
+    for ranks, microbatches, stages_per_rank in product(range(1, 7), range(1, 11), range(1, 4)):
+        plain = build("interleaved-1f1b", ranks, microbatches, stages_per_rank)
+        paired = build("interleaved-1f1b", ranks, microbatches, stages_per_rank, overlap_b_f=True)
+        verify(lower(paired))
+        for with_pairs, without in zip(paired.rows, plain.rows, strict=True):
+            parts = [part for action in with_pairs if action is not None for part in action.parts()]
+            assert parts == [action for action in without if action is not None]  # the same order
+    assert build("interleaved-1f1b", 2, 4, 2, overlap_b_f=True).draw().splitlines()[2] == (
+        "rank 1 .   1F0 1F1 3F0 (3B0;3F1) (3B1;1F2) (1B0;1F3) (1B1;3F2) (3B2;3F3) 3B3 1B2 1B3 ."
+    )
+    for other in ("gpipe", "auto"):
+        with pytest.raises(UsageError, match=f"makes pairs in interleaved-1f1b, not in {other}"):
+            build(other, 2, 4, overlap_b_f=True)

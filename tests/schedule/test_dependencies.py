@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.schedule import Op, Placement, Schedule, Topology, build, parse
-from penstock.schedule.dependencies import Stuck, Table, Value, makes, needs, walk
+import numpy as np
+import pytest
+
+from penstock.schedule import Op, Placement, Schedule, Topology, build
+from penstock.schedule.dependencies import Stuck, Table, Value, makes, needs, stuck_at, waits_in_cells, waits_of
+from penstock.schedule.events import Outcome, run
 
 OUTPUT, GRADIENT, WEIGHT = Value
 
@@ -53,38 +57,45 @@ def test_an_output_is_carried_once_to_a_rank_but_a_gradient_once_to_each_produce
     assert len(set(back.carried[Op.B][2])) == 2
 
 
-def test_a_pair_waits_for_what_either_part_needs_even_if_the_other_makes_it() -> None:
-    table = Table(Placement([0]), Topology.chain(1), microbatches=2)
-    assert table.needs_of(parse("(0F1;0B1)OVERLAP_F_B")) == [table.base(OUTPUT, 0, 0, 0) + 1]
-    assert len(table.needs_of(parse("(0F1;0B0)OVERLAP_F_B"))) == 1
-
-
 def table_of(schedule: Schedule) -> Table:
     return Table(schedule.placement, schedule.topology, schedule.microbatches)
 
 
-def test_walk_runs_everything_once_and_never_before_its_needs() -> None:
-    for name in ("interleaved-1f1b", "zb-v", "dualpipe-v"):
-        schedule = build(name, 3, 5)
-        stuck: list[Stuck] = []
-        there: set[tuple[Value, int, int]] = set()
-        seen = []
-        for rank, position, action in walk(schedule.rows, table_of(schedule), stuck):
-            assert schedule.rows[rank][position] is action
-            seen.append((rank, position))
-            for part in action.parts():
-                wanted = needs(part.op, part.stage, schedule.topology)
-                assert there >= {(value, stage, part.microbatch) for value, stage in wanted}
-                there |= {(value, part.stage, part.microbatch) for value in makes(part.op)}
-        assert not stuck
-        assert len(seen) == len(set(seen)) == sum(action is not None for row in schedule.rows for action in row)
+def ran(schedule: Schedule) -> tuple[Outcome, list[Stuck]]:
+    """Every cell takes a second."""
+    columns, table = schedule.columns, table_of(schedule)
+    lengths = np.ones(columns.size)
+    lengths[columns.second] = 0
+    found = waits_of(table, columns)
+    outcome = run(columns.starts, lengths, waits_in_cells(columns, found))
+    return outcome, stuck_at(columns, table, found, outcome.stuck)
 
 
-def test_walk_says_who_is_stuck_where_and_why() -> None:
-    schedule = Schedule.from_text(["0F0 0B0", "1B0 1F0"])
-    stuck: list[Stuck] = []
-    ran = [str(action) for _, _, action in walk(schedule.rows, table_of(schedule), stuck)]
-    assert ran == ["0F0"]
+def test_a_pair_waits_for_what_either_part_needs_even_if_the_other_makes_it() -> None:
+    _, stuck = ran(Schedule.from_text("(0F1;0B1) 0F0 0B0"))
+    assert [(item.position, str(item.action), str(item.maker)) for item in stuck] == [
+        (0, "(0F1;0B1)OVERLAP_F_B", "0F1")
+    ]
+    assert not ran(Schedule.from_text("0F0 (0F1;0B0) 0B1"))[1]
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("skips", [(), [(0, 2), (0, 3), (1, 5)]])
+def test_nothing_starts_before_its_needs_are_made(name: str, skips: list[tuple[int, int]]) -> None:
+    schedule = build(name, 3, 5, skips=skips)
+    outcome, stuck = ran(schedule)
+    assert not stuck
+    parts = [part for _, _, part in schedule.parts()]
+    ends = dict(zip(parts, outcome.ends.tolist(), strict=True))
+    made = {(value, part.stage, part.microbatch): ends[part] for part in parts for value in makes(part.op)}
+    for part in parts:
+        for value, stage in needs(part.op, part.stage, schedule.topology):
+            assert made[value, stage, part.microbatch] <= ends[part] - 1
+
+
+def test_who_is_stuck_is_told_with_where_and_why() -> None:
+    outcome, stuck = ran(Schedule.from_text(["0F0 0B0", "1B0 1F0"]))
+    assert outcome.ends.tolist() == [1, -1, -1, -1]
     assert [(item.rank, item.position, str(item.action), str(item.maker)) for item in sorted(stuck)] == [
         (0, 1, "0B0", "1B0"),
         (1, 0, "1B0", "1F0"),

@@ -118,7 +118,7 @@ def test_costs_are_values_whatever_they_were_given_as() -> None:
     table[0, 1] = 9.0
     assert listed == Costs(bandwidth=1.0, bytes=[1.0, 2.0]) in known
     assert mapped == Costs(bandwidth=1.0, bytes={(0, 1): 3.0}) in known
-    assert mapped.wire(0, 1) == (3.0, 0.0)
+    assert mapped.wire(0, 1, (0, 1)) == (3.0, 0.0)
 
 
 PASSES: dict[str, Callable[[Schedule], Schedule]] = {

@@ -117,3 +117,16 @@ def test_a_placement_may_be_given_as_a_plain_list() -> None:
 def test_repr_says_what_it_is_for() -> None:
     assert repr(build("zb-v", 2, 3)) == "<Schedule zb-v ranks=2 stages=4 microbatches=3>"
     assert repr(Schedule.from_text("0F0")) == "<Schedule ranks=1 stages=1 microbatches=1>"
+
+
+def test_messages_are_what_crosses_from_rank_to_rank_in_order() -> None:
+    program = lower(build("zb-v", 2, 2))  # stages 0 and 3 on rank 0, the turn on rank 1
+    there, back = program.messages(0, 1), program.messages(1, 0)
+    assert sorted(map(str, there)) == ["0SEND_F0", "0SEND_F1", "3SEND_B0", "3SEND_B1"]
+    assert sorted(map(str, back)) == ["1SEND_B0", "1SEND_B1", "2SEND_F0", "2SEND_F1"]
+    assert list(there) == [action for action in program.rows[0] if action in there]
+    assert program.messages(0, 0) == ()
+    with pytest.raises(UsageError, match="has no transfers yet"):
+        build("zb-v", 2, 2).messages(0, 1)
+    with pytest.raises(UsageError, match="target=2: pass one of the ranks 0 to 1"):
+        program.messages(0, 2)

@@ -351,3 +351,19 @@ def test_published_costs_with_several_stages_a_rank_idle_little(name: str) -> No
 def test_large_pipelines_have_a_good_answer(ranks: int, microbatches: int) -> None:
     found = search_report(ranks, microbatches, Costs(11.0, 11.0, 8.0, hop=0.4), ranks, effort=10)
     assert found.gap < 0.02
+
+
+def test_pairs_that_save_time_are_valued_and_found() -> None:
+    alone, paired = (search_report(4, 16, Costs(overlap=overlap), seconds=0) for overlap in (None, 0.55))
+    assert paired.value < 0.85 * alone.value
+    assert any(action is not None and action.pair is not None for action in paired.schedule.rank(0))
+    assert paired.value == paired.timeline.makespan >= paired.lower_bound
+    verify(lower(paired.schedule))
+
+
+def test_bytes_by_edge_fix_the_number_of_stages() -> None:
+    sizes = {(stage, stage + 1): 0.1 for stage in range(7)}
+    found = search(4, 8, Costs(bandwidth=1.0, bytes=sizes), seconds=0)
+    assert found.stages == 8
+    with pytest.raises(UsageError, match="the costs are for 8 stages, but 3 ranks"):
+        search(3, 8, Costs(bandwidth=1.0, bytes=sizes), seconds=0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import penstock
+from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli import app
 from penstock.errors import CheckpointError, UsageError
 from penstock.train.build import rate_at
@@ -23,12 +24,12 @@ from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.dry_run import make_plan
 from penstock.train.evaluate import evaluate_checkpoint
-from penstock.train.generate import continue_text, find_checkpoint, open_gpt
-from penstock.train.metrics import Metrics, read_metrics
+from penstock.train.generate import continue_text, open_gpt
+from penstock.train.launch.stopping import INTERRUPTED, Stop
 from penstock.train.nonfinite import NonFinite
-from penstock.train.progress import Pace, Progress, Reading, of_time
-from penstock.train.run_folder import RunFolder
-from penstock.train.stopping import INTERRUPTED, Stop
+from penstock.train.run.metrics import Metrics, read_metrics
+from penstock.train.run.progress import Pace, Progress, Reading, of_time
+from penstock.train.run.run_folder import RunFolder
 from penstock.train.worker import Job, train_here
 
 TINY = [
@@ -318,22 +319,26 @@ def test_a_checkpoint_is_evaluated_and_continued(tmp_path: Path, text: Path) -> 
     folder = RunFolder(Path(config.output))
     path = find_checkpoint(folder.root)
     assert path == find_checkpoint(folder.checkpoints) == find_checkpoint(path)
-    score = evaluate_checkpoint(config, path, 2)
-    line = read_metrics(folder.metrics)[-1]
-    assert (score.step, score.batches) == (80, 2)
-    assert score.loss == line["validation"]
-    assert score.bits == pytest.approx(score.loss / math.log(2))
-    wide = load_config(None, [*TINY, f"data.source={text}", "data.sequence=12", "pipeline.ranks=1"])
-    assert evaluate_checkpoint(wide, path, 2).loss == pytest.approx(score.loss, rel=1e-5)  # another layout
+    step, losses = evaluate_checkpoint(config, path, 2)
+    assert (step, len(losses)) == (80, 2)
+    assert sum(losses) / 2 == read_metrics(folder.metrics)[-1]["validation"]
+    settings = [*TINY, f"data.source={text}", "data.sequence=12", "pipeline.ranks=1"]
+    wide = load_config(None, settings)
+    assert evaluate_checkpoint(wide, path, 2)[1] == pytest.approx(losses, rel=1e-5)  # another layout
+    options = ["--checkpoint", str(path), "--batches", "2", "--json"]
+    facts = json.loads(CliRunner().invoke(app, ["eval", *settings, *options]).stdout)
+    assert facts["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert facts["bits_per_token"] == pytest.approx(facts["loss"] / math.log(2))
+    assert facts["perplexity"] == pytest.approx(math.exp(facts["loss"]))
 
     model, step, _ = open_gpt(path)
     assert step == 80
-    options: dict[str, Any] = {"temperature": 0.7, "top": 5, "seed": 1}
-    found = b"".join(continue_text(model, b"the ", 40, **options))
+    sampling: dict[str, Any] = {"temperature": 0.7, "top": 5, "seed": 1}
+    found = b"".join(continue_text(model, b"the ", 40, **sampling))
     assert len(found) == 40
     assert set(found) <= set(b"the quick brown fox jumps over the lazy dog; \n")  # it knows its letters by now
-    assert found == b"".join(continue_text(model, b"the ", 40, **options))
-    assert found != b"".join(continue_text(model, b"the ", 40, **{**options, "seed": 2}))
+    assert found == b"".join(continue_text(model, b"the ", 40, **sampling))
+    assert found != b"".join(continue_text(model, b"the ", 40, **{**sampling, "seed": 2}))
     likely = b"".join(continue_text(model, b"", 10, temperature=0, top=None, seed=1))
     assert likely == b"".join(continue_text(model, b"", 10, temperature=0, top=None, seed=2))
 

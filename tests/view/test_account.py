@@ -8,7 +8,7 @@ import pytest
 from recorded import delay_link, pipeline, record
 
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Span, Timeline, build, parse, simulate
-from penstock.schedule.timeline import Wall
+from penstock.schedule.timing.timeline import Wall
 from penstock.view import advice
 from penstock.view.account import account
 

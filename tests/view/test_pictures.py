@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from penstock.schedule import FAMILIES, Costs, Span, Timeline, build, parse, simulate
-from penstock.schedule.timeline import Wall
+from penstock.schedule.timing.timeline import Wall
 from penstock.view.figures import idle_shares, in_flight, time_text
 from penstock.view.gantt import gantt
 from penstock.view.png import save_png

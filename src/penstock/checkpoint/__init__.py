@@ -1,14 +1,9 @@
 """Checkpoints: written beside training, whole or not at all, loaded into any layout, without running code from them.
 
-::
-
-    manifest    what a checkpoint is on disk, and whether one is whole (no torch)
-    values      plain values as JSON, with their tensors set aside: nothing is ever pickled
-    state       a pipeline and its optimizer as named tensors, and back
-    body        the tensors of one process: a copy, and the file that it becomes
-    plan        who writes what (torch.distributed.checkpoint's planner)
-    saving      one save, from the copy to the rename
-    reading     tensors of a checkpoint into tensors of any layout
-    checkpointer    the face: `Checkpointer`, `save`, `load`
-    export      safetensors for other programs;  difference: two checkpoints compared
+checkpointer     the face: `Checkpointer`, `save`, `load`
+named_tensors    a pipeline and its optimizer as named tensors; plain values as in `messages.plain`, never pickled
+save/            what is collected, who writes what, and one save from the copy to the rename
+load/            which checkpoint is whole, its tensors for any layout, and where they go
+disk/            manifest, files and lock (no torch but in `tensors`)
+export           safetensors for other programs;  difference: two checkpoints compared
 """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, Single, sees
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
 from penstock.checkpoint.disk.tensors import Body
-from penstock.checkpoint.load.loading import Loaded, load_into, say
+from penstock.checkpoint.load.loading import Loaded, load_into, log_skipped
 from penstock.checkpoint.named_tensors import Saved
 from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.collecting import Given, collect, document_of
@@ -28,17 +28,19 @@ from penstock.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["Checkpointer", "Loaded", "load", "save"]
-
 AT_ONCE = 2  # copies: one that is being written, one that waits
 BEAT = 1.0  # seconds: how long a process waits for its own files before it looks for the others
 
 
 class Checkpointer:
-    """Checkpoints of one run, in a directory that all its processes share.
+    """Saves and loads the checkpoints of one run, in a directory that all its processes share.
 
-    `keep_last` newest ones are kept, and beside them those of every `keep_every`-th step. With `async_save=False`,
-    `save` returns when the checkpoint is whole.
+    Args:
+        directory: Where the checkpoints are, one folder per saved step.
+        keep_last: How many of the newest checkpoints are kept. `None`: all.
+        keep_every: Checkpoints of steps that are multiples of this are kept as well.
+        async_save: Whether `save` returns once everything is copied, while a thread writes. With `False`, it returns
+            when the checkpoint is complete.
     """
 
     def __init__(
@@ -78,9 +80,19 @@ class Checkpointer:
         extra: Any = None,
         config: Any = None,
     ) -> None:
-        """Save the run as it is after `step` steps. On every process; returns once all is copied.
+        """Save the run as it is after `step` steps. Call it on every process.
 
         Raises what went wrong with an earlier save, and then does not begin this one: call it again.
+
+        Args:
+            step: The number of steps done.
+            pipe: The pipeline: its parameters, buffers and position in its random numbers.
+            optimizer: One optimizer, or a list.
+            scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
+            scaler: A `GradScaler`.
+            data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.
+            extra: Plain values of yours: numbers, text, lists, dicts and tensors.
+            config: Plain values that describe the run.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: pass the number of steps that were done, a whole number from 0 on")
@@ -126,7 +138,7 @@ class Checkpointer:
             return (saved, document), (True, step, changed, made[0] if made else None)
 
         try:
-            (saved, document), answers = processes.together(look, self.directory)
+            (saved, document), answers = processes.on_all(look, self.directory)
             if not all(ready for ready, _, _, _ in answers):
                 for place in made:
                     remove(place.temporary)
@@ -136,7 +148,7 @@ class Checkpointer:
                 raise UsageError(f"the processes were given different steps to save: {steps}")
             where = CheckpointFolder(*answers[0][3])
             if not self._seen:
-                processes.together(lambda: (None, sees(where.temporary, processes.number)), where.final)
+                processes.on_all(lambda: (None, sees(where.temporary, processes.number)), where.final)
                 self._seen = True
             plan = self._planner.agree(any(new for _, _, new, _ in answers), processes.number, processes.exchange)
         except BaseException:
@@ -192,7 +204,7 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Until all that was saved is whole, on every process; raises what went wrong."""
+        """Wait until everything that was saved is complete, on every process; raises what went wrong."""
         pipe = None if self._pipe is None else self._pipe()
         if pipe is not None and not pipe._closed:
             self._settle(Processes(pipe, "wait()"))
@@ -208,9 +220,9 @@ class Checkpointer:
     # -- finding and loading
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint (by manifest and sizes); damaged ones are passed over, and logged."""
+        """The newest complete checkpoint, or `None`. Damaged ones are skipped and logged."""
         path, problems = find_newest(self.directory)
-        say(problems)
+        log_skipped(problems)
         return path
 
     def load(
@@ -223,14 +235,26 @@ class Checkpointer:
         data: Any = None,
         path: str | os.PathLike[str] | None = None,
     ) -> Loaded:
-        """Into a pipeline of any layout: the newest whole checkpoint, or the one at `path`. On every process."""
+        """Load a checkpoint into a pipeline of any layout. Call it on every process.
+
+        Args:
+            pipe: The pipeline to load into.
+            optimizer: One optimizer, or a list, as it was saved.
+            scheduler: What was saved as `scheduler`.
+            scaler: What was saved as `scaler`.
+            data: What was saved as `data`.
+            path: The checkpoint to load. By default, the newest complete one.
+
+        Returns:
+            A `Loaded`; the next step to train is `loaded.step + 1`.
+        """
         given = Given(optimizer, scheduler, scaler, data)
         if path is None:
             return load_into(pipe, given, self.directory, newest=True)
         return load_into(pipe, given, Path(path), newest=False)
 
     def close(self) -> None:
-        """Wait for what is under way here, and let other runs write to the directory; raises what went wrong here."""
+        """Wait for saves under way in this process, and release the directory; raises what went wrong here."""
         self._closed = True
         try:
             self._collect(0)
@@ -276,7 +300,19 @@ def save(
     extra: Any = None,
     config: Any = None,
 ) -> None:
-    """One checkpoint, at exactly this path, whole when this returns. On every process."""
+    """Save one checkpoint at exactly this path; it is complete when this returns. Call it on every process.
+
+    Args:
+        path: The folder to write.
+        pipe: The pipeline: its parameters, buffers and position in its random numbers.
+        optimizer: One optimizer, or a list.
+        step: The number of steps done.
+        scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
+        scaler: A `GradScaler`.
+        data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.
+        extra: Plain values of yours: numbers, text, lists, dicts and tensors.
+        config: Plain values that describe the run.
+    """
     final = Path(path).absolute()
     with Checkpointer(final.parent, async_save=False) as writer:
         writer._files = Single(final)
@@ -292,7 +328,19 @@ def load(
     scaler: Any = None,
     data: Any = None,
 ) -> Loaded:
-    """A checkpoint, or the newest whole one of a directory that has several, into a pipeline of any layout."""
+    """Load a checkpoint into a pipeline of any layout. Call it on every process.
+
+    Args:
+        path: A checkpoint, or a directory with several, of which the newest complete one is taken.
+        pipe: The pipeline to load into.
+        optimizer: One optimizer, or a list, as it was saved.
+        scheduler: What was saved as `scheduler`.
+        scaler: What was saved as `scaler`.
+        data: What was saved as `data`.
+
+    Returns:
+        A `Loaded`; the next step to train is `loaded.step + 1`.
+    """
     found = Path(path)
     newest = not (found / MANIFEST).exists() and bool(checkpoints_in(found))
     return load_into(pipe, Given(optimizer, scheduler, scaler, data), found, newest=newest)

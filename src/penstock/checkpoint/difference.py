@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.disk.manifest import damages, read_manifest
-from penstock.checkpoint.load.reading import CheckpointContents
-from penstock.errors import CheckpointError
-
-__all__ = ["Change", "Difference", "compare"]
+from penstock.checkpoint.load.reading import CheckpointContents, open_whole
 
 SECTIONS = ("model.", "loss.", "optimizer.")
+MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,7 @@ class Difference:
 
 def compare(one: str | os.PathLike[str], other: str | os.PathLike[str], *, everything: bool = False) -> Difference:
     """Model and optimizer; with `everything`, also what processes keep for themselves, such as generators."""
-    sides = [_opened(Path(path)) for path in (one, other)]
-    (first, left), (second, right) = sides
+    (first, left), (second, right) = open_whole(Path(one)), open_whole(Path(other))
     found = Difference((first.step, second.step), config=_differing(first.config, second.config, "config"))
     keys = dict.fromkeys([*left.tensors, *right.tensors])
     same = 0
@@ -56,14 +52,6 @@ def compare(one: str | os.PathLike[str], other: str | os.PathLike[str], *, every
             else:
                 found.changes.append(change)
     return Difference(found.steps, found.changes, same, found.config)
-
-
-def _opened(path: Path) -> tuple[Any, CheckpointContents]:
-    manifest = read_manifest(path)
-    wrong = list(damages(path, manifest, sums=True))
-    if wrong:
-        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
-    return manifest, CheckpointContents(path)
 
 
 def _change(key: str, left: CheckpointContents, right: CheckpointContents) -> Change | None:
@@ -92,14 +80,12 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _differing(one: Any, other: Any, place: str) -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
         keys = dict.fromkeys([*one, *other])
-        missing = object()
         return [
             line
             for key in keys
-            for line in _differing(one.get(key, missing), other.get(key, missing), f"{place}.{key}")
-            if not (one.get(key, missing) is missing and other.get(key, missing) is missing)
+            for line in _differing(one.get(key, MISSING), other.get(key, MISSING), f"{place}.{key}")
         ]
     if one == other:
         return []
-    said = ["nothing" if type(value) is object else repr(value) for value in (one, other)]
-    return [f"{place}: {said[0]} and {said[1]}"]
+    shown = ["nothing" if value is MISSING else repr(value) for value in (one, other)]
+    return [f"{place}: {' and '.join(shown)}"]

@@ -12,19 +12,18 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.disk.manifest import Manifest, damages, read_manifest
+from penstock.checkpoint.disk.manifest import Manifest
 from penstock.checkpoint.disk.tensors import FileLayout, TensorEntry, streamed, write_file
-from penstock.checkpoint.load.reading import CheckpointContents
+from penstock.checkpoint.load.reading import CheckpointContents, open_whole
 from penstock.checkpoint.save.saving import sync_directory
-from penstock.errors import CheckpointError, UsageError
-
-__all__ = ["Exported", "export"]
+from penstock.errors import UsageError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -59,11 +58,8 @@ def export(
         raise UsageError(f"file_bytes={file_bytes}: pass at least 1")
     if os.path.lexists(goal):
         raise UsageError(f"{goal} is there already; choose another name, or delete it first")
-    manifest = read_manifest(path)
-    wrong = list(damages(path, manifest, sums=True))
-    if wrong:
-        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
-    return _Export(CheckpointContents(path), manifest, dtype).write(goal, file_bytes)
+    manifest, contents = open_whole(path)
+    return _Export(contents, manifest, dtype).write(goal, file_bytes)
 
 
 class _Export:
@@ -85,21 +81,21 @@ class _Export:
 
     def write(self, goal: Path, file_bytes: int | None) -> Exported:
         goal.parent.mkdir(parents=True, exist_ok=True)
-        hidden = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
+        temporary = goal.with_name(f".{goal.name}.{secrets.token_hex(4)}")
         try:
             if goal.suffix == ".safetensors":
                 if file_bytes is not None:
                     raise UsageError(f"{goal.name} is one file; for several, name a directory")
-                self._write_weights(hidden, self._entries)
+                self._write_weights(temporary, self._entries)
                 names = []
             else:
-                hidden.mkdir()
-                names = self._write_directory(hidden, file_bytes)
-                sync_directory(hidden)
-            hidden.rename(goal)
+                temporary.mkdir()
+                names = self._write_directory(temporary, file_bytes)
+                sync_directory(temporary)
+            temporary.rename(goal)
         except BaseException:
-            shutil.rmtree(hidden, ignore_errors=True)
-            hidden.unlink(missing_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.unlink(missing_ok=True)
             raise
         sync_directory(goal.parent)
         files = tuple(goal / name for name in names) or (goal,)
@@ -130,12 +126,7 @@ class _Export:
 
     def _write_weights(self, file: Path, entries: list[TensorEntry]) -> None:
         layout = FileLayout(entries, {"format": "pt"})
-        write_file(file, _chained(layout.header, streamed(layout, self._value_of)))
-
-
-def _chained(header: bytes, pieces: Any) -> Any:
-    yield header
-    yield from pieces
+        write_file(file, chain([layout.header], streamed(layout, self._value_of)))
 
 
 def _parts(entries: list[TensorEntry], most: int | None) -> list[list[TensorEntry]]:

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_states", "restore_generators", "seed_generators", "states_of_generators"]
+
+def _numpy() -> Any:
+    """numpy, if something has loaded it; else nobody can have drawn from it."""
+    return sys.modules.get("numpy")
 
 
 def seed_generators(seed: int) -> None:
     """Begin them all from one number, so that what is drawn on every process is the same on every process."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        import numpy
-
+    if numpy := _numpy():
         numpy.random.seed(seed % 2**32)
 
 
@@ -31,8 +32,7 @@ def states_of_generators() -> dict[str, Any]:
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
     }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if numpy := _numpy():
         found["numpy"] = _exchanged(numpy.random.get_state(legacy=False), numpy.ndarray, torch.from_numpy)
     return found
 
@@ -44,9 +44,7 @@ def check_states(states: dict[str, Any]) -> None:
         if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
             raise ValueError(f"the state of a CUDA generator is {str(state)[:40]}, not bytes")
     random.Random().setstate(_of_python(states))
-    if "numpy" in states and "numpy" in sys.modules:
-        import numpy
-
+    if "numpy" in states and (numpy := _numpy()):
         copy.deepcopy(numpy.random.mtrand._rand).set_state(_of_numpy(states))  # of the same kind
 
 
@@ -56,9 +54,7 @@ def restore_generators(states: dict[str, Any]) -> None:
     if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])  # not run here: no GPU
     random.setstate(_of_python(states))
-    if "numpy" in states and "numpy" in sys.modules:
-        import numpy
-
+    if "numpy" in states and (numpy := _numpy()):
         numpy.random.set_state(_of_numpy(states))
 
 

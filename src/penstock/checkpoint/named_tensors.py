@@ -16,22 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.checkpoint.disk.values import TENSOR, encode
 from penstock.errors import UsageError
+from penstock.messages.plain import TENSOR, encode
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
-
-__all__ = [
-    "Optimizers",
-    "Saved",
-    "class_of",
-    "model_entries",
-    "name_of",
-    "names_by_parameter",
-    "optimizers_of",
-    "section_of",
-]
 
 Optimizers = list[torch.optim.Optimizer]
 NOT_OPTIONS = ("params", "param_names")
@@ -43,18 +32,18 @@ class Saved:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.plain: dict[str, Any] = {}
-        self._aside: Counter[str] = Counter()
+        self._stored: Counter[str] = Counter()
 
     def add(self, section: str, value: Any, place: str, owner: str = "") -> Any:
         """JSON for a value; its tensors get keys that begin with `owner` and the section."""
 
-        def set_aside(tensor: Tensor) -> str:
-            key = f"{owner}{section}.{self._aside[owner + section]}"
-            self._aside[owner + section] += 1
+        def store_tensor(tensor: Tensor) -> str:
+            key = f"{owner}{section}.{self._stored[owner + section]}"
+            self._stored[owner + section] += 1
             self.tensors[key] = tensor.detach()
             return key
 
-        return encode(value, set_aside, place)
+        return encode(value, store_tensor, place)
 
     def add_model(self, pipe: Pipeline) -> None:
         """Parameters, persistent buffers and extra state of this process's stages.
@@ -110,7 +99,7 @@ class Saved:
 
 
 def optimizers_of(optimizer: Any) -> Optimizers:
-    """One, several or none."""
+    """The optimizers that were passed: a list of them, one, or none."""
     found = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):

@@ -18,8 +18,6 @@ from penstock.messages.collective import all_gather
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["Processes"]
-
 Mine = TypeVar("Mine")
 
 
@@ -54,7 +52,6 @@ class Processes:
         return self.number == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every process's value."""
         if self._group is None:
             return list(self._world.all_gather(self._call, value))
         self._world.all_gather(self._call, None)  # names who is missing in this pipeline, before all meet
@@ -67,7 +64,7 @@ class Processes:
         lost = None if self._transport is None else self._transport.broken
         return lost if lost is not None or self._link is None else self._link.broken
 
-    def together(self, work: Callable[[], tuple[Mine, Any]], path: Any = None) -> tuple[Mine, list[Any]]:
+    def on_all(self, work: Callable[[], tuple[Mine, Any]], path: Any = None) -> tuple[Mine, list[Any]]:
         """Do something on every process; what fails on one is an error on all.
 
         `work` returns (what stays here, what all get to know); the result is the former and everyone's latter.

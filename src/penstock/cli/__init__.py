@@ -103,5 +103,4 @@ def _entry(
 
 
 def main() -> None:
-    """The console script."""
     app()

@@ -21,11 +21,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import complain, guarded, write, write_json
-from penstock.cli.programs import find_folder, places_of, started, title_of, unknown, write_list
+from penstock.cli.programs import find_folder, places_of, started, title_of, tree_of, unknown, write_list
 from penstock.cli.source import AsJson
 from penstock.errors import UsageError
-
-__all__ = ["bench"]
 
 PLACES = places_of("bench", "bench")
 
@@ -44,7 +42,8 @@ def bench(name: Name = None, rest: Rest = None, as_json: AsJson = False) -> None
     """Measure Penstock beside its peers on this machine: list the benches, or run one.
 
     Every bench takes --quick (little work: that it runs, not how fast) and --json (one document on stdout; the tables
-    then go to stderr). Give its options after its name. docs/performance.md has figures and what they mean.
+    then go to stderr). Give its options after its name. docs/explanations/performance.md has figures and says
+    what they mean.
     """
     benches = _benches()
     if name is None:
@@ -63,12 +62,8 @@ def _benches() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py")) if _defines_main(path)}
 
 
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
 def _defines_main(path: Path) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in _tree(path).body)
+    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree_of(path).body)
 
 
 def _list(benches: dict[str, Path], as_json: bool) -> None:
@@ -82,7 +77,6 @@ def _list(benches: dict[str, Path], as_json: bool) -> None:
 
 
 def _run(path: Path, options: list[str]) -> int:
-    """Its exit code, as a shell would say it."""
     with started([sys.executable, str(path), *options]) as program:
         code = program.wait()
     if code < 0:
@@ -111,7 +105,7 @@ def _imported(path: Path) -> set[str]:
     while waiting:
         file = waiting.pop()
         read.add(file)
-        for name in _roots(_tree(file)):
+        for name in _roots(tree_of(file)):
             beside = path.with_name(f"{name}.py")
             if not beside.is_file():
                 found.add(name)

@@ -5,24 +5,17 @@ Listing and verifying read text and bytes, so they answer without torch; what lo
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.checkpoint.disk.manifest import (
-    MANIFEST,
-    Manifest,
-    checkpoints_in,
-    damages,
-    find_newest,
-    read_manifest,
-)
+from penstock.checkpoint.disk.manifest import Manifest, checkpoints_at, damages, find_checkpoint, read_manifest
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson
 from penstock.errors import CheckpointError, UsageError
-
-__all__ = ["checkpoint"]
+from penstock.view.figures import table
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -42,37 +35,13 @@ SHOWN = 20
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def said(size: float) -> str:
+def size_text(size: float) -> str:
     """Bytes, as people say them."""
     for unit in UNITS:
         if size < 1000 or unit == UNITS[-1]:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     raise AssertionError("unreachable")
-
-
-def found_in(place: str) -> list[Path]:
-    """The checkpoint at a place, or all in the directory there; of a run's folder, those of the run."""
-    path = Path(place)
-    if (path / MANIFEST).exists():
-        return [path]
-    if not path.exists():
-        raise UsageError(f"{place} is not there")
-    found = [named.path for named in checkpoints_in(path) or checkpoints_in(path / "checkpoints")]
-    if not found:
-        raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
-    return found
-
-
-def one_in(place: str) -> Path:
-    """The checkpoint at a place, or the newest whole one in the directory there."""
-    found = found_in(place)
-    if found == [Path(place)]:
-        return found[0]
-    newest, problems = find_newest(found[0].parent)
-    if newest is None:
-        raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
-    return newest
 
 
 def _looked_at(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
@@ -86,15 +55,8 @@ def _looked_at(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
 def _document(path: Path, manifest: Manifest | None, wrong: list[str]) -> dict[str, Any]:
     document: dict[str, Any] = {"path": str(path), "whole": not wrong, "problems": wrong}
     if manifest is not None:
-        document |= {
-            "step": manifest.step,
-            "serial": manifest.serial,
-            "saved_at": manifest.saved_at,
-            "bytes": manifest.bytes,
-            "layout": dict(manifest.layout),
-            "versions": dict(manifest.versions),
-            "config": manifest.config,
-        }
+        names = ("step", "serial", "saved_at", "bytes", "layout", "versions", "config")
+        document |= {name: getattr(manifest, name) for name in names}
     return document
 
 
@@ -105,7 +67,7 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a directory, the newest last; whole or not goes by manifest and sizes."""
-    looked = [(path, *_looked_at(path, sums=False)) for path in found_in(directory)]
+    looked = [(path, *_looked_at(path, sums=False)) for path in checkpoints_at(directory)]
     looked.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
     if as_json:
         write_json([_document(*each) for each in looked])
@@ -121,17 +83,14 @@ def list_(
                 path.name,
                 str(manifest.step),
                 manifest.saved_at,
-                said(manifest.bytes),
+                size_text(manifest.bytes),
                 str(layout.get("stages", "")),
                 str(layout.get("schedule", "")),
                 str(layout.get("processes", "")),
                 wrong[0] if wrong else "whole",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        write("  ".join([*cells, row[-1]]).rstrip())
+    write(table(rows, left=range(len(rows[0]))))
 
 
 @checkpoint.command("verify", short_help="Read all of them and compare checksums.")
@@ -143,7 +102,7 @@ def verify(
     """Read every byte of checkpoints and compare checksums; exit code 1 where one is damaged."""
     looked = []
     for place in places:
-        for path in found_in(place):
+        for path in checkpoints_at(place):
             with working(f"reading {path}"):
                 looked.append((path, *_looked_at(path, sums=True)))
     if as_json:
@@ -153,7 +112,7 @@ def verify(
             if wrong or manifest is None:
                 write("\n".join([f"{path}: damaged", *(f"  {line}" for line in wrong)]))
             else:
-                count = f"{len(manifest.files)} files, {said(manifest.bytes)}"
+                count = f"{len(manifest.files)} files, {size_text(manifest.bytes)}"
                 write(f"{path}: whole (step {manifest.step}, {count}, every checksum right)")
     if any(wrong for _, _, wrong in looked):
         raise typer.Exit(1)
@@ -174,23 +133,15 @@ def export(
 ) -> None:
     """Write the weights as safetensors; in Hugging Face's layout where the model came from transformers."""
     limit = None if file_size is None else _bytes_of(file_size)
-    path = one_in(source)
-    from penstock.checkpoint.export import export as write_out
+    path = find_checkpoint(source)
+    from penstock.checkpoint.export import export as write_out  # loads torch
 
     with working(f"exporting {path}"):
         done = write_out(path, out, dtype=dtype, file_bytes=limit)
     if as_json:
-        write_json(
-            {
-                "checkpoint": str(path),
-                "files": [str(file) for file in done.files],
-                "tensors": done.tensors,
-                "bytes": done.bytes,
-                "huggingface": done.huggingface,
-            }
-        )
+        write_json({"checkpoint": str(path), **asdict(done), "files": [str(file) for file in done.files]})
         return
-    write(f"{path}: {done.tensors} tensors, {said(done.bytes)}, written to")
+    write(f"{path}: {done.tensors} tensors, {size_text(done.bytes)}, written to")
     for file in done.files:
         write(f"  {file}")
     if done.huggingface:
@@ -219,22 +170,13 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor, whatever their layouts; exit code 1 where they differ."""
-    paths = one_in(one), one_in(other)
-    from penstock.checkpoint.difference import compare
+    paths = find_checkpoint(one), find_checkpoint(other)
+    from penstock.checkpoint.difference import compare  # loads torch
 
     with working("comparing"):
         found = compare(*paths, everything=everything)
     if as_json:
-        changes = [{"name": c.name, "what": c.what, "largest": c.largest, "share": c.share} for c in found.changes]
-        write_json(
-            {
-                "checkpoints": [str(path) for path in paths],
-                "steps": found.steps,
-                "same": found.same,
-                "changes": changes,
-                "config": found.config,
-            }
-        )
+        write_json({"checkpoints": [str(path) for path in paths], **asdict(found)})
     else:
         write(f"steps {found.steps[0]} and {found.steps[1]}: {found.same} tensors are the same to the bit")
         for change in found.changes[:SHOWN]:

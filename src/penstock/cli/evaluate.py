@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
 
+from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.cli.train import Items, read_config
-
-__all__ = ["evaluate"]
 
 Checkpoint = Annotated[
     str | None,
@@ -26,14 +26,15 @@ def evaluate(
     """Evaluate a checkpoint: its mean loss on the validation data of a configuration, in this process."""
     config, _ = read_config(items)
     with working("evaluating"):
-        from penstock.train.evaluate import evaluate_checkpoint
-        from penstock.train.generate import find_checkpoint
+        from penstock.train.evaluate import evaluate_checkpoint  # loads torch
 
         found = find_checkpoint(checkpoint or config.output)
-        score = evaluate_checkpoint(config, found, batches)
-    facts = {"checkpoint": str(found), "step": score.step, "batches": score.batches, "loss": score.loss}
+        step, losses = evaluate_checkpoint(config, found, batches)
+    loss = sum(losses) / len(losses)
+    perplexity, bits = math.exp(min(loss, 700.0)), loss / math.log(2)
     if as_json:
-        write_json(facts | {"perplexity": score.perplexity, "bits_per_token": score.bits})
+        facts = {"checkpoint": str(found), "step": step, "batches": len(losses), "loss": loss}
+        write_json(facts | {"perplexity": perplexity, "bits_per_token": bits})
         return
-    write(f"{found}, step {score.step}, {score.batches} batches")
-    write(f"loss {score.loss:.4f}  perplexity {score.perplexity:.2f}  {score.bits:.3f} bits a token")
+    write(f"{found}, step {step}, {len(losses)} batches")
+    write(f"loss {loss:.4f}  perplexity {perplexity:.2f}  {bits:.3f} bits a token")

@@ -9,11 +9,10 @@ from typing import Annotated
 
 import typer
 
+from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli.output import guarded, working, write
 from penstock.cli.source import whole
 from penstock.errors import UsageError
-
-__all__ = ["generate"]
 
 Place = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint), or one checkpoint.")
@@ -37,7 +36,7 @@ def generate(
     """Sample text from a trained built-in GPT, to see what it has learned."""
     heat = _temperature(temperature)
     with working("loading"):
-        from penstock.train.generate import continue_text, find_checkpoint, open_gpt
+        from penstock.train.generate import continue_text, open_gpt  # loads torch
 
         model, _, _ = open_gpt(find_checkpoint(place))
     begin = prompt.encode("utf-8", "surrogateescape")

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-__all__ = ["Event", "Lanes", "read_event"]
-
 SENDS = re.compile(r"rank (?P<source>\d+) -> rank (?P<targets>\d+(?:, \d+)*): (?P<text>.*)")
 ALONE = re.compile(r"rank (?P<source>\d+): (?P<text>.*)")
 COLOURS = ("cyan", "magenta", "yellow", "green", "bright_blue", "bright_red", "bright_cyan", "bright_magenta")

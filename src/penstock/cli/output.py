@@ -23,23 +23,6 @@ from rich.console import Console
 
 from penstock.errors import CheckpointError, Fault, PenstockError, ScheduleError, UsageError
 
-__all__ = [
-    "complain",
-    "document_of",
-    "fold",
-    "guarded",
-    "number",
-    "paints",
-    "percent",
-    "shortened",
-    "terminal_width",
-    "working",
-    "write",
-    "write_faults",
-    "write_json",
-    "writes",
-]
-
 Parameters = ParamSpec("Parameters")
 
 
@@ -90,7 +73,6 @@ def complain(message: str) -> None:
 
 
 def document_of(fault: Fault) -> dict[str, Any]:
-    """A fault for a machine."""
     action = None if fault.action is None else str(fault.action)
     return {"rank": fault.rank, "position": fault.position, "action": action, "message": fault.message}
 
@@ -136,7 +118,6 @@ def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
 
 
 def refuse(message: str) -> NoReturn:
-    """Complain, and end with the exit code of bad usage."""
     complain(message)
     raise typer.Exit(2)
 
@@ -176,8 +157,3 @@ def shortened(items: Iterable[object], most: int = 24) -> str:
 def number(value: float) -> str:
     """Six digits at most, and no trailing zeros."""
     return f"{value:.6g}"
-
-
-def percent(share: float) -> str:
-    """An idle share, as people say it."""
-    return f"{100 * share:.1f} %"

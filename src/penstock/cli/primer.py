@@ -19,13 +19,12 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from penstock.cli.lanes import Event, Lanes, read_event
-from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json
+from penstock.cli.lanes import PRETTY, Event, Lanes, read_event
+from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.programs import find_folder, places_of, started, title_of, unknown, write_list
-from penstock.cli.source import AsJson, counted, whole
+from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
-
-__all__ = ["primer"]
+from penstock.view.figures import counted
 
 PLACES = places_of("primer", "examples/primer")
 WIDE = 100
@@ -132,8 +131,8 @@ def _copy_to(folder: Path, name: str | None) -> None:
 def _run(path: Path, ranks: int | None, as_json: bool) -> None:
     command = [sys.executable, str(path.resolve()), *([] if ranks is None else [str(ranks)])]
     with working(f"running {path.name}"):
-        code, said, complaints = _finish(command)
-    events = [read_event(line) for line in said.splitlines()]
+        code, output, errors = _finish(command)
+    events = [read_event(line) for line in output.splitlines()]
     if as_json:
         write_json(_document(path, events, code))
     else:
@@ -141,31 +140,26 @@ def _run(path: Path, ranks: int | None, as_json: bool) -> None:
         for line in _drawn(events):
             write(line)
     if code != 0:
-        complain(f"{path.name} ended with exit code {code}:\n{complaints.rstrip()}")
+        complain(f"{path.name} ended with exit code {code}:\n{errors.rstrip()}")
         raise typer.Exit(1)
 
 
 def _finish(command: list[str]) -> tuple[int, str, str]:
-    """Its exit code and what it wrote."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # one thread a rank
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with started(command, environment, **pipes) as program:
-        said, complaints = program.communicate()
-    return program.returncode, said, complaints
+        output, errors = program.communicate()
+    return program.returncode, output, errors
 
 
 def _drawn(events: list[Event]) -> Iterator[str]:
     console = Console(width=terminal_width() or WIDE, highlight=False)
     ranks = 1 + max((event.highest for event in events), default=-1)
-    lanes = Lanes(ranks, width=terminal_width(), plain=not _has(sys.stdout.encoding))
+    lanes = Lanes(ranks, width=terminal_width(), plain=not writes("".join(PRETTY.values())))
     for line in lanes.draw(events):
         with console.capture() as captured:
             console.print(line, end="", soft_wrap=True)
         yield captured.get().rstrip()
-
-
-def _has(encoding: str | None) -> bool:
-    return (encoding or "").lower().replace("-", "").startswith("utf")
 
 
 def _document(path: Path, events: list[Event], code: int) -> dict[str, Any]:

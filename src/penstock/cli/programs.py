@@ -17,15 +17,14 @@ import sysconfig
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import penstock
 from penstock.cli.output import terminal_width, write
 from penstock.errors import UsageError
-from penstock.train.stopping import asking
-
-__all__ = ["find_folder", "places_of", "started", "title_of", "unknown", "write_list"]
+from penstock.train.launch.stopping import asking
 
 PACKAGE = Path(penstock.__file__).parent
 PATIENCE = 10.0  # seconds in which a program that is told to end may clean up
@@ -44,9 +43,15 @@ def find_folder(places: Sequence[Path], mark: str, what: str) -> Path:
     raise UsageError(f"{what} are not where they should be: {places[0]}; install penstock again")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """A program's source, parsed; each file is read once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def title_of(path: Path) -> str:
     """The first line of what a program says about itself."""
-    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.name).partition("\n")[0]
+    return (ast.get_docstring(tree_of(path)) or path.name).partition("\n")[0]
 
 
 def write_list(entries: Sequence[tuple[str, str]]) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
+from penstock.cli.source import naming
 from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.schedule import Timeline
-from penstock.schedule.timeline_json import is_timeline, load
-
-__all__ = ["find_run", "load_run", "named_faults"]
+from penstock.schedule.files.timeline_json import is_timeline, load
 
 HEAD = 4096  # bytes that tell what a file is
 SHOWN = 3
@@ -39,17 +37,11 @@ def load_run(source: str) -> Timeline:
         if not Path(source).is_file():
             raise UsageError(f'there is no recorded run {source}; write one with timeline.save("run.json")')
         raise ScheduleError([Fault(f"{source} is no recorded run; write one with timeline.save({source!r})")])
-    timeline = named_faults(source, path)
+    try:
+        with naming(source):
+            timeline = load(path)
+    except UsageError as error:  # the file's own doing
+        raise ScheduleError([Fault(f"{source}: {error}")]) from None
     if not timeline.spans:
         raise ScheduleError([Fault(f"{source}: nothing was recorded; run a step inside pipe.record()")])
     return timeline
-
-
-def named_faults(source: str, path: Path) -> Timeline:
-    """Load it; faults say which of several files they are in."""
-    try:
-        return load(path)
-    except ScheduleError as error:
-        raise ScheduleError([replace(fault, message=f"{source}: {fault.message}") for fault in error.faults]) from None
-    except UsageError as error:  # the file's own doing
-        raise ScheduleError([Fault(f"{source}: {error}")]) from None

@@ -8,33 +8,19 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.schedule import FAMILIES, Schedule, build, family, verify
 from penstock.schedule.builders import is_auto
-
-__all__ = [
-    "RANKS",
-    "AsJson",
-    "Microbatches",
-    "Ranks",
-    "Source",
-    "StagesPerRank",
-    "check_size",
-    "counted",
-    "described",
-    "is_file",
-    "read",
-    "read_one_of",
-    "read_proved",
-    "whole",
-]
+from penstock.view.figures import counted
+from penstock.view.run import sizes_of
 
 SUFFIXES = (".csv", ".json")
 MOST_SEARCHED = 4  # stages per rank that "auto" tries
@@ -136,9 +122,16 @@ def read_proved(source: str, ranks: int | None, microbatches: int | None, stages
 
 
 def read_one_of(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The same of a command that takes several: faults say which file they are in."""
-    try:
+    """The same of a command that takes several."""
+    with naming(source):
         return read_proved(source, ranks, microbatches, stages_per_rank)
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Around the reading of one of several files: faults say which it is."""
+    try:
+        yield
     except ScheduleError as error:
         raise ScheduleError([replace(fault, message=f"{source}: {fault.message}") for fault in error.faults]) from None
 
@@ -181,13 +174,9 @@ def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_r
 
 
 def described(schedule: Schedule, source: str) -> str:
-    """Name and sizes, for a heading."""
-    name = Path(source).name if is_file(source) else schedule.name
-    sizes = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
-    return f"{name}: {', '.join(counted(*size) for size in sizes)}"
+    return f"{Path(source).name if is_file(source) else schedule.name}: {sizes_of(schedule)}"
 
 
-def counted(count: int, word: str) -> str:
-    """`1 rank`, `2 microbatches`."""
-    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
-    return f"{count:,} {word if count == 1 else plural}"
+def identity(schedule: Schedule) -> dict[str, Any]:
+    """Name and sizes, for a machine."""
+    return {name: getattr(schedule, name) for name in ("name", "ranks", "stages", "microbatches")}

@@ -7,7 +7,7 @@ import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,14 +15,11 @@ from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
+from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import functions_in
-from penstock.train.parent import die_with_parent
-
-if TYPE_CHECKING:
-    from penstock.train.config.settings import TrainConfig
-    from penstock.train.run_folder import RunFolder
-
-__all__ = ["Items", "read_config", "train"]
+from penstock.train.launch.parent import die_with_parent
+from penstock.train.launch.stopping import Stop, asking
+from penstock.train.run.run_folder import RunFolder
 
 Items = Annotated[
     list[str] | None,
@@ -78,7 +75,7 @@ def _dry_run(config: TrainConfig, trust: bool) -> int:
         )
         return 0
     with working("building and measuring"):
-        from penstock.train.dry_run import make_plan
+        from penstock.train.dry_run import make_plan  # loads torch
 
         plan = make_plan(config)
     write(plan.text(terminal_width()))
@@ -86,32 +83,29 @@ def _dry_run(config: TrainConfig, trust: bool) -> int:
 
 
 def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> int:
-    from penstock.train.run_folder import RunFolder
-
     folder = RunFolder(Path(config.output))
-    again = shlex.join(["penstock", "train", *items, "--resume"])
+    resume_command = shlex.join(["penstock", "train", *items, "--resume"])
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return _as_rank(config, again, folder)
+        return _as_rank(config, resume_command, folder)
     lock = folder.prepare(config, resume=resume, fresh=fresh)
     try:
-        return _start(config, items, again, resume)
+        if config.pipeline.workers == "threads":
+            return _train_here(config, resume_command, Stop(*asking()), resume)
+        from penstock.train.launch.launch import launch, torchrun_command  # loads torch
+        from penstock.train.worker import Job
+
+        write(f"on several hosts, on each with its NUMBER from 0: {torchrun_command(config, items)}\n")
+        return launch(Job(config, resume_command, resume), _say)
     finally:
         lock.free()
 
 
-def _start(config: TrainConfig, items: list[str], again: str, resume: bool) -> int:
-    if config.pipeline.workers == "threads":
-        from penstock.train.stopping import Stop, asking
-        from penstock.train.worker import Job, log_as, train_here
+def _train_here(config: TrainConfig, resume_command: str, stop: Stop, resume: bool = False) -> int:
+    from penstock.train.worker import Job, log_as, train_here  # loads torch
 
-        log_as(config, 0)
-        with Stop(*asking()) as stop:
-            return train_here(Job(config, again, resume), stop)
-    from penstock.train.launch.launch import launch, torchrun_command
-    from penstock.train.worker import Job
-
-    write(f"on several hosts, on each with its NUMBER from 0: {torchrun_command(config, items)}\n")
-    return launch(Job(config, again, resume), _say)
+    log_as(config, int(os.environ.get("RANK", "0")))
+    with stop:
+        return train_here(Job(config, resume_command, resume), stop)
 
 
 def _say(text: str) -> None:
@@ -119,18 +113,13 @@ def _say(text: str) -> None:
         write(f"penstock: {text}", sys.stderr)
 
 
-def _as_rank(config: TrainConfig, again: str, folder: RunFolder) -> int:
+def _as_rank(config: TrainConfig, resume_command: str, folder: RunFolder) -> int:
     """One rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
-    from penstock.train.stopping import Stop
-    from penstock.train.worker import Job, log_as, train_here
-
-    log_as(config, int(os.environ["RANK"]))
-    with Stop() as stop:
-        lock = None
-        if os.environ["RANK"] == "0":
-            lock = folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False)
-        try:
-            return train_here(Job(config, again), stop)
-        finally:
-            if lock is not None:
-                lock.free()
+    lock = None
+    if os.environ["RANK"] == "0":
+        lock = folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False)
+    try:
+        return _train_here(config, resume_command, Stop())
+    finally:
+        if lock is not None:
+            lock.free()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -15,9 +16,9 @@ from penstock.model.original.wrapped import refuse_compiled_model
 from penstock.pipeline import arguments
 from penstock.pipeline.arguments import check_gpus
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
-from penstock.runtime.batch import batch_options
+from penstock.runtime.batch.batch_options import BatchOptions
 
-__all__ = ["check_gpipe", "check_tangents"]
+__all__ = ["as_devices", "check_gpipe", "check_tangents"]
 
 RULES = {
     "chunks": ArgumentRule(
@@ -26,9 +27,7 @@ RULES = {
         or_none=False,
     ),
     "checkpoint": choice("always", "except_last", "never"),
-    "batch_dims": batch_options.RULES["dims"],
-    **{name: batch_options.RULES[name] for name in ("batch_norm", "batch_norm_group")},
-    **{name: arguments.RULES[name] for name in ("stages", "devices", "timeout")},
+    **{name: arguments.RULES[name] for name in ("stages", "split_at", "timeout", "batch_options")},
 }
 
 
@@ -53,7 +52,11 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
     if isinstance(model, nn.ModuleList):
         raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")
     check_rules(given, RULES)
-    balance = given["balance"]
+    _check_balance(given["balance"], given["split_at"])
+    _check_batch_options(given["batch_options"])
+
+
+def _check_balance(balance: Any, split_at: Sequence[str] | None) -> None:
     if isinstance(balance, bool) or (isinstance(balance, int) and balance < 1):
         raise UsageError(f"balance={balance!r}: pass the number of stages, or the number of layers in each")
     if balance is not None and not isinstance(balance, (int, str, Sequence, Mapping)):
@@ -61,9 +64,33 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
             f"balance={balance!r}: pass the number of layers in each stage, a number of stages, 'time', 'parameters' "
             f"or 'memory', or {{name: weight}}"
         )
-    if given["deferred_batch_norm"] and given["batch_norm"] == "exact":
-        raise UsageError("deferred_batch_norm=True and batch_norm='exact' are two things; leave one of them out")
-    check_gpus(given["devices"])
+    if split_at and balance is not None and not isinstance(balance, int):
+        raise UsageError("balance= and split_at= both say where to cut; leave one of them out")
+
+
+def _check_batch_options(options: BatchOptions) -> None:
+    """A GPipe takes the whole batch in one process, and cuts it into the number of chunks that it was given."""
+    if options.split is not None or options.inputs != "every":
+        name = "inputs" if options.split is None else "split"
+        raise UsageError(
+            f"BatchOptions({name}=) is for a Pipeline; a GPipe takes dims, batch_norm and batch_norm_group"
+        )
+
+
+def as_devices(devices: Any) -> list[torch.device] | None:
+    """A device for each stage, from names, devices or numbers of GPUs, such as `range(4)`."""
+    if devices is None:
+        return None
+    try:
+        if isinstance(devices, str):
+            raise TypeError
+        found = [torch.device("cuda", each) if is_count(each) else torch.device(each) for each in devices]
+    except (RuntimeError, TypeError):
+        raise UsageError(
+            f"devices={devices!r}: pass one device for each stage, such as ['cuda:0', 'cuda:1'], or range(2)"
+        ) from None
+    check_gpus(found)
+    return found
 
 
 def check_tangents(given: Any, parameters: Iterable[Tensor]) -> None:

@@ -24,9 +24,10 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import RunError
 from penstock.model.part import StagePart
-from penstock.runtime.backward.record import GraphRecord
+from penstock.runtime.backward.record import GraphRecord, RunBackward
 from penstock.runtime.backward.split import leaves_in_graph
-from penstock.runtime.engine.stage import Stage, Turn
+from penstock.runtime.engine.stage import Stage
+from penstock.runtime.state.randomness import StageRandomness
 
 __all__ = ["AttachedStage", "check_weights", "modes_as", "muted"]
 
@@ -38,7 +39,7 @@ class AttachedStage(Stage):
 
     returns = True
 
-    def __init__(self, part: StagePart, turn: Turn, *, is_last: bool, loss: nn.Module | None = None) -> None:
+    def __init__(self, part: StagePart, turn: StageRandomness, *, is_last: bool, loss: nn.Module | None = None) -> None:
         super().__init__(part, turn, is_last=is_last, loss=loss)
         self.parameters: list[Tensor] = []  # what the call in hand wants gradients of
         self.pieces: list[list[Tensor]] = []  # of the model's inputs that want a gradient, by microbatch
@@ -48,7 +49,7 @@ class AttachedStage(Stage):
 
     # -- forward
 
-    def _look_at_graph(self, record: GraphRecord, kind: str) -> None:
+    def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
         if kind == "recomputing":
             return
         # a walk costs less than a hundredth of the forward
@@ -61,9 +62,14 @@ class AttachedStage(Stage):
 
     # -- backward
 
-    def _go_back(self, microbatch: int, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    def _runs_backward(self) -> RunBackward:
+        return self._ask
+
+    def _ask(self, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+        """Ask autograd for gradients, and leave `.grad` of parameters alone."""
         arrived = [leaf for leaves in record.leaves.values() for leaf in leaves]
-        entered = [leaf for leaves in self.pieces for leaf in leaves] if record.whole else self.pieces[microbatch]
+        pieces = self.pieces if record.gathered else self.pieces[record.microbatch : record.microbatch + 1]
+        entered = [leaf for leaves in pieces for leaf in leaves]
         wanted = (*arrived, *entered, *self.parameters)
         if not wanted:
             return

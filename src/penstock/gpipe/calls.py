@@ -28,7 +28,7 @@ from penstock.runtime.loss.shares import Shares
 from penstock.runtime.state.randomness import Clock
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
-from penstock.schedule.gather import gather
+from penstock.schedule.lowering.gather import gather
 
 __all__ = ["Calls"]
 
@@ -61,6 +61,8 @@ class Calls:
             for stage in executor.stages.values():
                 assert isinstance(stage, AttachedStage)
                 self.stages.append(stage)
+        self.one_path = not any(part.reads_inputs for part in split.parts)  # whatever the batch is like
+        self._transaction = self.ranks.guard(lambda: None, atomic=False)
 
     def programs(self, count: int) -> tuple[Schedule, Schedule]:
         """The forward part and the backward part of the schedule, proved as one."""
@@ -92,6 +94,11 @@ class Calls:
             outputs = call.join(outputs)
         return merge(outputs, self.batch_dims.get("output", 0))
 
+    def undone_if_it_fails(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
+        """As a call, but one that fails leaves the model as it was."""
+        with self.turn, self._transaction(training=True):
+            return self(args, kwargs, training)
+
 
 class ForwardCall:
     """One forward of the model, and later its backward."""
@@ -117,7 +124,7 @@ class ForwardCall:
         """The outputs of all microbatches, apart from any graph."""
         calls = self.calls
         inputs = self._inputs(attached)
-        calls.ranks.settle()
+        calls.ranks.wait_for_late_ranks()
         calls._clock.seed = self._seed
         for rank, stage in enumerate(calls.stages):
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
@@ -211,7 +218,7 @@ class ForwardCall:
         waiting, self.arrived = iter(self.arrived), ()
         by_microbatch = [[next(waiting) for _ in range(size)] for size in self._sizes]
         inputs = {rank: self._input(self._batch, True, by_microbatch) for rank in range(len(stages))}
-        calls.ranks.settle()
+        calls.ranks.wait_for_late_ranks()
         calls._clock.seed = self._seed
         for rank, stage in enumerate(stages):
             stage.begin([p for p in self._parameters[rank] if p.requires_grad], self._pieces[rank], keep_graph)

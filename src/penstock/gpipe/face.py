@@ -2,7 +2,8 @@
 
 All in one process. `GPipe` holds the wrapped model's own tables of layers, parameters and buffers, not copies of them:
 names, state, modes and moves are the model's, and the model stays usable by itself. The cut is made when it can be:
-at once for an `nn.Sequential` that is cut by counts or parameters, else with the first batch, which is the example.
+at once for an `nn.Sequential` that is cut by counts, names or parameters, else with the first batch, which is the
+example. A batch that takes another path through the model than the example did gets a cut of its own.
 """
 
 from __future__ import annotations
@@ -10,42 +11,55 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from penstock.errors import ModelError, UsageError
-from penstock.gpipe.arguments import check_gpipe, check_tangents
+from penstock.errors import ModelError, PathError, UsageError
+from penstock.gpipe.arguments import as_devices, check_gpipe, check_tangents
 from penstock.gpipe.calls import Calls
-from penstock.model.balance.request import Balancing
-from penstock.model.cut import cut_model
-from penstock.model.split import Split, more_than_its_layers
+from penstock.gpipe.cut_request import Balance, CutRequest, cut_another_path
+from penstock.model.recent import Recent
+from penstock.model.replay.recording.calls import shapes_of
+from penstock.model.split import Split
+from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import check_labels, count_for, split_batch
 from penstock.runtime.state.batch_norm import prepare_batch_norm
-from penstock.schedule import build
 
 __all__ = ["GPipe"]
 
-Balance = Sequence[int] | int | str | Mapping[str, float] | None
-MOST_BY_ITSELF = 8  # stages on a CPU where nothing says how many
+Given = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of a call
 
 
 class GPipe(nn.Module):
-    """`model = GPipe(model, balance=[2, 2, 2], chunks=8)`, and train it as any module."""
+    """A module that runs as a pipeline: `model = GPipe(model, balance=[2, 2, 2], chunks=8)`, then train it as usual.
+
+    Args:
+        model: The model to wrap.
+        balance: Layers per stage, such as `[2, 2, 2]`; or a number of stages; or the cost to balance: `"parameters"`,
+            `"time"`, `"memory"` or `{name: weight}`. By default, parameters.
+        chunks: Microbatches per batch. A batch with fewer rows has fewer.
+        checkpoint: Which microbatches run their forward again for the backward, to save memory: all but the last
+            (`"except_last"`), all (`"always"`) or none (`"never"`).
+        devices: One device per stage. By default, one GPU per stage if there are enough, otherwise the CPU.
+        stages: Number of stages, where `balance` says how to find the cut. By default, one per device or core.
+        split_at: Names of the modules that begin stages 1, 2, ..., to choose the cut yourself.
+        batch_options: How batches are split and what batch norm layers see; `dims`, `batch_norm` and `batch_norm_group`
+            of `BatchOptions` apply.
+        timeout: Seconds after which a silent stage is an error.
+    """
 
     chunks: int
     checkpoint: str
     devices: list[torch.device] | None
-    batch_dims: dict[str | int, Any]
-    batch_norm: str
     timeout: float
-    _how: Any
-    _stages: int | None
+    _dims: dict[str | int, Any]
+    _request: CutRequest
     _calls: Calls | None
+    _others: list[Calls]  # cuts for batches that take other paths
+    _serves: Recent[Calls]  # which of all these serves a kind of batch, by its shapes and plain values
     _cut_from: tuple[Any, ...]  # what `_calls` was made from
 
     def __init__(
@@ -55,22 +69,17 @@ class GPipe(nn.Module):
         chunks: int = 8,
         *,
         checkpoint: str = "except_last",
-        devices: Sequence[torch.device | str] | None = None,
-        deferred_batch_norm: bool = False,
-        batch_norm: str = "microbatch",
-        batch_norm_group: Any = None,
+        devices: Iterable[torch.device | str | int] | None = None,
         stages: int | None = None,
-        batch_dims: Mapping[str | int, Any] | None = None,
+        split_at: Sequence[str] | None = None,
+        batch_options: BatchOptions = BatchOptions(),
         timeout: float = 3600.0,
     ) -> None:
         super().__init__()
         check_gpipe(GPipe, model, locals())
-        batch_norm = "deferred" if deferred_batch_norm else batch_norm
-        prepare_batch_norm(model, batch_norm, batch_norm_group)
-        placed = None if devices is None else [torch.device(device) for device in devices]
-        counts = list(balance) if isinstance(balance, Sequence) and not isinstance(balance, str) else None
-        how = "parameters" if balance is None or isinstance(balance, int) else balance
-        Balancing(how)  # which refuses what it does not know
+        placed = as_devices(devices)
+        request = CutRequest.of(stages, balance, split_at, placed)
+        prepare_batch_norm(model, batch_options.batch_norm, batch_options.batch_norm_group)
         # not as attributes are usually set: the model's own layers may have any of these names
         self.__dict__.update(
             _model=model,
@@ -78,17 +87,17 @@ class GPipe(nn.Module):
             chunks=chunks,
             checkpoint=checkpoint,
             devices=placed,
-            batch_dims=dict(batch_dims or {}),
-            batch_norm=batch_norm,
+            _dims=dict(batch_options.dims),
             timeout=timeout,
-            _how=how,
-            _stages=_how_many(stages, balance if isinstance(balance, int) else counts, placed),
+            _request=request,
             _calls=None,
+            _others=[],
+            _serves=Recent(),
             _cut_from=(),
         )
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = getattr(model, name)
-        if isinstance(model, nn.Sequential) and not more_than_its_layers(model) and how in ("parameters", counts):
+        if not request.needs_batch(model):
             self._build(None)
 
     @property
@@ -99,28 +108,48 @@ class GPipe(nn.Module):
 
     @property
     def balance(self) -> list[int] | None:
-        """How many layers (of another model than `nn.Sequential`: units) each stage has; None before it is cut."""
-        if self._calls is None:
-            return None
-        split = self._calls.split
-        bounds = [0, *split.cuts, len(split.weights)]
-        return [end - start for start, end in pairwise(bounds)]
+        """Number of layers per stage (units, for other models than `nn.Sequential`); `None` before the cut."""
+        return None if self._calls is None else list(self._calls.split.balance)
 
     # -- like the model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for the whole batch: forward in microbatches now, backward when autograd comes to it."""
+        """The output for the whole batch: forward in microbatches now, backward when autograd reaches it.
+
+        Args:
+            *args: Positional inputs of the model.
+            **kwargs: Keyword inputs of the model.
+        """
         return _uncompiled(self._output, args, kwargs)
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._calls is not None:
-            self._calls.ranks.follow()
-        if self._calls is None or self._cut_from != self._what_is_cut() or self._calls.ranks.changes.fault():
-            self._build((args, kwargs))
-        assert self._calls is not None
-        check_tangents((args, kwargs), self.parameters())
+        given = (args, dict(kwargs))
+        kind = shapes_of(given, (self.training, torch.is_grad_enabled()))
+        calls = self._serves.get(kind) or self._calls
+        if calls is not None:
+            calls.ranks.follow()
+        if calls is None or self._cut_from != self._what_is_cut() or calls.ranks.changes.fault():
+            calls = self._serves.put(kind, self._build(given))
+        check_tangents(given, self.parameters())
         self._check_names(len(args), kwargs)
-        return self._calls(args, kwargs, self.training)
+        if calls.one_path or self._serves.get(kind) is not None:
+            return calls(*given, self.training)
+        return self._find_path(kind, given)
+
+    def _find_path(self, kind: Any, given: Given) -> Any:
+        """The output for a first batch of its kind: whether it takes the path of a cut that there is, a run shows."""
+        assert self._calls is not None
+        for calls in (self._calls, *self._others):
+            try:
+                calls.ranks.follow()
+                output = calls.undone_if_it_fails(*given, self.training)
+            except PathError:
+                continue
+            self._serves.put(kind, calls)
+            return output
+        split = cut_another_path(self.module, self._calls.split, self._example(given))
+        self._others.append(self._serves.put(kind, self._attach(split)))
+        return self._others[-1](*given, self.training)
 
     def __len__(self) -> int:
         return len(self._layers())
@@ -136,72 +165,90 @@ class GPipe(nn.Module):
         return [layer for layer in self._modules.values() if layer is not None]
 
     def train(self, mode: bool = True) -> Self:
-        """Put the layers into training mode, or out of it."""
+        """Put the layers into training mode, or out of it.
+
+        Args:
+            mode: Whether to train (True) or evaluate (False).
+        """
         super().train(mode)
         self.module.training = mode
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """As of any module, but for a device where `devices` says where each stage is."""
+        """Move or cast the model, as any module's `to`; a device is refused where `devices` places the stages.
+
+        Args:
+            *args: As of `nn.Module.to`.
+            **kwargs: As of `nn.Module.to`.
+        """
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None and self.devices is not None:
-            raise UsageError(
-                f"to({str(device)!r}): this GPipe has its stages on {', '.join(map(str, self.devices))}; pass other "
-                f"devices= to GPipe to move them"
-            )
+        if device is not None:
+            self._check_move(f"to({str(device)!r})")
         return super().to(*args, **kwargs)
 
+    def cpu(self) -> Self:
+        """As of any module, but where `devices` says where each stage is."""
+        self._check_move("cpu()")
+        return super().cpu()
+
+    def cuda(self, device: torch.device | int | None = None) -> Self:
+        """Move the model to a GPU, as any module's `cuda`; refused where `devices` places the stages.
+
+        Args:
+            device: The number of the GPU, or the device. By default, the current one.
+        """
+        self._check_move("cuda()")
+        return super().cuda(device)
+
+    def _check_move(self, call: str) -> None:
+        if self.devices is not None:
+            raise UsageError(
+                f"{call}: this GPipe has its stages on {', '.join(map(str, self.devices))}; pass other devices= to "
+                f"GPipe to move them"
+            )
+
     def close(self) -> None:
-        """End the threads of the ranks now; the next call starts others."""
-        if self._calls is not None:
-            self._calls.ranks.close()
+        """End the threads of the ranks now. The next call starts new ones."""
+        for calls in (self._calls, *self._others):
+            if calls is not None:
+                calls.ranks.close()
 
     # -- the cut
 
-    def _by_itself(self) -> int:
-        """How many stages where nothing says so: one for each GPU, or for each core there is."""
-        many = torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
-        return max(1, min(many, len(self._layers()) if isinstance(self.module, nn.Sequential) else many))
-
-    def _build(self, first: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> None:
+    def _build(self, first: Given | None) -> Calls:
         if self._calls is not None and self._cut_from[:1] == self._what_is_cut()[:1]:
-            self._calls.ranks.close()
-        self.__dict__["_calls"] = None
-        split = self._split(first)
+            self.close()
+        self.__dict__.update(_calls=None, _others=[], _serves=Recent())
+        split = self._cut(first)
         split.warn()
-        devices = self.devices
-        if devices is None and torch.cuda.device_count() >= split.stages > 1:
-            devices = self.__dict__["devices"] = [torch.device("cuda", number) for number in range(split.stages)]
-        calls = Calls(split, self.chunks, self.checkpoint, devices, self.batch_dims, self.timeout)
+        if self.devices is None and torch.cuda.device_count() >= split.stages > 1:
+            self.__dict__["devices"] = [torch.device("cuda", number) for number in range(split.stages)]
+        calls = self._attach(split)
+        self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
+        return calls
+
+    def _attach(self, split: Split) -> Calls:
+        """The stages of a cut, ready for calls."""
+        devices = None if self.devices is None else self.devices[: split.stages]
+        calls = Calls(split, self.chunks, self.checkpoint, devices, self._dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
             part.module.to(device)
         calls.ranks.watch()
-        self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
+        return calls
 
     def _what_is_cut(self) -> tuple[Any, ...]:
         """Layers and numbers that were replaced, and a process that was forked and has no threads, need a new cut."""
         return (os.getpid(), self.chunks, self.checkpoint, *self._modules.values())
 
-    def _split(self, first: tuple[tuple[Any, ...], Mapping[str, Any]] | None) -> Split:
-        model, how = self.module, self._how
-        stages = self._stages or self._by_itself()
-        by_position = isinstance(model, nn.Sequential) and not more_than_its_layers(model)
-        example = None
-        if first is not None and (not by_position or how in ("time", "memory")):
-            example = self._example(*first)
-        balancing = Balancing(how, schedule_for=lambda count: build("gpipe", count, self.chunks))
-        if balancing.counts is not None:
-            stages = len(balancing.counts)
-        fewest = stages if self._stages or balancing.counts or by_position else 1
-        for count in range(stages, fewest, -1):  # as many as there can be, where nothing says how many
-            with suppress(ModelError):
-                return cut_model(model, count, balance=balancing, example=example)
-        return cut_model(model, fewest, balance=balancing, example=example)
+    def _cut(self, first: Given | None) -> Split:
+        looks = first is not None and self._request.needs_batch(self.module)
+        return self._request.cut(self.module, self.chunks, self._example(first) if first and looks else None)
 
-    def _example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | dict[str, Any]:
+    def _example(self, given: Given) -> tuple[Any, ...] | dict[str, Any]:
         """The first microbatch, as what to look at for the cut."""
-        count = count_for(self.chunks, args, kwargs, None, self.batch_dims) or 1
-        batch = split_batch(count, args, kwargs, None, {}, self.batch_dims)
+        args, kwargs = given
+        count = count_for(self.chunks, args, kwargs, None, self._dims) or 1
+        batch = split_batch(count, args, kwargs, None, {}, self._dims)
         if not kwargs:
             return batch.args[0]
         try:
@@ -221,30 +268,24 @@ class GPipe(nn.Module):
         for name in kwargs:
             if not any(part.takes is None or name in part.takes for part in parts):
                 raise TypeError(f"{type(self.module).__name__} got an unexpected keyword argument {name!r}")
-        if self.batch_dims:
+        if self._dims:
             passed = [*range(count), *kwargs, "output"]
-            check_labels(self.batch_dims, passed, {*passed, *inspect.signature(self.module.forward).parameters})
+            check_labels(self._dims, passed, {*passed, *inspect.signature(self.module.forward).parameters})
 
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the ranks: a copy makes its own."""
         counts = self.balance if isinstance(self.module, nn.Sequential) else None
-        return {**self.__dict__, "_calls": None, "_cut_from": (), "_how": counts or self._how}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_serves"}
+        return {**kept, "_calls": None, "_others": [], "_cut_from": (), "_request": self._request.with_counts(counts)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_serves": Recent()})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         cut = f"balance={self.balance}" if self._calls is not None else "not cut yet"
         return f"{cut}, chunks={self.chunks}, checkpoint={self.checkpoint!r}"
-
-
-def _how_many(*said: int | Sequence[Any] | None) -> int | None:
-    """The number of stages that the arguments agree on; None where none of them says."""
-    numbers = zip(("stages", "balance", "devices"), said, strict=True)
-    given = {name: len(value) if isinstance(value, Sequence) else value for name, value in numbers if value is not None}
-    if len(set(given.values())) > 1:
-        words = ", ".join(f"{name}= says {value}" for name, value in given.items())
-        raise UsageError(f"how many stages? {words}; leave all but one out, or make them agree")
-    return next(iter(given.values()), None)
 
 
 def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 from penstock.errors import PeerFailure, PenstockError
 
-__all__ = ["agree"]
-
 Found = TypeVar("Found")
 
 

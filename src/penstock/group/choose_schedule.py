@@ -9,8 +9,6 @@ from penstock.group.world import World
 from penstock.schedule import Schedule, Topology, family
 from penstock.schedule.builders import AUTO, build, is_auto
 
-__all__ = ["choose_schedule"]
-
 
 def choose_schedule(
     schedule: str | Schedule, topology: Topology, microbatches: int | None, ranks: int | None, world: World

@@ -12,8 +12,6 @@ from torch import Tensor
 from penstock.model.split import Split
 from penstock.schedule import Schedule
 
-__all__ = ["compared", "facts_of"]
-
 
 def facts_of(schedule: Schedule, split: Split, settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """What must be the same on every rank: each in words, and a digest of all of it."""

@@ -24,12 +24,9 @@ from penstock.messages.collective import all_gather
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import Clock
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.base import calling
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
-
-__all__ = ["World", "collective"]
 
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
@@ -203,9 +200,18 @@ class World:
         with self.calling(call):
             return self._transport.exchange(value)
 
-    def calling(self, call: str) -> AbstractContextManager[None]:
-        """Inside, this process is in that call, which all must make."""
-        return calling(self._transport, call)
+    @contextmanager
+    def calling(self, call: str) -> Iterator[None]:
+        """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
+        transport = self._transport
+        if transport is None or transport.call:
+            yield
+            return
+        transport.call = call
+        try:
+            yield
+        finally:
+            transport.call = ""
 
 
 def _check_built(answers: Sequence[Any]) -> None:

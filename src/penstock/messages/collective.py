@@ -14,8 +14,6 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 from penstock.errors import MessageError
 from penstock.messages import plain
 
-__all__ = ["all_gather"]
-
 
 def all_gather(value: Any, group: Any) -> list[Any]:
     """Every member's value, by its number in the group. All members must call it."""

@@ -27,14 +27,12 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import PeerFailure, UsageError
 from penstock.schedule.action import Action, parse
 
-__all__ = ["TENSOR", "NotPlainError", "decode", "dumps", "encode", "loads", "record", "same", "shortened"]
-
 TENSOR = "$tensor"  # the name of a tensor that was set aside
 DEEPEST = 100
 LONGEST = 64 * 1024 * 1024  # bytes of one message
 LONG_TEXT = 8 * 1024  # characters of an error's message, and twice that of a traceback
 
-SetAside = Callable[[Tensor], str]
+StoreTensor = Callable[[Tensor], str]
 
 
 class NotPlainError(ValueError):
@@ -42,8 +40,10 @@ class NotPlainError(ValueError):
 
 
 def dumps(value: Any, place: str = "the value") -> bytes:
-    """A message for another rank."""
-    return json.dumps(encode(value, None, place), separators=(",", ":")).encode()
+    try:
+        return json.dumps(_encoded(value, None, 0), separators=(",", ":")).encode()
+    except _Unfit as unfit:
+        raise UsageError(unfit.sentence(place)) from None
 
 
 def loads(content: bytes) -> Any:
@@ -151,15 +151,15 @@ class _Unfit(Exception):
         return f"{place}{self.why}"
 
 
-def encode(value: Any, set_aside: SetAside | None, place: str) -> Any:
-    """JSON for a value; `set_aside` takes each tensor and names it. `place` is how the user knows the value."""
+def encode(value: Any, store_tensor: StoreTensor | None, place: str) -> Any:
+    """JSON for a value; `store_tensor` takes each tensor and names it. `place` is how the user knows the value."""
     try:
-        return _encoded(value, set_aside, 0)
+        return _encoded(value, store_tensor, 0)
     except _Unfit as unfit:
         raise UsageError(unfit.sentence(place)) from None
 
 
-def _encoded(value: Any, set_aside: SetAside | None, depth: int) -> Any:
+def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is int or kind is str:
         return value
@@ -167,7 +167,7 @@ def _encoded(value: Any, set_aside: SetAside | None, depth: int) -> Any:
         return value
     if depth > DEEPEST:
         raise _Unfit(f": nested deeper than {DEEPEST} levels, or holds itself; save something flatter")
-    if kind in _NAMES and set_aside is None:
+    if kind in _NAMES and store_tensor is None:
         name = _NAMES[kind]
         fields = {}
         for key, entry in _RECORDS[name].write(value).items():
@@ -179,13 +179,13 @@ def _encoded(value: Any, set_aside: SetAside | None, depth: int) -> Any:
     if isinstance(value, Action):  # before tuples: it is one
         return {"$action": str(value)}
     if isinstance(value, Mapping):
-        return _encoded_mapping(value, set_aside, depth + 1)
+        return _encoded_mapping(value, store_tensor, depth + 1)
     if not isinstance(value, (list, tuple, set, frozenset)):
-        return _encoded_other(value, set_aside)
+        return _encoded_other(value, store_tensor)
     entries = []
     for number, entry in enumerate(value):
         try:
-            entries.append(_encoded(entry, set_aside, depth + 1))
+            entries.append(_encoded(entry, store_tensor, depth + 1))
         except _Unfit as unfit:
             raise unfit.inside(f"{{}}[{number}]") from None
     if isinstance(value, list):
@@ -193,22 +193,22 @@ def _encoded(value: Any, set_aside: SetAside | None, depth: int) -> Any:
     return {"$tuple" if isinstance(value, tuple) else "$set" if isinstance(value, set) else "$frozenset": entries}
 
 
-def _encoded_mapping(value: Mapping[Any, Any], set_aside: SetAside | None, depth: int) -> Any:
+def _encoded_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None, depth: int) -> Any:
     counts = isinstance(value, Counter)
-    by_name = not counts and all(type(key) is str and not key.startswith("$") for key in value)
+    by_name = not (counts or [key for key in value if type(key) is not str or key.startswith("$")])
     pairs: list[Any] = []
     for key, entry in value.items():
         step = "a key of {}"
         try:
-            name = key if by_name else _encoded(key, set_aside, depth)
+            name = key if by_name else _encoded(key, store_tensor, depth)
             step = f"{{}}[{key!r}]"
-            pairs.append([name, _encoded(entry, set_aside, depth)])
+            pairs.append([name, _encoded(entry, store_tensor, depth)])
         except _Unfit as unfit:
             raise unfit.inside(step) from None
     return dict(pairs) if by_name else {"$counter" if counts else "$dict": pairs}
 
 
-def _encoded_other(value: Any, set_aside: SetAside | None) -> Any:
+def _encoded_other(value: Any, store_tensor: StoreTensor | None) -> Any:
     """What is no container."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -217,9 +217,9 @@ def _encoded_other(value: Any, set_aside: SetAside | None) -> Any:
     if isinstance(value, DTensor):
         raise _Unfit(" is a DTensor; only parameters and optimizer state may be sharded: save value.full_tensor()")
     if isinstance(value, Tensor):
-        if set_aside is None:
+        if store_tensor is None:
             raise _Unfit(" is a tensor; what ranks tell each other are numbers: pass value.tolist()")
-        return {TENSOR: set_aside(value)}
+        return {TENSOR: store_tensor(value)}
     if isinstance(value, complex):
         return {"$complex": [_encoded_other(value.real, None), _encoded_other(value.imag, None)]}
     if isinstance(value, (bytes, bytearray)):
@@ -228,13 +228,13 @@ def _encoded_other(value: Any, set_aside: SetAside | None) -> Any:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
-    if isinstance(value, Path) and set_aside is None:
+    if isinstance(value, Path) and store_tensor is None:
         return {"$path": str(value)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and not isinstance(value, numpy.void):
-        return _encoded(value.item(), set_aside, 0)
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and set_aside:
-        return {"$array": set_aside(torch.from_numpy(value.copy()))}
+        return _encoded(value.item(), store_tensor, 0)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and store_tensor:
+        return {"$array": store_tensor(torch.from_numpy(value.copy()))}
     raise _Unfit(
         f" is a {type(value).__module__}.{type(value).__qualname__}; only plain values (numbers, text, lists, dicts) "
         f"and tensors are saved, so that loading runs no code: save its state_dict() or fields"

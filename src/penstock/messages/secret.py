@@ -17,8 +17,6 @@ from functools import lru_cache
 
 from penstock.errors import UsageError
 
-__all__ = ["CODE_BYTES", "FILE_VARIABLE", "VARIABLE", "code_of", "has_secret", "is_ours", "signed", "unsigned"]
-
 VARIABLE, FILE_VARIABLE = "PENSTOCK_SECRET", "PENSTOCK_SECRET_FILE"
 CODE_BYTES = 32
 SHORTEST = 16
@@ -48,7 +46,6 @@ def _secret() -> bytes:
 
 
 def has_secret() -> bool:
-    """Whether this run has one."""
     return bool(_secret())
 
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-__all__ = ["Asker", "NoAnswer"]
-
 
 class NoAnswer(Exception):
     """The store has not answered, and the one who asked has given up."""

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["DRY", "EVERYWHERE", "run_as", "run_kind"]
-
 DRY = "dry"  # only to learn something about the code
 EVERYWHERE = "everywhere"  # between the units of a model, on every stage
 

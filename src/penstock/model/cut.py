@@ -25,8 +25,6 @@ from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.split import Split, more_than_its_layers, split_model
 
-__all__ = ["cut_model"]
-
 Example = tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -124,7 +122,7 @@ def _cut_layers(
     weights: tuple[Weight, ...],
 ) -> Split:
     found = split_model(model, stages, counts, skips)
-    ends = list(accumulate(len(part.module._modules) for part in found.parts))
+    ends = list(accumulate(found.balance))
 
     def recut(cuts: Sequence[int]) -> Split:
         return _cut_layers(model, None, counts_of(cuts, len(weights)), skips, weights)

@@ -9,8 +9,6 @@ from typing import Any
 from penstock.model.balance.profile import OPTIMIZERS
 from penstock.rules import ArgumentRule, check_rules, choice, is_count, is_number
 
-__all__ = ["METHODS", "CutOptions"]
-
 METHODS = ("auto", "position", "replay", "graph")
 
 
@@ -33,12 +31,14 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class CutOptions:
-    """How the model is cut: `Pipeline(..., cut_options=CutOptions(method="graph"))`.
+    """How the model is cut, beyond where: `Pipeline(..., cut_options=CutOptions(method="graph"))`.
 
-    `method` is `"position"` for lists of stages and `nn.Sequential`, `"replay"`, which runs the model's own forward on
-    every stage, `"graph"`, which cuts what torch.export captures, or `"auto"`, the first of them that applies. `skips`
-    are pairs of stages of a list where the first passes a value straight to the second. For `balance=`, `speeds` says
-    how fast each rank is, and `optimizer` what state counts as memory.
+    Args:
+        method: `"position"` for lists and `nn.Sequential`; `"replay"`, which runs the model's own forward on every
+            stage; `"graph"`, which cuts what `torch.export` captures; `"auto"`, the first of these that applies.
+        skips: Pairs of stages of a list, where the first passes a value straight to the second (see `Routed`).
+        speeds: How fast each rank is, for `balance=`: 0.5 takes twice as long.
+        optimizer: The optimizer whose state counts as memory for `balance="memory"`.
     """
 
     method: str = "auto"

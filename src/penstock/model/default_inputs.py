@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["fixed_inputs"]
-
 
 def fixed_inputs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Training needs no key-value cache, and one would carry tensors from layer to layer past all that can be seen.

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["generators_of", "global_states", "put_back", "states_of"]
-
 
 def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
     """Those that modules have as attributes, and all others that there are in Python."""

@@ -22,15 +22,16 @@ from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home, home_of, let_go
 from penstock.model.original.replaced import mark_replaced
 
-__all__ = ["Init", "check_values", "is_lazy", "lazy", "materialise"]
-
 Init = Callable[[str, Tensor], Any]
 Mine = tuple[str, torch.device]  # a parameter's name in the whole model, and where its memory shall be
 
 
 @contextmanager
 def lazy() -> Iterator[None]:
-    """Build models inside without memory for their parameters."""
+    """Build models inside the `with` block without memory for their parameters.
+
+    A `Pipeline` then gives values only to the stages that each process owns, through `init=` or `load_state_dict`.
+    """
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from penstock.model.original.settings import Change, Settings
 
-__all__ = ["OUTPUT", "WHOLE", "Names", "SelfContained", "StagePart", "no_stream", "state_names"]
-
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
 
@@ -49,7 +47,7 @@ class StagePart(Protocol):
     `module` owns the stage's parameters and buffers; `names` maps their names there to those in
     the whole model. `copied` are the user's modules that do not run here as they are, because a copy or, where it was
     `captured`, a graph runs in their place. `takes` are the keyword arguments that it reads (None: any); with
-    `whole_batch` it reads the model's positional arguments too, wherever it stands. `stream` is what
+    `reads_inputs` it reads the model's positional arguments too, wherever it stands. `stream` is what
     its random numbers follow from beside the microbatch, and `around(number)` wraps a call that
     has numbers of its own.
     """
@@ -60,7 +58,7 @@ class StagePart(Protocol):
     copied: Sequence[nn.Module]
     captured: bool
     takes: frozenset[str] | None
-    whole_batch: bool
+    reads_inputs: bool
     stream: int
     around: Callable[[int], AbstractContextManager[Any]]
 

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-__all__ = ["KINDS", "Recent"]
-
 KINDS = 256  # of microbatches, by their shapes and plain values
 
 Value = TypeVar("Value")

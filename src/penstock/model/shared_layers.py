@@ -18,8 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
 
-__all__ = ["SharedState", "refuse_shared_norms"]
-
 
 def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
     """Running statistics have one order of updates, which two stages that share them would not keep."""

@@ -19,21 +19,22 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import FallbackWarning, ModelError
+from penstock.model.declared_skips import SkipRoutes, find_routes
 from penstock.model.original.settings import Change, Settings
 from penstock.model.part import OUTPUT, Names, SelfContained, StagePart, no_stream, state_names
 from penstock.model.shared_layers import SharedState, refuse_shared_norms
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
 
-__all__ = ["OUTPUT", "Holding", "ModulePart", "Routed", "Split", "more_than_its_layers", "split_model"]
-
 
 @dataclass(frozen=True)
 class Routed:
-    """What a stage returns when some of it skips: `Routed(x, {3: skip})`.
+    """What a stage of a list returns when a part of its output skips stages: `Routed(x, {3: skip})`.
 
-    `output` goes to the next stage as ever, each value of `to` straight to the stage that is its
-    key, where it arrives as one more positional argument (in the order of the sending stages).
+    Args:
+        output: The value for the next stage.
+        to: Values for later stages, by stage. Each arrives there as one more positional argument, in the order of the
+            sending stages.
     """
 
     output: Any
@@ -48,7 +49,7 @@ class ModulePart(SelfContained):
     the same name (`x`, `input`), what came from the stage before stands there, not the model's input.
     """
 
-    whole_batch = False
+    reads_inputs = False
     captured = False
 
     def __init__(
@@ -62,6 +63,7 @@ class ModulePart(SelfContained):
         spread: bool,
         entrances: Sequence[str] = (),
         shared: SharedState | None = None,
+        declared: SkipRoutes | None = None,
     ) -> None:
         self.index = self.stream = index
         self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
@@ -74,11 +76,17 @@ class ModulePart(SelfContained):
         self._next = index + 1 if index + 1 < topology.stages else OUTPUT
         self._spread = spread
         self.shared = shared
+        self.declared = declared
         self.takes = _keywords(module)
         self._order = tuple(name if name in entrances else None for name in _positional(module))
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Compute: payload by producing stage in, payload by consuming stage out."""
+        if self.declared is None:
+            return self._compute(arrived, args, kwargs)
+        return self.declared.around(self._compute, arrived, args, kwargs)
+
+    def _compute(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         if self._previous is None:
             inputs: tuple[Any, ...] = args
         else:
@@ -145,6 +153,7 @@ class Split:
     aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
     repeated: Mapping[str, str] = field(default_factory=dict)  # in the model's state, of no part: name -> a part's name
     weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
+    balance: tuple[int, ...] = ()  # the layers or units that each stage has, counted as `balance=` counts them
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
     allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
     recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
@@ -233,6 +242,7 @@ def split_model(
         )
     refuse_shared_norms(modules, names)
     topology = Topology.chain(len(modules), skips)
+    routes = find_routes(modules)
     entrances = _positional(modules[0])
     parts = tuple(
         ModulePart(
@@ -244,10 +254,13 @@ def split_model(
             spread=spread,
             entrances=entrances,
             shared=SharedState.of(index, modules, names[index]),
+            declared=SkipRoutes.of(index, module, routes),
         )
         for index, module in enumerate(modules)
     )
-    return Split(parts, topology, how, model, aliases=_aliases(modules, names))
+    whole = Topology(len(modules), [*topology.edges, *routes])
+    balance = tuple(1 if spread else len(module._modules) for module in modules)
+    return Split(parts, whole, how, model, aliases=_aliases(modules, names), balance=balance)
 
 
 def _aliases(modules: Sequence[nn.Module], names: Sequence[Names]) -> dict[str, str]:

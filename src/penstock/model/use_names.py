@@ -1,8 +1,11 @@
-"""How `split_at` names a place: a module or parameter, or `name#2` for the second time that it is used."""
+"""Names of modules and parameters: dotted, and in `split_at` also `name#2` for the second time that one is used."""
 
 from __future__ import annotations
 
-__all__ = ["name_and_use"]
+
+def joined(holder: str, name: str) -> str:
+    """The dotted name of something inside a module; the model itself is called ``."""
+    return f"{holder}.{name}" if holder else name
 
 
 def name_and_use(place: str) -> tuple[str, int]:

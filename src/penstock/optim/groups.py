@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 
-__all__ = ["group_parameters", "parameter_groups"]
-
 Named = Iterable[tuple[str, nn.Parameter]]
 REST = "rest"
 SHOWN = 5
@@ -31,7 +29,13 @@ class _HasGroups(Protocol):
 def parameter_groups(
     model: nn.Module | _HasGroups, rules: Mapping[Any, Mapping[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer, of a plain module or of a pipeline; see `Pipeline.parameter_groups`."""
+    """Group parameters for a torch optimizer, of a plain module or of a pipeline.
+
+    Args:
+        model: An `nn.Module` or a `Pipeline`.
+        rules: A dict of name patterns to options, such as `{"*.bias": {"weight_decay": 0.0}}`. The first pattern
+            that matches decides; what matches none is in a last group.
+    """
     if isinstance(model, nn.Module):
         return group_parameters(rules or {}, list(model.named_parameters()), list(model.named_parameters()), {})
     if not hasattr(model, "parameter_groups"):

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from penstock.errors import RunError, UsageError
 
-__all__ = ["check_finite", "check_limit", "here", "join_norms", "norm_of", "norm_order", "scale_down"]
-
 PartialNorm = tuple[float, torch.dtype]  # the norm of a rank's gradients, and the dtype that it has there
 
 

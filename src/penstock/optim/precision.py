@@ -18,8 +18,6 @@ import torch
 
 from penstock.errors import UsageError
 
-__all__ = ["Precision", "caller_precision", "empty_cache", "precision_of"]
-
 NAMES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,

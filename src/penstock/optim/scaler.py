@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -23,15 +23,31 @@ from penstock.optim.norms import here
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["GradScaler"]
-
 CALL = "GradScaler.unscale_()"
 
 
-class GradScaler(torch.amp.GradScaler):
-    """Scales the loss of a pipeline's steps; `unscale_`, `step`, `update` and `state_dict` as in torch.
+class LossScale(Protocol):
+    """What may scale the seeds of a pipeline's backward: `pipe.state.scaler`."""
 
-    On every rank: `unscale_` and `step` find out together whether any rank's gradients are inf or nan.
+    def loss_scale(self) -> float:
+        """What the next step's loss is multiplied by."""
+
+    def check_unscaled(self, call: str) -> None:
+        """Raise where gradients are not what they will be when the optimizer steps."""
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Scales the loss of a pipeline's steps, for fp16. `unscale_`, `step`, `update` and `state_dict` are as in torch.
+
+    Use it on every rank: `unscale_` and `step` find out together whether any rank's gradients are inf or NaN.
+
+    Args:
+        pipe: The pipeline whose loss is scaled.
+        init_scale: The scale to start with.
+        growth_factor: What the scale is multiplied by after `growth_interval` steps without inf or NaN.
+        backoff_factor: What the scale is multiplied by after a step with inf or NaN.
+        growth_interval: The number of good steps after which the scale grows.
+        enabled: Whether to scale at all.
     """
 
     def __init__(
@@ -53,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         pipe.state.scaler = self
 
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied by; an error where its gradients would meet unscaled ones."""
+        """The factor of the next step's loss. An error if its gradients would be added to unscaled ones."""
         if not self.is_enabled():
             return 1.0
         if self._done():
@@ -64,7 +80,11 @@ class GradScaler(torch.amp.GradScaler):
         return self.get_scale()
 
     def check_unscaled(self, call: str) -> None:
-        """Scaled gradients must not be clipped: their norm is that of the scale."""
+        """Raise if gradients are still scaled: their norm would be that of the scale, so they must not be clipped.
+
+        Args:
+            call: The name of the call that needs unscaled gradients, for the message.
+        """
         if self.is_enabled() and not self._done():
             raise UsageError(
                 f"{call} on gradients that are scaled by {self.get_scale():g}; call scaler.unscale_(optimizer) first"
@@ -75,7 +95,11 @@ class GradScaler(torch.amp.GradScaler):
         return any(state["stage"] is not OptState.READY for state in states)
 
     def scale(self, outputs: Any) -> NoReturn:
-        """The pipeline does it."""
+        """Not needed: the pipeline scales the loss itself. Raises an error that says so.
+
+        Args:
+            outputs: Not used.
+        """
         raise UsageError("pipe.step() scales the loss of a pipeline that has a GradScaler; leave scaler.scale() out")
 
     def _unscale_grads_(

@@ -20,9 +20,6 @@ from penstock.model.split import Split
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
 
-__all__ = ["TiedParameters", "tied_places"]
-
-
 Place = tuple[
     int, str
 ]  # a number among the split's holdings, which begin with the stages; and a parameter's name there
@@ -45,7 +42,7 @@ class TiedParameters:
     ) -> None:
         self.places = [tuple(group) for group in places]  # of every parameter that several stages hold
         self._transport = transport
-        self._groups: list[tuple[nn.Parameter | None, tuple[int, ...]]] = []  # None: of other ranks
+        self.groups: list[tuple[nn.Parameter | None, tuple[int, ...]]] = []  # None: of other ranks
         self._second: set[int] = set()  # copies that another rank counts
         if transport is None:
             return
@@ -56,11 +53,11 @@ class TiedParameters:
             if len(ranks) > 1:
                 own = [place for place in group if rank_of[place[0]] == transport.rank]
                 mine = [holdings[number].module.get_parameter(name) for number, name in own]
-                self._groups.append((mine[0] if mine else None, ranks))
-        self._second = {id(parameter) for parameter, ranks in self._groups if transport.rank != ranks[0]}
+                self.groups.append((mine[0] if mine else None, ranks))
+        self._second = {id(parameter) for parameter, ranks in self.groups if transport.rank != ranks[0]}
         self._channels = [
             Channel(number, number, "B", source, target)
-            for number, (_, ranks) in enumerate(self._groups)
+            for number, (_, ranks) in enumerate(self.groups)
             for source in ranks
             for target in ranks
             if source != target
@@ -72,10 +69,10 @@ class TiedParameters:
 
     def make_equal(self) -> None:
         """All copies take the value of the first rank's; once, before the first step."""
-        if self._groups:
+        if self.groups:
             with torch.no_grad():
-                own = [None if parameter is None else _here(parameter) for parameter, _ in self._groups]
-                for (parameter, ranks), values in zip(self._groups, self._share(own), strict=True):
+                own = [None if parameter is None else _here(parameter) for parameter, _ in self.groups]
+                for (parameter, ranks), values in zip(self.groups, self._share(own), strict=True):
                     if parameter is None or values is None:
                         continue
                     for value in values.values():
@@ -87,10 +84,10 @@ class TiedParameters:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Around a step: afterwards each copy's gradient has what all ranks added to it."""
-        if not self._groups:
+        if not self.groups:
             yield
             return
-        own = [(number, parameter) for number, (parameter, _) in enumerate(self._groups) if parameter is not None]
+        own = [(number, parameter) for number, (parameter, _) in enumerate(self.groups) if parameter is not None]
         before = [parameter.grad for _, parameter in own]
         for _, parameter in own:
             parameter.grad = None
@@ -100,7 +97,7 @@ class TiedParameters:
             for (_, parameter), gradient in zip(own, before, strict=True):
                 parameter.grad = gradient
             raise
-        mine: list[Tensor | None] = [None] * len(self._groups)
+        mine: list[Tensor | None] = [None] * len(self.groups)
         for number, parameter in own:
             mine[number] = None if parameter.grad is None else _here(parameter.grad)
         added = self._share(mine)
@@ -126,7 +123,7 @@ class TiedParameters:
                 transport.send(number, 0, mine[channel.source_stage])
         found: list[dict[int, Tensor | None] | None] = [
             {transport.rank: mine[number]} if transport.rank in ranks else None
-            for number, (_, ranks) in enumerate(self._groups)
+            for number, (_, ranks) in enumerate(self.groups)
         ]
         for number, channel in enumerate(self._channels):
             members = found[channel.target_stage]

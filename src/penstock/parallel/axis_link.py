@@ -22,12 +22,11 @@ from weakref import ref
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Where, after_loss, nowhere, placed
+from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.peer_failures import after_loss, placed
 from penstock.runtime.transport.failure.watch import SETTLE_SECONDS
 from penstock.runtime.transport.gloo.transport import DistributedTransport
-
-__all__ = ["AxisLink"]
 
 LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
 SOON = 2.0
@@ -155,7 +154,6 @@ class AxisLink:
         return watch.verdict or PeerFailure(self.index, f"a {self.word} was lost in {what}; nobody could say which")
 
     def wait(self, work: Any, what: str) -> None:
-        """Wait for one collective."""
         with self.waiting(what):
             work.wait()
 
@@ -169,7 +167,6 @@ class AxisLink:
         return placed(failure, {self.word: self.index})
 
     def close(self) -> None:
-        """End the watch."""
         self._transport.close()
 
     def _renamed(self, failure: PeerFailure) -> PeerFailure:

@@ -7,9 +7,10 @@ Parameters that several stages hold are found before anything is spread, by iden
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,94 +19,177 @@ from penstock.group.facts import compared
 from penstock.model.original.replaced import mark_replaced
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
-from penstock.parallel.reduce import Reducer, make_equal
-from penstock.parallel.replicas import Replicas
-from penstock.parallel.sharded import Sharder, check_shardable
-from penstock.parallel.spread_norms import Norms
-from penstock.parallel.stage_hooks import ParallelHooks
-from penstock.parallel.tensor import SPREAD, SpreadValues, spread
+from penstock.parallel.data_parallel.gradient_norms import Norms
+from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal
+from penstock.parallel.data_parallel.replicas import Replicas
+from penstock.parallel.data_parallel.sharded import Sharder, check_shardable
+from penstock.parallel.data_parallel.wrapped import UserParallel, WrappedStages
+from penstock.parallel.tensor_parallel.spread import SPREAD, KnownMeshes, SpreadValues, spread
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.stage import Stage
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-__all__ = ["compose"]
+
+class ParallelHooks:
+    """`StageHooks` of the engine: what a computation needs where parameters are sharded or tensors are spread."""
+
+    def __init__(self, sharder: Sharder | WrappedStages | None, values: SpreadValues | None) -> None:
+        self._sharder = sharder
+        self._values = values
+
+    def before(self, stage: int) -> None:
+        if self._sharder is not None:
+            self._sharder.before(stage)
+
+    def after(self, stage: int) -> None:
+        if self._sharder is not None:
+            self._sharder.after(stage)
+
+    def pack(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        if self._values is None:
+            return dict(values)
+        return {stage: self._values.pack(value) for stage, value in values.items()}
+
+    def unpack(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        if self._values is None:
+            return dict(values)
+        return {stage: self._values.unpack(value) for stage, value in values.items()}
+
+    def full(self, value: Any) -> Any:
+        return value if self._values is None else self._values.full(value)
 
 
-def compose(pipe: Pipeline, wanted: Composition, places: Sequence[Sequence[tuple[int, str]]]) -> Replicas:
+def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[tuple[int, str]]]) -> Replicas:
     """Spread, hand out and shard this rank's stages; what then runs beside its steps."""
-    axes = wanted.axes
+    axes = composition.axes
     (executor,) = pipe.deployment.ranks.executors.values()
-    transport = pipe.deployment.world.transport
-    assert isinstance(transport, DistributedTransport)
-    modules = {index: stage.module for index, stage in executor.stages.items()}
-    with_loss = {index: stage.holds for index, stage in executor.stages.items()}
-    links = {
-        axis: AxisLink(axes.group(axis), pipe.deployment.world.timeout, transport, word, unseen=axis == "tp")
-        for axis, word in (("dp", "replica"), ("tp", "shard"))
-        if axes.size(axis) > 1
-    }
-    link = links.get("dp")
-    transport.name_place(**{each.word: each.index for each in links.values()})
-    host = _store_host(axes.mesh)
-    if host is not None:
-        for one in (transport, *(each._transport for each in links.values())):
-            one.name_far_host(host)
-    for each in links.values():
-        each.report_by(executor.progress, executor.where)
-        _agree(pipe, each, wanted)
-    for index, module in modules.items():
-        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-            raise UsageError(
-                f"the parameters of stage {index} are spread or sharded already, by fully_shard(), DTensor or an "
-                f"earlier Pipeline; pass the model as it was built, and leave that to parallel_options="
-            )
-    for each in links.values():
-        for module in with_loss.values():
-            make_equal([*module.parameters(), *module.buffers()], each)
+    stages, held = executor.stages, {index: stage.holds for index, stage in executor.stages.items()}
+    links = _linked(pipe, executor, composition)
+    spread_already = _check_spread(stages, composition)
+    for axis, link in links.items():
+        for module in held.values():
+            tensors = [*module.parameters(), *module.buffers()]
+            make_equal([local_of(each) for each in tensors if axis == "dp" or not isinstance(each, DTensor)], link)
     before = [
         (stage.part.names[name], index, parameter)
-        for index, stage in executor.stages.items()
+        for index, stage in stages.items()
         for name, parameter in stage.module.named_parameters()
     ]
     values = None
-    if wanted.plan is not None and "tp" in links:
-        local = {index: stage.part for index, stage in executor.stages.items()}
-        spread(pipe.deployment.split.parts, local, wanted.plan, axes.along("tp"))
-        values = SpreadValues(axes.along("tp"))
-        for stage in executor.stages.values():
+    if composition.plan is not None and "tp" in links:
+        local = {index: stage.part for index, stage in stages.items()}
+        spread(pipe.deployment.split.parts, local, composition.plan, axes.mesh["tp"])
+    if "tp" in links and (composition.plan is not None or spread_already):
+        values = SpreadValues(lambda key: axes.mesh["tp"])
+        for stage in stages.values():
             stage.carries(*SPREAD)
-    sharder = None
-    if wanted.shards:
-        for stage in executor.stages.values():
-            stage.part.before_sharding()
-        whole = _whole(modules, places)
-        check_shardable(
-            {index: stage.part for index, stage in executor.stages.items()}, wanted.precision is not None, whole
-        )
-        sharder = Sharder(executor, axes.along("dp"), wanted.window, wanted.precision, whole)
-    now = {id(parameter) for module in with_loss.values() for parameter in module.parameters()}
+    sharder = _sharded(executor, composition, places) if composition.shards else None
+    now = {id(parameter) for module in held.values() for parameter in module.parameters()}
     replaced = [(name, index, parameter) for name, index, parameter in before if id(parameter) not in now]
     mark_replaced(parameter for _, _, parameter in replaced)
     pipe.deployment.clock.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    reducer = Reducer(with_loss, names, link, () if sharder is None else sharder.managed)
     last = pipe.deployment.ranks.last() is not None
     replicas = Replicas(
         executor,
-        link,
-        reducer,
+        links.get("dp"),
+        Reducer(held, names, links.get("dp"), () if sharder is None else sharder.managed),
         sharder,
         Norms(links),
         weighing=lambda: pipe.batches.weighing.when if last else "never",
         shards=links.get("tp"),
-        loss_parallel=last and wanted.plan is not None and wanted.plan.loss_parallel,
+        loss_parallel=last and composition.plan is not None and composition.plan.loss_parallel,
     )
     replicas.replaced = replaced
     executor.replication = replicas
     if sharder is not None or values is not None:
         executor.computations.hooks = ParallelHooks(sharder, values)
     return replicas
+
+
+def compose_wrapped(pipe: Pipeline) -> WrappedStages:
+    """Let the program say when the wrappers of the user's own gather, free and reduce."""
+    executors = list(pipe.deployment.ranks.executors.values())
+    if len(executors) > 1:
+        raise UsageError(
+            f"stages are wrapped for data parallelism, and {len(executors)} ranks share this process: their "
+            f"collectives would meet in any order; start a process per rank, with torchrun, or pass plain modules"
+        )
+    return drive(pipe, {index: stage.holds for index, stage in executors[0].stages.items()})
+
+
+def drive(pipe: Pipeline, wrapped: Mapping[int, nn.Module]) -> WrappedStages:
+    """The wrappers in these modules, by stage, follow the program of this process's rank."""
+    (executor,) = pipe.deployment.ranks.executors.values()
+    group = pipe.deployment.world.group
+    stages = WrappedStages(wrapped, [] if group is None else dist.get_process_group_ranks(group))
+    executor.replication = stages
+    executor.computations.hooks = ParallelHooks(stages, None)
+    return stages
+
+
+def carry_spread(pipe: Pipeline, tensors: Iterable[Any], get_mesh: Callable[..., Any] | None) -> None:
+    """DTensors cross between the stages of this process's rank and others, which the user has spread.
+
+    `tensors` and `get_mesh` say over which meshes; they are of the user's own, and outputs stay as they are.
+    """
+    deployment = pipe.deployment
+    for executor in deployment.ranks.executors.values():
+        for stage in executor.stages.values():
+            stage.carries(*SPREAD)
+        own = [each for stage in executor.stages.values() for each in stage.module.parameters()]
+        values = SpreadValues(KnownMeshes([*own, *tensors], get_mesh), gathers=False)
+        driven = executor.replication
+        executor.computations.hooks = ParallelHooks(driven if isinstance(driven, WrappedStages) else None, values)
+        if not isinstance(driven, WrappedStages):
+            executor.replication = deployment.replicas = UserParallel()
+
+
+def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dict[str, AxisLink]:
+    """The lines to this rank's neighbours on the other axes, who have all been given the same pipeline."""
+    axes, transport = composition.axes, pipe.deployment.world.transport
+    assert isinstance(transport, DistributedTransport)
+    links = {
+        axis: AxisLink(axes.mesh.get_group(axis), pipe.deployment.world.timeout, transport, word, unseen=axis == "tp")
+        for axis, word in (("dp", "replica"), ("tp", "shard"))
+        if axes.size(axis) > 1
+    }
+    transport.name_place(**{link.word: link.index for link in links.values()})
+    host = _store_host(axes.mesh)
+    if host is not None:
+        for one in (transport, *(link._transport for link in links.values())):
+            one.name_far_host(host)
+    for link in links.values():
+        link.report_by(executor.progress, executor.where)
+        _agree(pipe, link, composition)
+    return links
+
+
+def _check_spread(stages: Mapping[int, Stage], composition: Composition) -> bool:
+    """Whether the user has spread the stages already, over the tp axis; what is spread otherwise is refused."""
+    mesh = composition.axes.mesh
+    own = mesh["tp"].mesh.flatten().tolist() if composition.axes.size("tp") > 1 and composition.plan is None else None
+    for index, stage in stages.items():
+        for parameter in stage.module.parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.flatten().tolist() != own:
+                raise UsageError(
+                    f"the parameters of stage {index} are spread or sharded already, by fully_shard(), DTensor or an "
+                    f"earlier Pipeline, and not over the mesh's axis 'tp'; pass the model as it was built, and leave "
+                    f"that to parallel_options="
+                )
+    return own is not None
+
+
+def _sharded(executor: Executor, composition: Composition, places: Sequence[Sequence[tuple[int, str]]]) -> Sharder:
+    parts = {index: stage.part for index, stage in executor.stages.items()}
+    for part in parts.values():
+        part.before_sharding()
+    whole = _whole({index: part.module for index, part in parts.items()}, places)
+    check_shardable(parts, composition.precision is not None, whole)
+    return Sharder(executor, composition.axes.mesh["dp"], composition.window, composition.precision, whole)
 
 
 def _store_host(mesh: Any) -> PeerFailure | None:
@@ -131,13 +215,13 @@ def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int
     return tied | {each for each in every if not each.dim() or not each.numel()}
 
 
-def _agree(pipe: Pipeline, link: AxisLink, wanted: Composition) -> None:
+def _agree(pipe: Pipeline, link: AxisLink, composition: Composition) -> None:
     """The copies of a stage must have been given the same pipeline, and get the same random numbers."""
     facts = pipe.facts()
-    facts["tensor_plan"] = (str(wanted.plan), "")
-    facts["replicate"] = (str(wanted.replicate), "")
-    facts["window"] = (str(wanted.window), "")
-    facts["shard_precision"] = (str(wanted.precision), "")
+    facts["tensor_plan"] = (str(composition.plan), "")
+    facts["replicate"] = (str(composition.replicate), "")
+    facts["window"] = (str(composition.window), "")
+    facts["shard_precision"] = (str(composition.precision), "")
     answers = link.exchange((facts, pipe.deployment.clock.seed))
     faults = compared([theirs for theirs, _ in answers], link.word)
     if faults:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 from penstock.messages.collective import all_gather
+from penstock.model.original.wrapped import FSDP, wrappings
+from penstock.model.part import StagePart
 from penstock.parallel.mesh import Axes
 from penstock.parallel.parallel_options import ParallelOptions
-from penstock.parallel.tensor_plan import plan_of
+from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.runtime.engine.replication import Alone
 from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
 from penstock.schedule.seen import passes_seen
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
-
-__all__ = ["Composition"]
 
 BESIDE = ("dp", "tp")  # the axes beside the pipeline's own
 WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, and the next
@@ -35,6 +35,7 @@ class Composition:
         if replicate is None and self.axes.size("dp") > 1:
             replicate = "ddp"
         self.replicate = replicate
+        self.wrapped: frozenset[str] = frozenset()  # how the user has wrapped stages, if so
         self.window = WINDOW if options.window is None else options.window
         self.precision = options.shard_precision
         self.plan = plan_of(options.tensor_plan)
@@ -42,11 +43,27 @@ class Composition:
             raise UsageError(
                 "ParallelOptions(tensor_plan=) spreads tensors over an axis 'tp': pass mesh=penstock.mesh(pp=2, tp=2)"
             )
+
+    def look_at(self, parts: Sequence[StagePart]) -> None:
+        """See what the user has done to the stages already: wrapped for data parallelism, or spread over tp."""
+        for part in parts:
+            found = wrappings(part.module)
+            if found and self.replicate is not None:
+                raise UsageError(
+                    f"stage {part.index} is wrapped in {' and '.join(sorted(found))}, and ParallelOptions or the "
+                    f"mesh's axis 'dp' say that the pipeline shall do that; pass the plain module, or leave the axis "
+                    f"out of mesh="
+                )
+            self.wrapped |= found
         if self.plan is None and self.axes.size("tp") > 1:
-            raise UsageError(
-                f"the mesh has tp={self.axes.size('tp')}, but no ParallelOptions(tensor_plan=) says what to spread "
-                f"over it; pass one, such as 'llama', or a mesh with tp=1"
-            )
+            from penstock.parallel.tensor_parallel.spread import is_spread  # loads DTensor
+
+            if not any(is_spread(part.module) for part in parts):
+                raise UsageError(
+                    f"the mesh has tp={self.axes.size('tp')}, but no ParallelOptions(tensor_plan=) says what to "
+                    f"spread over it, and no module is spread already, by parallelize_module() say; pass a plan, such "
+                    f"as 'llama', or a mesh with tp=1"
+                )
 
     @property
     def shards(self) -> bool:
@@ -69,11 +86,11 @@ class Composition:
         A schedule that has its transfers already, from a file say, gets what it lacks: without REDUCE_GRAD the
         replicas would train apart.
         """
-        reduce = self.replicate is not None or self.axes.size("tp") > 1
-        window = self.window if self.replicate == "fsdp" else None
+        reduce = self.replicate is not None or self.axes.size("tp") > 1 or bool(self.wrapped)
+        window = self.window if self.replicate == "fsdp" or FSDP in self.wrapped else None
         if not schedule.passes:
             return lower(schedule, reduce=reduce, window=window)
-        there = schedule.passes | passes_seen(schedule.rows)
+        there = schedule.passes | passes_seen(schedule.ops)
         if reduce and "reductions" not in there:
             schedule = insert_reductions(schedule)
         if window is not None and "shards" not in there:
@@ -82,7 +99,8 @@ class Composition:
 
     def norm_group(self, how: str, given: Any) -> Any:
         """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""
-        return self.axes.group("dp") if how == "exact" and given is None and self.axes.size("dp") > 1 else given
+        replicated = how == "exact" and given is None and self.axes.size("dp") > 1
+        return self.axes.mesh.get_group("dp") if replicated else given
 
     @property
     def is_first(self) -> bool:
@@ -93,13 +111,17 @@ class Composition:
         """The first replica's numbers, in all of them: each would measure other times, and so cut in other places."""
         for axis in BESIDE:
             if self.axes.size(axis) > 1:
-                numbers = all_gather(numbers, self.axes.group(axis))[0]
+                numbers = all_gather(numbers, self.axes.mesh.get_group(axis))[0]
         return numbers
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:
         """What runs beside the steps of this rank."""
-        if self.axes.size("dp") == 1 and self.axes.size("tp") == 1 and not self.shards:
-            return Alone()
-        from penstock.parallel.compose import compose
+        if self.axes.size("dp") > 1 or self.axes.size("tp") > 1 or self.shards:
+            from penstock.parallel.compose import compose  # loads DTensor and FSDP
 
-        return compose(pipe, self, places)
+            return compose(pipe, self, places)
+        if self.wrapped:
+            from penstock.parallel.compose import compose_wrapped
+
+            return compose_wrapped(pipe)
+        return Alone()

@@ -19,15 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.errors import UsageError
 from penstock.rules import is_count
 
-__all__ = ["AXES", "Axes", "mesh"]
-
 AXES = ("pp", "dp", "tp")
 
 
 def mesh(pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None) -> DeviceMesh:
-    """All processes of the world as pp x dp x tp; one of the three may be -1: what is left.
+    """Arrange all processes as a `DeviceMesh` of pp x dp x tp. One of the three may be -1: whatever is left.
 
-    Neighbours in tp are neighbours in rank, then dp, then pp: what talks most stands closest.
+    Neighbours along `tp` are neighbours in rank, then `dp`, then `pp`, so the ranks that communicate most are closest.
+
+    Args:
+        pp: Ranks per pipeline.
+        dp: Replicas of the pipeline.
+        tp: Processes that share the tensors of a stage.
+        device: The type of device, such as `"cuda"`. By default, the GPU if there is one, otherwise the CPU.
     """
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     for name, size in sizes.items():
@@ -111,13 +115,4 @@ class Axes:
         return int(self.mesh[axis].size())
 
     def index(self, axis: str) -> int:
-        """Where this process stands along an axis."""
         return 0 if self.size(axis) == 1 else int(self.mesh.get_local_rank(axis))
-
-    def group(self, axis: str) -> Any:
-        """The process group along an axis."""
-        return self.mesh.get_group(axis)
-
-    def along(self, axis: str) -> Any:
-        """The mesh of one axis, for what torch spreads over it."""
-        return self.mesh[axis]

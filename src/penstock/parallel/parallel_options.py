@@ -8,8 +8,6 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
 
-__all__ = ["ParallelOptions"]
-
 RULES = {
     "replicate": choice(None, "ddp", "fsdp"),
     "window": ArgumentRule(
@@ -27,10 +25,13 @@ RULES = {
 class ParallelOptions:
     """How replicas and tensors are spread over `mesh=`: `Pipeline(..., parallel_options=ParallelOptions(...))`.
 
-    `replicate="ddp"` keeps all parameters of a stage on each replica (the default where the mesh has an axis `dp`);
-    `"fsdp"` shards them, with `window` stages of a rank complete at a time and `shard_precision` for their casts.
-    `tensor_plan` says how layers are spread over the axis `tp`: a `penstock.TensorPlan`, the name of a ready one such
-    as `"llama"`, or a dict of module-name patterns to styles.
+    Args:
+        replicate: `"ddp"`: each replica has all parameters of its stages (the default for a mesh with an axis `dp`).
+            `"fsdp"`: parameters are sharded over the replicas.
+        window: With `"fsdp"`, how many stages per rank are complete at a time.
+        shard_precision: With `"fsdp"`, a `MixedPrecisionPolicy` for casts before gathering.
+        tensor_plan: How layers are divided over the axis `tp`: a `TensorPlan`, the name of a built-in one such as
+            `"llama"`, or a dict of patterns of module names to styles.
     """
 
     replicate: str | None = None

@@ -16,15 +16,22 @@ from torch.utils.data import Sampler
 from penstock.errors import UsageError
 from penstock.parallel.mesh import Axes
 
-__all__ = ["ReplicaSampler"]
-
 
 class ReplicaSampler(Sampler[list[int]]):
     """Batches of row numbers for this replica: `DataLoader(data, batch_sampler=ReplicaSampler(data, 32, mesh))`.
 
-    `batch` rows go into each step over all replicas, as even as it gets. Every replica has the same number of
-    batches, so all take the same steps; the last one may be smaller, unless `drop_last`. A last batch with fewer rows
-    than `least` for each replica (a pipeline needs one for each microbatch) is left out.
+    Every replica gets the same number of batches, so all take the same number of steps.
+
+    Args:
+        data: The data set, or anything with a length.
+        batch: Rows per step over all replicas, divided as evenly as possible.
+        mesh: The mesh with an axis `dp`, which says which replica this is.
+        shuffle: Whether rows come in a new order in each epoch; see `set_epoch`.
+        seed: Where the shuffling starts.
+        drop_last: Whether a last, smaller batch is dropped.
+        least: The fewest rows per replica for a last batch to count; a pipeline needs one per microbatch.
+        replica: The number of this replica, without a mesh.
+        replicas: The number of replicas, without a mesh.
     """
 
     def __init__(
@@ -55,7 +62,11 @@ class ReplicaSampler(Sampler[list[int]]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order for each epoch, the same on all ranks."""
+        """Choose the order of an epoch, the same on all ranks.
+
+        Args:
+            epoch: The number of the epoch.
+        """
         self.epoch = epoch
 
     def __len__(self) -> int:

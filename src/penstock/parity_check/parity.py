@@ -14,47 +14,52 @@ last stage before those that got their gradients from it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
-from penstock.model.split import OUTPUT, Split
+from penstock.model.part import OUTPUT
+from penstock.model.split import Split
 from penstock.optim.precision import Precision
+from penstock.parity_check.trace import Trace, watching_stages
 from penstock.parity_check.uncut import compare_whole, largest, near, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
+from penstock.runtime.backward.record import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Alone
-from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.loss.losses import check_loss, own_loss
 from penstock.runtime.loss.module import module_of
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
-from penstock.runtime.state.ownership import FreshGradients
 from penstock.runtime.state.phase import Phase
 from penstock.runtime.state.randomness import randomness, unit_stream
 from penstock.schedule import Op
 
-__all__ = ["Parity", "parity"]
-
 STEPS = 2
 CUTS = ("balance", "example", "split_at")  # what says how a model is cut, with cut_options
 KINDS = ("output", "buffer", "loss", "gradient", "tied")
-AFTER = 2**31  # as the number of a microbatch: when all are done
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What was compared, and how far apart it was at the most (0 is bit for bit)."""
+    """The largest differences that `parity` found, relative to a tensor's largest entry; 0 is bit for bit.
+
+    Attributes:
+        output: Of the outputs of stages.
+        loss: Of losses, extra losses included.
+        gradient: Of gradients.
+        buffer: Of buffers.
+        compared: How many tensors were compared.
+    """
 
     output: float  # of stages
     loss: float  # extra losses among them
@@ -68,25 +73,6 @@ class Parity:
         return self.output == self.loss == self.gradient == self.buffer == 0.0
 
 
-class _Place(NamedTuple):
-    """What a tensor is. Their order is such that causes come before what they cause."""
-
-    step: int
-    phase: int  # 0: forwards; 1: backwards, from the last stage; 2: when the step is done
-    order: int
-    number: int
-    kind: str
-    name: str
-
-    @property
-    def stage(self) -> int:
-        return abs(self.order)
-
-    def __str__(self) -> str:
-        number = "" if self.number == AFTER else f", microbatch {self.number}"
-        return f"step {self.step}, stage {self.stage}{number}, {self.name}"
-
-
 def parity(
     model: nn.Module | Sequence[nn.Module],
     *args: Any,
@@ -98,10 +84,23 @@ def parity(
 ) -> Parity:
     """Compare `Pipeline(model, **pipeline)` with the plain model on one batch, for two steps.
 
-    `tolerance` is relative to the largest entry of a tensor; by default 0, but for sums of gradients
-    that the schedule does not add in the order of microbatches, and for those upstream of a stage that
-    emits several tensors, whose gradients meet in another order: these may differ by a few roundings.
-    The model itself is not touched. Ranks are threads.
+    The model itself is not changed, and ranks are threads. By default every number must be equal bit for bit, except
+    for sums of gradients that the schedule does not add in the order of microbatches, which may differ by rounding.
+
+    Args:
+        model: The model, as for `Pipeline`.
+        *args: Positional inputs of the model.
+        target: What the loss function compares the output with.
+        loss_kwargs: Further keyword arguments of the loss function.
+        tolerance: The largest difference allowed, relative to the largest entry of a tensor.
+        pipeline: The arguments of `Pipeline`, as a dict.
+        **kwargs: Keyword inputs of the model.
+
+    Returns:
+        A `Parity` with the largest differences found.
+
+    Raises:
+        ParityError: The two differ; the message names the first stage, microbatch and tensor where they do.
     """
     if isinstance(model, Pipeline) or not isinstance(pipeline, Mapping):
         raise UsageError(
@@ -132,136 +131,21 @@ def parity(
         batch = pipe.batches.microbatches_of(
             Call("step()", args, kwargs, target, loss_kwargs or {}, outputs=False, training=True)
         )
-        expected, found = _Trace(plain), _Trace(pipe.deployment.split)
+        expected, found = Trace(plain), Trace(pipe.deployment.split)
         whole = uncut(plain, single, cut)
         _run_plain(pipe, plain, batch, expected, own_loss_fn)
         if whole is not None:
-            alone = _Trace(whole)
+            alone = Trace(whole)
             _run_plain(pipe, whole, batch, alone, single_loss_fn)
             compare_whole(plain, expected.summed(), alone.summed(), tolerance)
         for step in range(STEPS):
-            with found.watching(step), _watching_stages(pipe, found):
+            with found.watching(step), watching_stages(pipe, found):
                 result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)
             found.keep_step(result.loss)
     return _compare(pipe, expected, found, tolerance)
 
 
-class _Trace:
-    """What one side computes."""
-
-    def __init__(self, split: Split) -> None:
-        self.tensors: dict[_Place, Tensor] = {}
-        self.numbers = [-1] * split.stages  # the microbatch that each stage goes back through now
-        self.forks = -1  # the last stage that emits several tensors: from there back, gradients meet in another order
-        self._split = split
-        self._step = 0
-        owners = [id(parameter) for part in split.parts for parameter in part.module.parameters()]
-        self._tied = {owner for owner in owners if owners.count(owner) > 1}
-
-    @contextmanager
-    def watching(self, step: int) -> Iterator[None]:
-        """Inside runs a step: keep what each backward gives to each parameter."""
-        self._step = step
-        hooks = []
-        for part in self._split.parts:
-            for name, parameter in part.module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in self._tied:
-                    keeper = self._keeper(part.index, part.names.get(name, name))
-                    hooks.append(parameter.register_hook(keeper))  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _keeper(self, stage: int, name: str) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
-            place = _Place(self._step, 1, -stage, self.numbers[stage], "gradient", f"gradient of {name}")
-            if place in self.tensors:
-                place = place._replace(name=f"{place.name}, once more")
-            self.tensors[place] = gradient.detach().clone()
-
-        return keep
-
-    def keep_forward(
-        self, stage: int, number: int, emitted: Mapping[int, Any], loss: Any, extra: Iterable[Any]
-    ) -> None:
-        """What a stage made of a microbatch, and what that did to its buffers."""
-        place = _Place(self._step, 0, stage, number, "output", "")
-        leaves = [
-            leaf for key in sorted(emitted) for leaf in pytree.tree_leaves(emitted[key]) if isinstance(leaf, Tensor)
-        ]
-        if sum(leaf.requires_grad for leaf in leaves) > 1 and OUTPUT not in emitted:
-            self.forks = max(self.forks, stage)
-        named = [("output", f"output tensor {index}", leaf) for index, leaf in enumerate(leaves)]
-        named += [("loss", f"extra loss {name} ({index})", value) for index, (name, value) in enumerate(extra)]
-        named += [("loss", "the loss", loss)] if loss is not None else []
-        for kind, name, tensor in named + self._buffers(stage):
-            self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
-
-    def keep_step(self, loss: Tensor | None) -> None:
-        """What a step leaves behind."""
-        for part in self._split.parts:
-            place = _Place(self._step, 2, part.index, AFTER, "gradient", "")
-            named = self._buffers(part.index)
-            for name, parameter in part.module.named_parameters():
-                if parameter.grad is not None:
-                    kind = "tied" if id(parameter) in self._tied else "gradient"
-                    named.append((kind, f"summed gradient of {part.names.get(name, name)}", parameter.grad))
-            for kind, name, tensor in named:
-                self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
-        if loss is not None:
-            place = _Place(self._step, 2, self._split.stages - 1, AFTER, "loss", "the batch's loss")
-            self.tensors[place] = loss.detach().clone()
-
-    def summed(self) -> dict[tuple[int, str], Tensor]:
-        """What steps leave behind, by (step, name), whichever stage has it."""
-        return {(place.step, place.name): tensor for place, tensor in self.tensors.items() if place.phase == 2}
-
-    def _buffers(self, stage: int) -> list[tuple[str, str, Tensor]]:
-        part = self._split.parts[stage]
-        named = part.module.named_buffers()
-        return [("buffer", f"buffer {part.names.get(name, name)}", buffer) for name, buffer in named]
-
-
-@contextmanager
-def _watching_stages(pipe: Pipeline, trace: _Trace) -> Iterator[None]:
-    """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
-    stages = {
-        index: stage
-        for executor in pipe.deployment.ranks.executors.values()
-        for index, stage in executor.stages.items()
-    }
-
-    def watch(index: int, stage: Stage) -> None:
-        forward, backward, weights = stage.forward, stage.backward, stage.weights
-
-        def watched_forward(given: StageInput) -> Any:
-            made = forward(given)
-            trace.keep_forward(index, given.microbatch, *made)
-            return made
-
-        def watched_backward(number: int, *inputs: Any, **options: Any) -> Any:
-            trace.numbers[index] = number
-            return backward(number, *inputs, **options)
-
-        def watched_weights(number: int) -> None:
-            trace.numbers[index] = number
-            weights(number)
-
-        stage.__dict__.update(forward=watched_forward, backward=watched_backward, weights=watched_weights)
-
-    for index, stage in stages.items():
-        watch(index, stage)
-    try:
-        yield
-    finally:
-        for stage in stages.values():
-            for name in ("forward", "backward", "weights"):
-                del stage.__dict__[name]
-
-
-def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, loss_fn: Any) -> None:
+def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, loss_fn: Any) -> None:
     """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
     before, pipe.loss_fn = pipe.loss_fn, loss_fn
     try:
@@ -271,7 +155,7 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, loss_f
         pipe.loss_fn = before
 
 
-def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: _Trace, precision: Precision | None) -> None:
+def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precision: Precision | None) -> None:
     for part in split.parts:
         part.around = unit_stream
     fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
@@ -308,7 +192,7 @@ def _plain_forward(
     batch: Batch,
     step: int,
     number: int,
-    trace: _Trace,
+    trace: Trace,
     precision: Precision | None,
     statistics: Statistics,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -334,7 +218,7 @@ def _plain_forward(
     return check_loss(result), extra
 
 
-def _compare(pipe: Pipeline, plain: _Trace, piped: _Trace, tolerance: float | None) -> Parity:
+def _compare(pipe: Pipeline, plain: Trace, piped: Trace, tolerance: float | None) -> Parity:
     expected, found = plain.tensors, piped.tensors
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
     in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.deployment.split.stages)]

@@ -18,8 +18,6 @@ from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
 from penstock.model.split import Split
 
-__all__ = ["compare_whole", "largest", "near", "uncut"]
-
 ROUNDINGS = 4  # of the largest gradient
 
 

@@ -23,8 +23,6 @@ from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.weights import torch_reduction
 from penstock.schedule import Op, Schedule
 
-__all__ = ["alike", "check_arguments", "check_gpus", "first_count", "op_of"]
-
 PROVISIONAL = 8  # microbatches, until a first batch says how many it takes
 
 

@@ -23,14 +23,12 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, merge, split_batch
-from penstock.runtime.batch.result import StepResult, loss_value
+from penstock.runtime.batch.result import StepResult, loss_values
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.loss.check import LossChecks
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import trained_loss
 from penstock.runtime.loss.shares import BatchShares, Shares, Weighing
-
-__all__ = ["Batches", "Call"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,16 @@ class Batches:
             return None
         return self.deployment.replicas.same_count(lambda: self._planned(call))
 
+    @property
+    def sizes(self) -> tuple[int, ...] | None:
+        """What each microbatch of the batch that runs costs, where their order is to follow from that.
+
+        Replicas reduce their gradients in the order of the schedule, which must then be the same for all of them.
+        """
+        if self._plan is None or self.options.order == "given" or self.deployment.replicas.replicas > 1:
+            return None
+        return self._plan.tokens
+
     def count(self, call: Call) -> int:
         """How many microbatches an evaluation of this batch has, agreed on by all ranks that see it."""
         deployment = self.deployment
@@ -114,7 +122,8 @@ class Batches:
         ranks, replicas = deployment.ranks, deployment.replicas
         if training:
             replicas.ready()  # before anything else can raise: the other copies may wait for its answer
-        self.state.check_values()
+        if self.state.without_values:
+            self.state.check_values()
         ranks.changes.check()
         if training:
             self._check_trains()
@@ -139,7 +148,7 @@ class Batches:
                 scale=1.0 if scaler is None else scaler.loss_scale(),
                 check=check,
                 recompute=frozenset(range(recomputed)),
-                recompute_stages=deployment.schedule.recompute if training else frozenset(),
+                recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,
                 steps=deployment.clock.step,
                 seen=seen,
@@ -169,7 +178,7 @@ class Batches:
         parts = [deployment.split.parts[stage] for stage in deployment.placement.stages_of(rank)]
         is_last = parts[-1].index == deployment.split.stages - 1
         weighed = is_last and any(map(self.weighing.looks_at, range(len(call.args))))
-        args = call.args if weighed or any(part.whole_batch for part in parts) else ()
+        args = call.args if weighed or any(part.reads_inputs for part in parts) else ()
         kwargs = {
             name: value
             for name, value in call.kwargs.items()
@@ -192,7 +201,7 @@ class Batches:
         if name == "target" or isinstance(name, tuple):
             read = [parts[-1]]
         elif isinstance(name, int):
-            read = [part for part in parts if part.index == 0 or part.whole_batch]
+            read = [part for part in parts if part.index == 0 or part.reads_inputs]
         else:
             read = [part for part in parts if part.takes is None or name in part.takes]
             read += [parts[-1]] if self.weighing.looks_at(name) else []
@@ -259,8 +268,8 @@ class Batches:
         extra = {name: value / sum(each.count for each in reports_of_all) for name, value in extra.items()}
         last = self.deployment.ranks.last()
         output = None if last is None else last.computations.output()
-        whole = None if total is None else loss_value(total)
-        return StepResult(whole, tuple(map(loss_value, losses)), extra, output)
+        whole = None if total is None else loss_values([total])[0]
+        return StepResult(whole, loss_values(losses), extra, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""
@@ -273,7 +282,7 @@ class Batches:
 
     def _check_trains(self) -> None:
         """A step that leaves all gradients as they were is a mistake somewhere, and never a training step."""
-        schedule = self.deployment.schedule
+        schedule = self.deployment.programs.schedule
         if schedule.forward_only:
             name = schedule.name or "the schedule"
             raise UsageError(f"{name} has no backward, so step() would train nothing; call evaluate() or predict()")
@@ -281,9 +290,12 @@ class Batches:
             raise UsageError(
                 "step() was called under torch.no_grad() or inference_mode(); call it outside, or evaluate()"
             )
-        if not any(
-            each.requires_grad for holding in self.deployment.split.holdings() for each in holding.module.parameters()
+        if any(
+            each.requires_grad for module in self.deployment.ranks.modules().values() for each in module.parameters()
         ):
+            return
+        holdings = self.deployment.split.holdings()  # other ranks may train
+        if not any(each.requires_grad for holding in holdings for each in holding.module.parameters()):
             raise UsageError("no parameter of the model requires grad, so step() would train nothing; call evaluate()")
 
     def _check_call(self, call: Call) -> None:

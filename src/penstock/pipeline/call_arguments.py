@@ -11,8 +11,6 @@ from torch import nn
 from penstock.errors import UsageError
 from penstock.runtime.loss.weights import torch_reduction
 
-__all__ = ["check_call", "check_loss_fn", "check_loss_kwargs", "positional"]
-
 
 def positional(function: Callable[..., Any] | None) -> list[str]:
     """The names of the places that arguments fill, in order; none where the function does not say."""

@@ -12,8 +12,6 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.engine.report import failure_of
 from penstock.runtime.transport import Channel, Transport
 
-__all__ = ["Item", "carry"]
-
 Item = tuple[str, int, Sequence[int]]  # a name, the rank that has its value, and those that get it
 
 

@@ -15,8 +15,6 @@ from penstock.runtime.engine.replication import Alone
 from penstock.runtime.state.randomness import Clock
 from penstock.schedule import Placement, Schedule
 
-__all__ = ["Deployment"]
-
 
 @dataclass
 class Deployment:

@@ -8,53 +8,74 @@ on every local rank, share the losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.group.choose_schedule import choose_schedule
 from penstock.group.facts import facts_of
-from penstock.group.world import World, collective
+from penstock.group.world import collective
 from penstock.model.balance.proposal import Proposal
-from penstock.model.balance.request import Balancing
-from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
-from penstock.model.original.wrapped import refuse_wrapped
-from penstock.optim.precision import precision_of
 from penstock.optim.tied import TiedParameters, tied_places
-from penstock.parallel.composition import Composition
 from penstock.parallel.parallel_options import ParallelOptions
-from penstock.pipeline.arguments import alike, check_arguments, first_count, op_of
+from penstock.pipeline.arguments import check_arguments, op_of
 from penstock.pipeline.batches import Batches, Call
-from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.programs import Programs
-from penstock.pipeline.rebalance import move_state, propose_cut
+from penstock.pipeline.construction import Construction
+from penstock.pipeline.rebalance import apply_cut, propose_cut
 from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
-from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.batch.result import StepResult
-from penstock.runtime.engine.executor import Handler
 from penstock.runtime.engine.foreign_leaves import watch_leaves
-from penstock.runtime.engine.ranks import LocalRanks
+from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.recorder import Begun, Recorder
-from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import StepReport
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.runtime.loss.module import loss_holding
-from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
-from penstock.runtime.state.randomness import Clock
-from penstock.schedule import Op, Schedule, Timeline, Topology, align
-from penstock.schedule.timeline import peaks
-
-__all__ = ["Pipeline", "StepResult"]
+from penstock.schedule import Op, Schedule, Timeline
+from penstock.schedule.timing.timeline import peaks
 
 
 class Pipeline:
-    """Trains a model cut into stages, by a schedule, on threads of this process or under torchrun."""
+    """Trains a model that is cut into stages, as a pipeline, by a schedule.
+
+    In one process the ranks of the pipeline are threads. Under `torchrun` each rank is a process; then every process
+    builds the same `Pipeline` and makes the same calls. A `Pipeline` is also a context manager that closes itself.
+
+    Args:
+        model: The model to train, unmodified, or a list of modules, one per stage.
+        stages: Number of stages to cut the model into. Required, unless the model is a list of stages, or
+            `balance=[counts]` or `split_at=` says how many.
+        microbatches: Number of slices that each batch is split into. Required unless the schedule states it.
+        schedule: The name of a family (`"1f1b"`, `"zb-v"`, ...), `"auto"` to search for one, the path of a `.csv` or
+            `.json` file, or a `Schedule`.
+        loss_fn: A function of (output, target) that returns the loss. Leave it out for a model that returns its loss.
+        example: Inputs of the model, as a tuple or as a dict of keyword arguments. Required for models that are neither
+            `nn.Sequential` nor a list, and for `balance="time"` and `"memory"`. Only shapes and types matter.
+        balance: The cost to balance across stages: `"parameters"`, `"time"`, `"memory"` or `{name: weight}`; or the
+            number of layers per stage, such as `[3, 3, 2]`.
+        split_at: Names of the modules that begin stages 1, 2, ..., to choose the cut yourself.
+        ranks: Number of ranks when they are threads. By default, as many as the schedule's family needs.
+        group: The process group of the pipeline's ranks. By default, all processes.
+        mesh: A `DeviceMesh` with an axis `pp`, and `dp` and `tp` for replicas and tensor parallelism.
+        devices: One device per rank, when ranks are threads.
+        transport: `"threads"`, `"shared"` (shared memory on one host) or `"distributed"` (`torch.distributed`). By
+            default, the fastest that works for each link.
+        recompute: Which microbatches run their forward again in the backward, to save memory: none (`"never"`), all but
+            the last (`"except_last"`) or all (`"always"`).
+        precision: The dtype of forwards, as autocast uses it: `"bf16"`, `"fp16"` or `"fp32"`. By default, the autocast
+            that `step()` is called under.
+        seed: Where dropout and other random numbers start. By default, torch's initial seed.
+        timeout: Seconds without a sign of life after which a rank counts as stalled.
+        init: A function of (name, tensor) that fills the parameters of a model built under `penstock.lazy()`.
+        keep_model: Whether this process keeps the initial values of stages that belong to other ranks.
+        atomic: Whether a step that fails also restores the gradients that were there before it.
+        loss_options: How the losses of microbatches make the loss of the batch.
+        batch_options: How batches are split into microbatches.
+        cut_options: How the model is cut, beyond where.
+        parallel_options: How replicas and tensors are spread over `mesh`.
+    """
 
     _batches_type = Batches
 
@@ -89,56 +110,14 @@ class Pipeline:
         given = dict(locals())
         check_arguments(model, given)
         self.recompute, self.atomic = recompute, atomic
-        self.composition = composition = Composition(mesh, parallel_options)
-        count = first_count(batch_options.split, microbatches, schedule, composition.replicate is not None)
-        world = World.find(group, mesh, transport, timeout)
-        computes_in = precision_of(precision)
-        self._settings = {
-            **alike(given),
-            "transport": world.way or "no choice",
-            "precision": str(computes_in or "the caller's"),
-        }
-
-        def choose(topology: Topology, count: int | None) -> Schedule:
-            return choose_schedule(schedule, topology, count, ranks, world)
-
+        construction = Construction(given)
+        self.composition, self._settings, world = construction.composition, construction.settings, construction.world
         with world.building():
-            group = composition.norm_group(batch_options.batch_norm, batch_options.batch_norm_group)
-            prepare_batch_norm(model, batch_options.batch_norm, group)
-            measures = world.is_first and composition.is_first
-            cut = cut_model(
-                model,
-                stages,
-                balance=Balancing(
-                    balance,
-                    cut_options.speeds,
-                    cut_options.optimizer,
-                    schedule_for=lambda stages: choose(Topology.chain(stages), count),
-                    agree=lambda numbers: composition.first_says(world.first_says(numbers)),
-                    measures=measures,
-                ),
-                example=plain_example(example),
-                split_at=split_at,
-                options=cut_options,
-            )
-            cut = replace(cut, loss=loss_holding(loss_fn, cut))
-            chosen = choose(cut.topology, count)
-            programs = Programs(
-                chosen,
-                lambda count: choose(self.deployment.split.topology, count),
-                composition.lowered,
-                lambda always: whole_stages(cut.parts, always=always),
-            )
-            refuse_wrapped(cut.parts, programs.schedule)
-            clock = Clock(torch.initial_seed() if seed is None else seed)
-            places = {rank: torch.device(device) for rank, device in enumerate(devices or ())}
-            local = LocalRanks(cut, chosen.placement, world.transports(chosen.ranks, devices), clock, places)
-            local.precision = computes_in
-            local.keeps_casts = composition.replicate != "fsdp"
-            self.deployment = Deployment(world, cut, programs, local, clock, places)
-            self.state = ModelState(self.deployment, keep_model)
+            cut = construction.cut()
+            self.deployment = deployment = construction.deploy(cut)
+            self.state = ModelState(deployment, keep_model)
             self.batches = self._batches_type(
-                self.deployment,
+                deployment,
                 self.state,
                 model.forward if isinstance(model, nn.Module) else model[0].forward,
                 loss_fn=loss_fn,
@@ -148,23 +127,27 @@ class Pipeline:
                 least=microbatches or 1,
             )
             self.state.materialise(model, init)
-            self.deployment.put_on_devices()
-            world.agree(self.facts(), clock)
+            deployment.put_on_devices()
+            world.agree(self.facts(), deployment.clock)
             tied = tied_places(cut)  # before anything takes the place of a parameter
-            self.deployment.replicas = composition.build(self, tied)
+            deployment.replicas = self.composition.build(self, tied)
             world.built()
-        local.watch()  # shards, or values for what had none, have taken the place of parameters
-        self._tie(tied)
+        deployment.ranks.watch()  # shards, or values for what had none, have taken the place of parameters
+        self.tie(tied)
         with world.calling("Pipeline()"):
-            self.deployment.tied.make_equal()
-        if measures:
+            deployment.tied.make_equal()
+        if construction.measures:
             cut.warn()
         self._closed = False
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
 
-    def _tie(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """What follows from the cut: tied parameters, leaves of other ranks, and what a failed step puts back."""
+    def tie(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
+        """Set up what follows from the cut: tied parameters, leaves of other ranks, what a failed step restores.
+
+        Args:
+            tied: Groups of (stage, name) that are one parameter.
+        """
         deployment = self.deployment
         transport = deployment.world.transport
         deployment.tied = TiedParameters(deployment.split, deployment.placement, transport, tied)
@@ -175,7 +158,7 @@ class Pipeline:
         self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
 
     def facts(self) -> dict[str, tuple[str, str]]:
-        """What every rank must have been given alike."""
+        """Facts about model, schedule and settings that must be equal on every rank."""
         return facts_of(self.schedule, self.deployment.split, self._settings)
 
     # -- what it is
@@ -187,17 +170,17 @@ class Pipeline:
 
     @property
     def program(self) -> Schedule:
-        """The same with its transfers and reductions: what is run."""
+        """The schedule with its transfers and reductions: what is actually run."""
         return self.deployment.programs.program
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a training step has."""
+        """Number of microbatches per training step."""
         return self.deployment.programs.microbatches
 
     @property
     def rank(self) -> int:
-        """This process's rank in the pipeline; 0 where all ranks are threads of this process."""
+        """This process's rank in the pipeline; 0 when all ranks are threads of this process."""
         return min(self.deployment.ranks.executors)
 
     @property
@@ -212,7 +195,7 @@ class Pipeline:
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """The loss function; another one may be set between steps."""
+        """The loss function. You may set another one between steps."""
         return self.batches.loss_fn
 
     @loss_fn.setter
@@ -230,22 +213,42 @@ class Pipeline:
         outputs: bool = False,
         **kwargs: Any,
     ) -> StepResult:
-        """Forward and backward of one batch; gradients are added to `.grad` as `backward()` does."""
+        """Run forward and backward for one batch; gradients are added to `.grad`, as `backward()` does.
+
+        Call it on every rank with the same batch. If it fails on one rank, it raises on all of them.
+
+        Args:
+            *args: Positional inputs of the model. Tensors are split along dimension 0.
+            target: What the loss function compares the output with; split like the inputs.
+            loss_kwargs: Further keyword arguments of the loss function, split as well.
+            outputs: Whether to return the model's output too, on the rank of the last stage.
+            **kwargs: Keyword inputs of the model.
+
+        Returns:
+            A `StepResult` with the loss of the whole batch, the same on every rank.
+
+        Raises:
+            PeerFailure: A rank failed, died or stalled; the message says which one, where and why.
+            ModelError: The batch cannot be split, or the model cannot take it.
+            UsageError: An argument cannot work.
+        """
         call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
         deployment = self.deployment
         self._check_open()
-        deployment.ranks.settle()
-        self.state.other_ranks.check(deployment)
+        deployment.ranks.wait_for_late_ranks()
+        if not self.state.other_ranks.checked:
+            self.state.other_ranks.check(deployment)
         deployment.ranks.follow()
         self._take_count(self.batches.take_lengths(call))
         with deployment.world.stepping():
             with self._transaction(training=True, set_aside=deployment.replicas.sets_aside):
                 begun = None if self._recorder is None else self._recorder.begin()
-                with deployment.tied.summed():
+                with deployment.tied.summed() if deployment.tied.groups else nullcontext():
                     reports = self._run(self.program, call, begun)
                 deployment.ranks.commit()
                 deployment.clock.step += 1
-            self.state.other_ranks.let_go(deployment)
+            if self.state.other_ranks.whole:
+                self.state.other_ranks.let_go(deployment)
             if self._recorder is not None:
                 self._recorder.keep(reports)
             return self.batches.result(call, reports)
@@ -262,8 +265,12 @@ class Pipeline:
 
     def _take_count(self, count: int | None) -> None:
         """From here on, run that many microbatches, if the batch says how many."""
-        if count is not None and self.deployment.programs.take(count) and self._recorder is not None:
-            self._recorder.timeline.take(self.schedule, peaks(self.schedule.rows, self.schedule.forward_only))
+        if (
+            count is not None
+            and self.deployment.programs.take(count, self.batches.sizes)
+            and self._recorder is not None
+        ):
+            self._recorder.timeline.take(self.schedule, peaks(self.schedule.columns, self.schedule.forward_only))
 
     # -- inference
 
@@ -276,11 +283,22 @@ class Pipeline:
         outputs: bool = False,
         **kwargs: Any,
     ) -> StepResult:
-        """The loss of a batch of any size, in eval mode, touching nothing that training uses."""
+        """Compute the loss of a batch of any size in eval mode, without gradients; training state is not touched.
+
+        Args:
+            *args: Positional inputs of the model.
+            target: What the loss function compares the output with.
+            loss_kwargs: Further keyword arguments of the loss function.
+            outputs: Whether to return the model's output too, on the rank of the last stage.
+            **kwargs: Keyword inputs of the model.
+
+        Returns:
+            A `StepResult`.
+        """
         call = Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False)
         deployment = self.deployment
         self._check_open()
-        deployment.ranks.settle()
+        deployment.ranks.wait_for_late_ranks()
         deployment.ranks.follow()
         program = deployment.programs.inference(self.batches.count(call), deployment.replicas.lowered)
         with deployment.world.stepping():
@@ -294,51 +312,86 @@ class Pipeline:
 
     @collective("predict()")
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch of any size, on the rank of the last stage (elsewhere None)."""
+        """Compute the model's output for a batch of any size in eval mode.
+
+        Args:
+            *args: Positional inputs of the model.
+            **kwargs: Keyword inputs of the model.
+
+        Returns:
+            The output on the rank of the last stage, `None` on the others.
+        """
         return self.evaluate(*args, outputs=True, **kwargs).output
 
     # -- the model's values in this process, under the model's own names: see `ModelState`
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the stages that this process owns, each parameter once."""
+        """Pairs of (name, parameter) for the stages that this process owns, each parameter once."""
         return self.state.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What to give to the optimizer of this process; never empty, because torch's optimizers refuse that."""
+        """The parameters of this process, for its optimizer. Never empty: torch's optimizers refuse that."""
         return self.state.parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the stages that this process owns, each buffer once."""
+        """Pairs of (name, buffer) for the stages that this process owns, each buffer once."""
         return self.state.named_buffers()
 
     def parameter_groups(self, rules: Mapping[Any, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Groups for a torch optimizer, by name: `{"*.bias": {"weight_decay": 0.0}}`."""
+        """Group this process's parameters for a torch optimizer, by name.
+
+        Args:
+            rules: A dict of name patterns to options, such as `{"*.bias": {"weight_decay": 0.0}}`. The first pattern
+                that matches decides; what matches none is in a last group.
+        """
         return self.state.parameter_groups(rules)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of the stages that this process owns, and of a loss function that has some."""
+        """Parameters and buffers of the stages that this process owns, under the model's own names."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this process's part of a whole model's state; a name that no stage knows is an error."""
+        """Load this process's part of a whole model's state.
+
+        Args:
+            state: The state of the whole model, or of a part that has all that this process owns. A name that no stage
+                has is an error.
+        """
         self.state.load_state_dict(state)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """The state of the whole model, as a copy on the CPU, on every rank or on one; called on every rank."""
+        """The state of the whole model, as a copy on the CPU. Call it on every rank.
+
+        Args:
+            rank: The rank that gets the state; the others get an empty dict. By default, every rank gets it.
+        """
         self._check_open()
         return self.state.full_state_dict(rank)
 
     def fill_model(self, rank: int | None = None) -> None:
-        """Give the model that the pipeline was made of all its values again, until the next step; on every rank."""
+        """Give the original model all its values again, until the next step. Call it on every rank.
+
+        Args:
+            rank: The rank whose model is filled. By default, every rank's.
+        """
         self._check_open()
         self.state.fill_model(rank)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this process's parameters."""
+        """Clear the gradients of this process's parameters.
+
+        Args:
+            set_to_none: Whether `.grad` becomes `None`, as in torch, or a tensor of zeros.
+        """
         self.state.zero_grad(set_to_none)
 
     def grad_norm(self, norm_type: float | str = 2.0, foreach: bool | None = None) -> Tensor:
-        """The norm of all gradients of the whole model, the same on every rank; changes nothing."""
+        """The norm of all gradients of the whole model, the same on every rank. Changes nothing; call it on every rank.
+
+        Args:
+            norm_type: The order of the norm, such as 2.0 or `"inf"`.
+            foreach: Whether to use torch's foreach kernels. By default, torch decides.
+        """
         return self.state.grad_norm(norm_type, foreach)
 
     def clip_grad_norm_(
@@ -348,15 +401,34 @@ class Pipeline:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm."""
+        """Scale all gradients of the whole model so that their norm is at most `max_norm`. Call it on every rank.
+
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: The order of the norm, such as 2.0 or `"inf"`.
+            error_if_nonfinite: Whether a norm that is inf or NaN raises an error.
+            foreach: Whether to use torch's foreach kernels. By default, torch decides.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
         return self.state.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
-        """Clamp every entry of the gradients to [-clip_value, clip_value]; each rank does its own."""
+        """Clamp every entry of this process's gradients to the range from -`clip_value` to `clip_value`.
+
+        Args:
+            clip_value: The largest absolute value.
+            foreach: Whether to use torch's foreach kernels. By default, torch decides.
+        """
         self.state.clip_grad_value_(clip_value, foreach)
 
     def train(self, mode: bool = True) -> Self:
-        """Put the model into training mode, or out of it, as its own `train` does."""
+        """Put the model into training mode, or out of it, as its own `train` does.
+
+        Args:
+            mode: Whether to train (True) or evaluate (False).
+        """
         self.state.train(mode)
         return self
 
@@ -367,56 +439,46 @@ class Pipeline:
     # -- a better cut
 
     def rebalance(self, timeline: Timeline | None = None) -> Proposal:
-        """A better cut from a measured step (by default the last `pipe.record()`), with its gain; changes nothing."""
+        """Propose a better cut from a measured step. Changes nothing: pass the proposal to `apply`.
+
+        Args:
+            timeline: A measured step. By default, the last one from `record()`.
+        """
         return propose_cut(self.deployment.split, self._recorded if timeline is None else timeline)
 
     @collective("apply()")
     def apply(
         self, proposal: Proposal, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Cut as proposed and go on. On every rank; parameters and their state in the optimizer, or in several, move.
+        """Cut the model as proposed and continue. Call it on every rank, between `zero_grad()` and the next step.
 
-        Gradients do not: call it between `optimizer.step()` and the next `step()`.
+        Parameters move to their new ranks, together with their state in the optimizer. Gradients do not.
+
+        Args:
+            proposal: What `rebalance` returned.
+            optimizer: The optimizer, or several, whose state moves along.
         """
         if not isinstance(proposal, Proposal):
             raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) gives")
-        deployment = self.deployment
-        before = deployment.split
-        if before.recut is None or not proposal.changes:
-            return
-        if any(parameter.grad is not None for parameter in self.parameters()):
-            raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
-        if type(deployment.replicas) is not Alone:
-            raise UsageError("a pipeline with replicas or spread tensors keeps its cut; make a new one with split_at=")
-        deployment.ranks.changes.check()
-        after = replace(before.recut(proposal.cuts), loss=before.loss)
-        schedule = self.schedule.compute().replace(topology=after.topology)
-        move_state(before, after, schedule.placement, deployment.world.transport, optimizer)
-        deployment.split = after
-        deployment.programs = deployment.programs.successor(
-            align(schedule), lambda always: whole_stages(after.parts, always=always)
-        )
-        self.state.other_ranks.moved(deployment)
-        self._recorded = None  # it was of the cut before
-        deployment.ranks = deployment.ranks.successor(after, schedule.placement)
-        deployment.put_on_devices()
-        deployment.ranks.watch()
-        self._tie(tied_places(after))
+        if apply_cut(self, proposal, optimizer):
+            self._recorded = None  # it was of the cut before
 
     # -- looking at it
 
     @contextmanager
     def record(self) -> Iterator[Timeline]:
-        """Measure the steps inside, on every rank: the timeline holds all ranks' spans of the last of them.
+        """Measure the steps inside the `with` block, on every rank; the timeline holds the last of them.
 
-        With two steps or more inside, what the optimizer and the loop took between them is measured too; without
-        one, it stays empty.
+        With two or more steps inside, the time that the optimizer and the loop took between them is measured too.
+
+        Yields:
+            A `Timeline` that is empty until a step has run.
         """
         self._check_open()
         if self._recorder is not None:
             raise UsageError("this pipeline is in a record() already; they do not nest: use the outer one's timeline")
         shifts, error = self.deployment.world.clock_shifts(self.schedule.ranks)
-        held = peaks(self.schedule.rows, self.schedule.forward_only)
+        held = peaks(self.schedule.columns, self.schedule.forward_only)
         timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s")
         recorder = Recorder(timeline, min(self.deployment.ranks.executors), shifts)
         self._recorder = recorder
@@ -430,7 +492,13 @@ class Pipeline:
             raise UsageError(f"rank {recorder.silent[0]} did not record the step; enter pipe.record() on every rank")
 
     def register(self, op: Op | str, handler: Handler | None) -> None:
-        """Run `handler(action, context)` for every action of that op; None restores the default."""
+        """Run your own function for every action of an op.
+
+        Args:
+            op: The op, or its name, such as `"OVERLAP_F_B"`.
+            handler: A function of (action, context), where the context has the default ways to run an action. `None`
+                restores the default.
+        """
         which = op_of(op)
         if handler is not None and not callable(handler):
             raise UsageError(f"handler={handler!r}: pass a function of (action, context), or None for the default")
@@ -438,13 +506,13 @@ class Pipeline:
             executor.register(which, handler)
 
     def describe(self) -> str:
-        """The table of stages, and how they run."""
+        """The table of stages and how they run, as text."""
         from penstock.view.stages import stage_table
 
         return stage_table(self)
 
     def close(self) -> None:
-        """End worker threads and connections; the model stays as it is."""
+        """End worker threads and connections. The model keeps its values."""
         self._closed = True
         self.deployment.replicas.close()
         self.deployment.ranks.close()

@@ -13,8 +13,6 @@ from penstock.schedule import Placement
 if TYPE_CHECKING:
     from penstock.pipeline.batches import Call
 
-__all__ = ["carry_batch"]
-
 
 def carry_batch(
     transport: Transport | None,

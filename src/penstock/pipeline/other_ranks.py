@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from penstock.pipeline.deployment import Deployment
     from penstock.pipeline.state import ModelState
 
-__all__ = ["OtherRanks", "held_on", "owners_of"]
-
 Held = Tensor | nn.Module  # a module stands for the state that it has beside tensors
 
 
@@ -36,13 +34,11 @@ class OtherRanks:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
-        self._checked = False  # on all ranks or on none, since all hear of it
+        self.checked = False  # on all ranks or on none, since all hear of it
         self.whole = True  # the model has all its values here
 
     def check(self, deployment: Deployment) -> None:
         """Before a first step: what the stages here hold must not be where another pipeline has put it."""
-        if self._checked:
-            return
 
         def look() -> None:
             for holding in deployment.holdings():
@@ -56,7 +52,7 @@ class OtherRanks:
                         )
 
         deployment.world.agreed("step()", look, "")
-        self._checked = True
+        self.checked = True
 
     def let_go(self, deployment: Deployment) -> None:
         """From now on this process has no values of what other ranks hold."""
@@ -86,7 +82,7 @@ class OtherRanks:
         """All values into the tensors of the model, on every rank or on one."""
         deployment = state.deployment
         call, transport = "fill_model()", deployment.world.transport
-        self._checked = False
+        self.checked = False
         targets = _targets(deployment, call, rank)
         graded = any(parameter.grad is not None for parameter in state.parameters())
         if any(deployment.world.all_gather(call, graded)) and transport is not None:

@@ -9,7 +9,8 @@ the rank that has them to the rank that will. The next step is what it would hav
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,18 @@ from penstock.errors import UsageError
 from penstock.model.balance.proposal import Proposal, propose
 from penstock.model.original.placeholders import take_back
 from penstock.model.split import Split
+from penstock.optim.tied import tied_places
 from penstock.pipeline.carry import carry
 from penstock.pipeline.other_ranks import held_on, owners_of
+from penstock.runtime.engine.replication import Alone
+from penstock.runtime.state.batch_norm import whole_stages
 from penstock.runtime.transport import Transport
-from penstock.schedule import Placement, Timeline
+from penstock.schedule import Placement, Timeline, align
 
-__all__ = ["move_state", "propose_cut"]
+if TYPE_CHECKING:
+    from penstock.pipeline.face import Pipeline
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
 
 
@@ -47,7 +53,7 @@ def move_state(
     after: Split,
     placement: Placement,
     transport: Transport | None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    optimizer: Optimizers,
 ) -> None:
     """Everything that a rank needs under the new cut and did not own under the old one."""
     if transport is None:
@@ -135,3 +141,29 @@ def _give_up(groups: Groups, tensor: Tensor) -> None:
     for optimizer, group in groups:
         group["params"] = [parameter for parameter in group["params"] if parameter is not tensor]
         optimizer.state.pop(tensor, None)
+
+
+def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool:
+    """Give a pipeline another cut, between two steps; whether it has one now."""
+    deployment = pipe.deployment
+    before = deployment.split
+    if before.recut is None or not proposal.changes:
+        return False
+    if any(parameter.grad is not None for parameter in pipe.parameters()):
+        raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
+    if type(deployment.replicas) is not Alone:
+        raise UsageError("a pipeline with replicas or spread tensors keeps its cut; make a new one with split_at=")
+    deployment.ranks.changes.check()
+    after = replace(before.recut(proposal.cuts), loss=before.loss)
+    schedule = deployment.schedule.compute().replace(topology=after.topology)
+    move_state(before, after, schedule.placement, deployment.world.transport, optimizer)
+    deployment.split = after
+    deployment.programs = deployment.programs.successor(
+        align(schedule), lambda always: whole_stages(after.parts, always=always)
+    )
+    pipe.state.other_ranks.moved(deployment)
+    deployment.ranks = deployment.ranks.successor(after, schedule.placement)
+    deployment.put_on_devices()
+    deployment.ranks.watch()
+    pipe.tie(tied_places(after))
+    return True

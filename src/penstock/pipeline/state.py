@@ -22,9 +22,7 @@ from penstock.pipeline.other_ranks import OtherRanks
 from penstock.runtime.loss.module import LOSS
 
 if TYPE_CHECKING:
-    from penstock.optim.scaler import GradScaler
-
-__all__ = ["ModelState"]
+    from penstock.optim.scaler import LossScale
 
 
 class ModelState:
@@ -35,8 +33,8 @@ class ModelState:
     def __init__(self, deployment: Deployment, keep_model: bool) -> None:
         self.deployment = deployment
         self.other_ranks = OtherRanks(keep_model)
-        self.scaler: GradScaler | None = None  # puts itself here
-        self._without_values: set[str] = set()
+        self.scaler: LossScale | None = None  # puts itself here
+        self.without_values: set[str] = set()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of the stages that this process owns, each parameter once."""
@@ -104,7 +102,7 @@ class ModelState:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns, and of a loss function that has some."""
-        self.deployment.ranks.settle()
+        self.deployment.ranks.wait_for_late_ranks()
         state = {
             holding.names.get(name, name): value
             for holding in self.deployment.holdings()
@@ -134,7 +132,7 @@ class ModelState:
 
         A state without the loss function's own leaves that as it is.
         """
-        self.deployment.ranks.settle()
+        self.deployment.ranks.wait_for_late_ranks()
         holdings, loss = self.deployment.holdings(), self.deployment.split.loss
         known = {name for holding in self.deployment.split.holdings() for name in holding.names.values()} | set(
             self.deployment.split.repeated
@@ -168,12 +166,12 @@ class ModelState:
 
     def loaded(self) -> None:
         """This process's stages have got values of which other stages' tensors here know nothing."""
-        self._without_values = set()
+        self.without_values = set()
         self.other_ranks.let_go(self.deployment)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process's parameters."""
-        self.deployment.ranks.settle()
+        self.deployment.ranks.wait_for_late_ranks()
         for holding in self.deployment.holdings():
             holding.module.zero_grad(set_to_none)
 
@@ -248,15 +246,15 @@ class ModelState:
             *([model] if isinstance(model, nn.Module) else model),
             *(each.module for each in deployment.split.holdings()),
         ]
-        self._without_values = set(materialise(roots, mine, others, deployment.devices.get(min(ranks), cpu), init))
+        self.without_values = set(materialise(roots, mine, others, deployment.devices.get(min(ranks), cpu), init))
 
     def check_values(self) -> None:
         """Refuse to go on while parameters have no values, or while a rank is still in a step that failed."""
-        self.deployment.ranks.settle()
-        if self._without_values:
-            some = ", ".join(sorted(self._without_values)[:3])
+        self.deployment.ranks.wait_for_late_ranks()
+        if self.without_values:
+            some = ", ".join(sorted(self.without_values)[:3])
             raise UsageError(
-                f"{len(self._without_values)} parameters were built lazily and have no values yet ({some}, ...); "
+                f"{len(self.without_values)} parameters were built lazily and have no values yet ({some}, ...); "
                 f"call load_state_dict(...), or pass init=function(name, tensor)"
             )
 

@@ -1,25 +1,39 @@
 """Schedules as values: built, drawn, proved, priced, searched for. Pure Python; never imports torch."""
 
 from penstock.schedule.action import Action, Op, parse
-from penstock.schedule.align import align
-from penstock.schedule.bounds import lower_bound
 from penstock.schedule.builders import FAMILIES, Family, build, family
-from penstock.schedule.costs import Costs
-from penstock.schedule.lower import insert_reductions, insert_shards, insert_transfers, lower
+from penstock.schedule.lowering.align import align
+from penstock.schedule.lowering.lower import insert_reductions, insert_shards, insert_transfers, lower
 from penstock.schedule.placement import Placement
+from penstock.schedule.proof.certificate import Certificate
+from penstock.schedule.proof.verify import faults, verify
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.search import Found, search, search_report, stage_costs
-from penstock.schedule.simulate import Spread, simulate, what_if
-from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.search import (
+    Found,
+    FoundCut,
+    Hosts,
+    Layer,
+    order_microbatches,
+    search,
+    search_report,
+    stage_costs,
+)
+from penstock.schedule.timing.bounds import lower_bound
+from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.simulate import Spread, simulate, what_if
+from penstock.schedule.timing.timeline import Span, Timeline
 from penstock.schedule.topology import Link, Topology, links
-from penstock.schedule.verify import faults, verify
 
 __all__ = [
     "FAMILIES",
     "Action",
+    "Certificate",
     "Costs",
     "Family",
     "Found",
+    "FoundCut",
+    "Hosts",
+    "Layer",
     "Link",
     "Op",
     "Placement",
@@ -38,6 +52,7 @@ __all__ = [
     "links",
     "lower",
     "lower_bound",
+    "order_microbatches",
     "parse",
     "search",
     "search_report",

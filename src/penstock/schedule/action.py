@@ -23,7 +23,16 @@ __all__ = ["Action", "Op", "parse"]
 
 
 class Op(IntEnum):
-    """What kind of thing an action is. Printed by name."""
+    """The kind of an action.
+
+    - `F`: forward.
+    - `B`: full backward, the same as `I` then `W`.
+    - `I`: backward for the inputs.
+    - `W`: backward for the weights.
+    - `SEND_F`, `RECV_F`, `SEND_B`, `RECV_B`: transfers of outputs (`F`) and of gradients (`B`).
+    - `UNSHARD`, `RESHARD`, `REDUCE_GRAD`: gather and release the parameters of a stage, and reduce its gradients.
+    - `OVERLAP_F_B`, `OVERLAP_B_F`: a pair of a forward and a backward that may run at the same time.
+    """
 
     F = 0  # forward
     B = 1  # full backward: I then W
@@ -44,27 +53,27 @@ class Op(IntEnum):
 
     @property
     def is_compute(self) -> bool:
-        """F, B, I or W: what takes time on the device."""
+        """Whether it is F, B, I or W: what takes time on the device."""
         return self <= Op.W
 
     @property
     def is_backward(self) -> bool:
-        """B, I or W."""
+        """Whether it is B, I or W."""
         return Op.B <= self <= Op.W
 
     @property
     def is_transfer(self) -> bool:
-        """A send or a receive."""
+        """Whether it is a send or a receive."""
         return Op.SEND_F <= self <= Op.RECV_B
 
     @property
     def is_sharding(self) -> bool:
-        """UNSHARD, RESHARD or REDUCE_GRAD: about a whole stage, with no microbatch."""
+        """Whether it is UNSHARD, RESHARD or REDUCE_GRAD, which concern a whole stage and no microbatch."""
         return Op.UNSHARD <= self <= Op.REDUCE_GRAD
 
     @property
     def is_pair(self) -> bool:
-        """Two computes that may run at the same time."""
+        """Whether it is two computes that may run at the same time."""
         return self >= Op.OVERLAP_F_B
 
 
@@ -98,12 +107,16 @@ class _Fields(NamedTuple):
 
 
 class Action(_Fields):
-    """`Action(2, Op.F, 0)` is `2F0`. `peer` is the other end of a transfer that skips stages.
+    """One thing that a rank does: `Action(2, Op.F, 0)` is `2F0`, the forward of stage 2 for microbatch 0.
 
-    The op may be given by its name, `"F"`.
+    For an overlapped pair, `stage` and `microbatch` are those of its first part; iterate `parts()` to see the computes
+    of any action, paired or not.
 
-    For an overlapped pair, `stage` and `microbatch` are those of its first part; iterate
-    `parts()` to see the computes of any action, paired or not.
+    Args:
+        stage: The stage.
+        op: The op, or its name, such as `"F"`.
+        microbatch: The microbatch; `None` for ops that concern a whole stage.
+        peer: The other stage of a transfer that skips stages.
     """
 
     __slots__ = ()
@@ -135,7 +148,12 @@ class Action(_Fields):
 
     @classmethod
     def overlap(cls, first: Action, second: Action) -> Self:
-        """The pair of a forward and a backward that may run at the same time, in this order."""
+        """A pair of a forward and a backward that may run at the same time, in this order.
+
+        Args:
+            first: The first of the two.
+            second: The second.
+        """
         for part in (first, second):
             if not isinstance(part, Action):
                 raise NotationError(f"an overlapped pair is of two Actions, got {part!r}; parse text with parse()")
@@ -148,16 +166,20 @@ class Action(_Fields):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that `text` writes; NotationError when it is anything else."""
+        """Read one action from text; `NotationError` if it is anything else.
+
+        Args:
+            text: The text, such as `1I3`.
+        """
         return parse(text)
 
     def parts(self) -> tuple[Action, ...]:
-        """The two halves of an overlapped pair, in order; of any other action, itself."""
+        """The two halves of an overlapped pair, in order; for any other action, the action itself."""
         return self.pair if self.pair is not None else (self,)
 
     @property
     def other_end(self) -> int:
-        """The stage at the far end of a transfer."""
+        """The stage at the other end of a transfer."""
         return self.peer if self.peer is not None else self.stage + NEIGHBOUR[self.op]
 
     def __str__(self) -> str:
@@ -202,7 +224,13 @@ def trusted(stage: int, op: Op, microbatch: int | None = None, peer: int | None 
 
 
 def parse(text: str, row: int | None = None, column: int | None = None) -> Action:
-    """Read one action. `row` and `column` are where it stands in a file, for the message."""
+    """Read one action from text; `NotationError` if it is anything else.
+
+    Args:
+        text: The text, such as `1I3`.
+        row: The row where it stands in a file, for the message.
+        column: The column where it stands in a file, for the message.
+    """
     if not isinstance(text, str):
         _refuse(text, row, column, EXPECTED)
     match = _PLAIN.fullmatch(text)

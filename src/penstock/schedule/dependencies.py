@@ -8,29 +8,29 @@ The rule is about three values that each stage makes for each microbatch:
     WEIGHT     the parameters' gradient, made by B or W
 
 It never depends on the microbatch's number, so a `Table` evaluates it once for each
-(op, stage) and the passes then work on whole numbers: that is what lets millions of actions
-be aligned, proved and simulated in seconds of plain Python. A value is tracked *on a rank*:
+(op, stage) and the passes then work on arrays of whole numbers: that is what lets millions of
+actions be aligned, proved and simulated in seconds. A value is tracked *on a rank*:
 where it was made and where a link carries it. A GRADIENT away from home is tracked for each
 producing stage apart: two stages of one rank that feed the same consumer each get a message of
 their own, and the one's does not serve the other.
 
-`walk` is the one loop that runs actions as their needs are met. Align, simulate and verify
-all drive it, so there is one notion of "ready" and one report of who is stuck and why.
+`waits_of` says which compute waits for which; align, simulate and verify all ask it and let `events.run` go through
+the rows, so there is one notion of "ready" and one report of who is stuck and why.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.columns import Array, Columns
+from penstock.schedule.events import Waits
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
 
-__all__ = ["Stuck", "Table", "Value", "makes", "needs", "walk"]
-
-Row = Sequence[Action | None]
+__all__ = ["Needs", "Stuck", "Table", "Value", "makes", "needs", "stuck_at", "waits_in_cells", "waits_of"]
 
 
 class Value(IntEnum):
@@ -80,6 +80,7 @@ class Table:
 
     def __init__(self, placement: Placement, topology: Topology, microbatches: int) -> None:
         self.microbatches = microbatches
+        self.stages = topology.stages
         self._home = placement.by_stage
         self._bases: dict[tuple[Value, int, int, int], int] = {}
         self.names: list[tuple[Value, int, int, int]] = []  # the key of each base, in order
@@ -133,16 +134,68 @@ class Table:
             found += [(rank, self.base(value, stage, rank, reader)) for rank, reader in away if rank != home]
         return tuple(dict.fromkeys(found))
 
-    def needs_of(self, action: Action) -> list[int]:
-        """The positions that an action waits for; of a pair, what either part waits for.
+    def positions(self, columns: Columns, bases: Sequence[Sequence[Sequence[int]]]) -> tuple[Array, Array]:
+        """(number of the compute, position) for all computes; `bases` are those of `needed`, `made` or such a table."""
+        import numpy as np
 
-        The parts may run at the same time: what one makes cannot be what the other needs.
+        most = max(len(found) for by_stage in bases[: Op.W + 1] for found in by_stage)
+        planes = np.full((most, Op.W + 1, self.stages), -1, dtype=np.int32 if self.size < 2**31 else np.int64)
+        for op, by_stage in enumerate(bases[: Op.W + 1]):
+            for stage, found in enumerate(by_stage):
+                planes[: len(found), op, stage] = found
+        computes = np.flatnonzero(columns.op <= Op.W).astype(np.int32)
+        op, stage, microbatch = columns.op[computes], columns.stage[computes], columns.microbatch[computes]
+        numbers, positions = [], []
+        for plane in planes:
+            base = plane[op, stage]
+            there = base >= 0
+            numbers.append(computes[there])
+            positions.append(base[there] + microbatch[there])
+        return np.concatenate(numbers or [computes[:0]]), np.concatenate(positions or [computes[:0]])
+
+    def makers(self, columns: Columns) -> Array:
+        """By position: the number of the first compute that makes the value; that of no compute where none does.
+
+        A value counts as carried to other ranks the moment it is made.
         """
-        waits: list[int] = []
-        for stage, op, microbatch, _, _ in action.parts():
-            if microbatch is not None:
-                waits += [base + microbatch for base in self.needed[op][stage]]
-        return waits
+        import numpy as np
+
+        found = np.full(self.size, columns.size, dtype=np.int32)
+        away = [[[base for _, base in places] for places in by_stage] for by_stage in self.carried]
+        for bases in (self.made, away):
+            numbers, positions = self.positions(columns, bases)
+            np.minimum.at(found, positions, numbers)
+        return found
+
+
+class Needs(NamedTuple):
+    """Need i: compute `who[i]` waits for compute `on[i]`, because of the value at `position[i]` of the table."""
+
+    who: Array
+    on: Array
+    position: Array
+
+
+def waits_of(table: Table, columns: Columns) -> Needs:
+    """Who waits for whom, but for what a rank's own order sees to.
+
+    The parts of a pair may run at the same time: what one makes cannot be what the other needs.
+    """
+    import numpy as np
+
+    who, position = table.positions(columns, table.needed)
+    on = table.makers(columns)[position]
+    known = np.minimum(on, columns.size - 1)
+    in_order = (columns.rank[known] == columns.rank[who]) & (columns.cell[known] < columns.cell[who])
+    left = (on == columns.size) | ~in_order
+    return Needs(who[left], on[left], position[left])
+
+
+def waits_in_cells(columns: Columns, needs: Needs) -> Waits:
+    """The same for `events.run`, without delays: a pair waits as a whole, and then makes all that it makes."""
+    import numpy as np
+
+    return Waits(columns.cell[needs.who], needs.on, np.zeros(len(needs.who)))
 
 
 class Stuck(NamedTuple):
@@ -162,56 +215,13 @@ class Stuck(NamedTuple):
         return trusted(self.stage, op, self.microbatch)
 
 
-def walk(rows: Sequence[Row], table: Table, stuck: list[Stuck]) -> Iterator[tuple[int, int, Action]]:
-    """Yield (rank, position, action) in an order in which every action's needs are met.
-
-    Each rank goes through its own row in order; a value counts as carried to other ranks the
-    moment it is made. Transfers and sharding are passed over: their own rules are verify's.
-    Ranks that cannot finish are appended to `stuck`.
-    """
-    done = bytearray(table.size)
-    needed, made, carried = table.needed, table.made, table.carried
-    waiting: dict[int, list[int]] = {}
-    cursors = [0] * len(rows)
-    ready = list(range(len(rows) - 1, -1, -1))
-    last_compute, first_pair = Op.W, Op.OVERLAP_F_B  # an enum's members are slow to look up
-    while ready:
-        rank = ready.pop()
-        row = rows[rank]
-        for position in range(cursors[rank], len(row)):
-            action = row[position]
-            if action is None or last_compute < action[1] < first_pair:
-                continue
-            missing = -1
-            if action[4] is None:
-                stage, op, microbatch = action[0], action[1], action[2]
-                for base in needed[op][stage]:
-                    if not done[base + microbatch]:
-                        missing = base + microbatch
-                        break
-            else:
-                missing = next((key for key in table.needs_of(action) if not done[key]), -1)
-            if missing >= 0:
-                waiting.setdefault(missing, []).append(rank)
-                cursors[rank] = position
-                break
-            yield rank, position, action
-            for stage, op, microbatch, _, _ in (action,) if action[4] is None else action[4]:
-                for base in made[op][stage]:
-                    key = base + microbatch
-                    done[key] = 1
-                    if key in waiting:
-                        ready += waiting.pop(key)
-                for _, base in carried[op][stage]:
-                    key = base + microbatch
-                    done[key] = 1
-                    if key in waiting:
-                        ready += waiting.pop(key)
-        else:
-            cursors[rank] = len(row)
-    for key, ranks in waiting.items():
-        value, stage, _, microbatch = table.name(key)
-        for rank in ranks:
-            action = rows[rank][cursors[rank]]
-            if action is not None:
-                stuck.append(Stuck(rank, cursors[rank], action, value, stage, microbatch))
+def stuck_at(columns: Columns, table: Table, needs: Needs, stuck: Iterable[tuple[int, int]]) -> list[Stuck]:
+    """What `events.run` says of rows that cannot go on, in terms of actions and values."""
+    found = []
+    for rank, number in stuck:
+        value, stage, _, microbatch = table.name(int(needs.position[number]))
+        position = int(columns.position[needs.who[number]])
+        action = columns.row(rank)[position]
+        assert action is not None
+        found.append(Stuck(rank, position, action, value, stage, microbatch))
+    return found

@@ -19,7 +19,11 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """`Placement([0, 1, 1, 0])`: stages 0 and 3 on rank 0, stages 1 and 2 on rank 1."""
+    """Which rank owns which stage: with `Placement([0, 1, 1, 0])`, stages 0 and 3 are on rank 0.
+
+    Args:
+        by_stage: The rank of each stage.
+    """
 
     by_stage: tuple[int, ...]
     ranks: int = field(init=False, compare=False)
@@ -49,36 +53,59 @@ class Placement:
 
     @classmethod
     def loop(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
-        """0 1 2 3 0 1 2 3: each round starts at rank 0 again."""
+        """0 1 2 3 0 1 2 3: each round starts at rank 0 again.
+
+        Args:
+            ranks: Number of ranks.
+            stages_per_rank: Number of stages per rank.
+        """
         _check_sizes(ranks, stages_per_rank)
         return cls(tuple(range(ranks)) * stages_per_rank)
 
     @classmethod
     def v(cls, ranks: int, stages_per_rank: int = 2) -> Placement:
-        """0 1 2 3 3 2 1 0: each round turns back, so the turn is a hand-over on one rank."""
+        """0 1 2 3 3 2 1 0: each round turns back, so that the value stays on its rank at the turn.
+
+        Args:
+            ranks: Number of ranks.
+            stages_per_rank: Number of stages per rank.
+        """
         _check_sizes(ranks, stages_per_rank)
         there = tuple(range(ranks))
         return cls(rank for turn in range(stages_per_rank) for rank in (there[::-1] if turn % 2 else there))
 
     @classmethod
     def block(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
-        """0 0 1 1 2 2: neighbouring stages together, as if each rank had one larger stage."""
+        """0 0 1 1 2 2: neighbouring stages together, as if each rank had one larger stage.
+
+        Args:
+            ranks: Number of ranks.
+            stages_per_rank: Number of stages per rank.
+        """
         _check_sizes(ranks, stages_per_rank)
         return cls(rank for rank in range(ranks) for _ in range(stages_per_rank))
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.by_stage)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that owns `stage`."""
+        """The rank that owns a stage.
+
+        Args:
+            stage: The stage.
+        """
         if not is_index(stage, len(self.by_stage)):
             raise UsageError(f"there is no stage {stage!r}: stages are 0 to {len(self.by_stage) - 1}")
         return self.by_stage[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` owns, in ascending order."""
+        """The stages that a rank owns, in ascending order.
+
+        Args:
+            rank: The rank.
+        """
         if not is_index(rank, self.ranks):
             raise UsageError(f"there is no rank {rank!r}: ranks are 0 to {self.ranks - 1}")
         return self._by_rank[rank]

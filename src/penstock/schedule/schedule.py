@@ -5,6 +5,9 @@ laptop, compared, hashed, drawn, saved, proved and priced; the executor then run
 object. An entry is an `Action`, or None for an idle slot: a compute schedule is a grid
 whose columns are time slots, a lowered program is a plain order with transfers in it.
 
+Passes over it read and write `columns`, the same actions as flat arrays; a schedule that a pass
+made has its `rows` of actions from the first moment that somebody looks at them.
+
 The constructor only arranges; whether the schedule is any good is `verify`'s to say, all
 faults at once. What cannot be told from the actions is kept beside them: the placement, how
 many microbatches are meant, which stages feed which, which of them recompute, and which lowering
@@ -13,22 +16,26 @@ passes have run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any, cast
 
-from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.errors import Fault, UsageError
 from penstock.rules import check_count, is_index
-from penstock.schedule.action import Action
+from penstock.schedule.action import Action, Op
+from penstock.schedule.columns import OPS, Columns
 from penstock.schedule.placement import Placement
 from penstock.schedule.seen import (
     PASSES,
     Row,
     microbatches_seen,
+    ops_of,
     parts_of,
     passes_seen,
     placement_seen,
+    rows_of,
     skips_seen,
 )
 from penstock.schedule.topology import Topology
@@ -38,9 +45,21 @@ __all__ = ["Row", "Schedule", "expect_schedule"]
 FEW = 100_000  # missing computes that are still listed one by one
 
 
-@dataclass(frozen=True, init=False, repr=False)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Schedule:
-    """Rows of actions, one row a rank. Equal schedules have equal rows and equal meaning."""
+    """For each rank, its actions in order: a frozen value. Equal schedules compare and hash equal.
+
+    Args:
+        rows: One row per rank: actions, their text (`"0F0"`) or `None` for an idle slot; or one text per row.
+        placement: Which rank owns which stage. By default, as the rows show.
+        microbatches: Number of microbatches. By default, as the rows show.
+        topology: Which stage reads which. By default, a chain, plus the skips that the rows show.
+        forward_only: Whether it is for inference. By default, whether there are no backwards.
+        recompute: Stages whose forward runs again in their backward.
+        name: A name to print; not compared.
+        passes: What lowering has already added: `"transfers"`, `"reductions"`, `"shards"`. By default, as the rows
+            show.
+    """
 
     rows: tuple[Row, ...]
     placement: Placement
@@ -53,7 +72,7 @@ class Schedule:
 
     def __init__(
         self,
-        rows: Iterable[Iterable[Action | str | None] | str],
+        rows: Iterable[Iterable[Action | str | None] | str] | Columns,
         *,
         placement: Placement | Iterable[int] | None = None,
         microbatches: int | None = None,
@@ -63,7 +82,7 @@ class Schedule:
         name: str = "",
         passes: Iterable[str] | None = None,
     ) -> None:
-        filled = _rows_of(rows)
+        filled = () if isinstance(rows, Columns) else rows_of(rows)  # who has columns states all facts
         if placement is None:
             placement = placement_seen(filled)
         elif not isinstance(placement, Placement):
@@ -81,42 +100,83 @@ class Schedule:
         if forward_only is None:
             forward_only = not any(part.op.is_backward for _, _, part in parts_of(filled))
         for name_, value in {
-            "rows": filled,
+            **({"columns": rows} if isinstance(rows, Columns) else {"rows": filled}),
             "placement": placement,
             "microbatches": microbatches,
             "topology": topology,
             "forward_only": forward_only,
             "recompute": _stages_of(recompute, placement.stages),
             "name": name,
-            "passes": passes_seen(filled) if passes is None else _passes_of(passes),
+            "passes": passes_seen(ops_of(filled)) if passes is None else _passes_of(passes),
         }.items():
-            object.__setattr__(self, name_, value)
+            self.__dict__[name_] = value
+
+    def __getattr__(self, name: str) -> Any:  # only of what is not there yet
+        if name == "certificate":  # until verify has proved it, or load has found one that is for it
+            return None
+        if name != "rows" or "columns" not in self.__dict__:
+            raise AttributeError(f"a Schedule has no {name!r}")
+        rows = self.__dict__["rows"] = tuple(map(self.columns.row, range(self.columns.ranks)))
+        return rows
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The same actions as flat arrays, for passes."""
+        return Columns.of(self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        if self._meaning != other._meaning:
+            return False
+        if "rows" in self.__dict__ and "rows" in other.__dict__:
+            return self.rows == other.rows
+        return self.columns.same_as(other.columns)
+
+    def __hash__(self) -> int:
+        columns = self.columns
+        return hash((self._meaning, columns.lengths, columns.op.tobytes(), columns.microbatch.tobytes()))
+
+    @property
+    def _meaning(self) -> tuple[object, ...]:
+        return (self.placement, self.microbatches, self.topology, self.forward_only, self.recompute)
 
     # -- reading it
 
     @property
     def ranks(self) -> int:
-        """How many ranks it is for."""
-        return len(self.rows)
+        """Number of ranks."""
+        return len(self.rows) if "rows" in self.__dict__ else self.columns.ranks
 
     @property
     def stages(self) -> int:
-        """How many stages there are in all."""
+        """Number of stages."""
         return self.placement.stages
 
     @property
     def slots(self) -> int:
-        """The number of time slots of the longest row."""
-        return max(map(len, self.rows))
+        """Number of time slots of the longest row."""
+        return max(map(len, self.rows)) if "rows" in self.__dict__ else max(self.columns.lengths)
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """The ops that there are, those of overlapped pairs' parts included."""
+        import numpy as np
+
+        return frozenset(OPS[number] for number in np.bincount(self.columns.op).nonzero()[0])
 
     def rank(self, rank: int) -> Row:
-        """What `rank` does, in order; None is an idle slot."""
-        if not is_index(rank, len(self.rows)):
-            raise UsageError(f"there is no rank {rank!r}: this schedule has ranks 0 to {len(self.rows) - 1}")
+        """What a rank does, in order; `None` is an idle slot.
+
+        Args:
+            rank: The rank.
+        """
+        if not is_index(rank, self.ranks):
+            raise UsageError(f"there is no rank {rank!r}: this schedule has ranks 0 to {self.ranks - 1}")
         return self.rows[rank]
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
-        """(rank, position, action) of every action, overlapped pairs opened."""
+        """Every action as (rank, position, action), with overlapped pairs taken apart."""
         return parts_of(self.rows)
 
     def __repr__(self) -> str:
@@ -125,44 +185,56 @@ class Schedule:
 
     # -- deriving others from it
 
-    def replace(self, rows: Iterable[Iterable[Action | None]] | None = None, **changes: Any) -> Schedule:
-        """The same schedule with other rows or other facts; what it is meant to be stays."""
-        if rows is not None:
-            changes["rows"] = rows
-        return replace(self, **changes)
+    def replace(self, rows: Iterable[Iterable[Action | None]] | Columns | None = None, **changes: Any) -> Schedule:
+        """The same schedule with other rows or other facts.
+
+        Args:
+            rows: The new rows. By default, the present ones.
+            **changes: Other arguments of the constructor to change.
+        """
+        if rows is None:
+            rows = self.rows if "rows" in self.__dict__ else self.columns
+        return replace(self, rows=cast("Any", rows), **changes)
 
     def compute(self) -> Schedule:
-        """Only the computes, in the same order: no idle slots, transfers or sharding."""
-        rows = (
-            (action for action in row if action is not None and (action.op.is_compute or action.op.is_pair))
-            for row in self.rows
-        )
-        return self.replace(rows, passes=frozenset())
+        """Only the computes, in the same order, without idle slots, transfers or sharding."""
+        return self.replace(self.columns.kept(self.columns.op <= Op.W), passes=frozenset())
 
     # -- text, files
 
     @classmethod
     def from_text(cls, text: str | Iterable[str], **facts: Any) -> Schedule:
-        """From rows of text: `0F0 0F1 . 0B0`, one line a rank, `.` for an idle slot.
+        """Read a schedule from text: one line per rank, such as `0F0 0F1 . 0B0`, where `.` is an idle slot.
 
-        A drawing made by `draw` is read back too. `facts` are the constructor's arguments.
+        A drawing made by `draw` can be read back.
+
+        Args:
+            text: The text, or its lines.
+            **facts: Further arguments of the constructor.
         """
-        from penstock.schedule.text import read_text
+        from penstock.schedule.files.text import read_text
 
         return cls(read_text(text), **facts)
 
     def draw(self, width: int | None = None, color: bool = False) -> str:
-        """A grid with a row for each rank and a column for each time slot; `.` is idle.
+        """Draw it as text: one row per rank, one column per time slot; `.` is idle.
 
-        `width` wraps it into bands of that many characters; `color` adds terminal colours.
+        Args:
+            width: Wrap into bands of that many characters.
+            color: Whether to add terminal colours.
         """
-        from penstock.schedule.text import draw
+        from penstock.schedule.files.drawing import draw
 
         return draw(self, width, color)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a `.csv` file (torch's dialect) or a `.json` file (everything)."""
-        from penstock.schedule.text import save
+        """Write it to a file.
+
+        Args:
+            path: A path that ends in `.csv` (the dialect of `torch.distributed.pipelining`) or `.json` (everything,
+                the certificate included).
+        """
+        from penstock.schedule.files.text import save
 
         save(self, path)
 
@@ -170,57 +242,79 @@ class Schedule:
     def load(cls, path: str | PathLike[str], *, check: bool = True, **facts: Any) -> Schedule:
         """Read a `.csv` or `.json` file.
 
-        `facts` (`ranks=`, `stages=` and the constructor's arguments) state what the file must be
-        for: one that says otherwise is refused. What a CSV cannot say, such as a topology, is
-        taken from them. With `check`, missing rows, foreign stages and out-of-range microbatches
-        are refused here; without it, `verify` will list them with everything else.
+        Args:
+            path: The file.
+            check: Whether missing rows, unknown stages and microbatches out of range are refused here, and a file that
+                was changed after it was proved. Without it, `verify` lists the faults with everything else.
+            **facts: What the file must be for: `ranks=`, `stages=` and the constructor's arguments. A file that says
+                otherwise is refused. What a CSV file cannot say, such as a topology, is taken from them.
         """
-        from penstock.schedule.text import load
+        from penstock.schedule.files.text import load
 
         return load(path, facts, check)
 
     def shape_faults(self) -> Iterator[Fault]:
-        """What makes it no schedule at all: rows, stages and microbatches that do not fit."""
+        """What makes it no schedule at all: rows, stages and microbatches that do not fit together."""
+        import numpy as np
+
         stages, microbatches = self.placement.stages, self.microbatches
-        home = self.placement.by_stage
         if self.ranks != self.placement.ranks:
             yield Fault(f"{self.ranks} rows for a placement on {self.placement.ranks} ranks; give each rank one row")
         crowd = self.crowd_fault()
         if crowd is not None:
             yield crowd
-        seen = set()
-        for rank, row in enumerate(self.rows):
-            if not any(row):
-                yield Fault("the row has no action; every rank runs something", rank)
-            for position, entry in enumerate(row):
-                if entry is None:
-                    continue
-                for action in (entry,) if entry[4] is None else entry[4]:
-                    stage, microbatch = action[0], action[2]
-                    seen.add(stage)
-                    if stage >= stages:
-                        yield Fault(f"there is no stage {stage}: stages are 0 to {stages - 1}", rank, position, action)
-                    elif home[stage] != rank:
-                        yield Fault(f"stage {stage} lives on rank {home[stage]}", rank, position, action)
-                    if microbatch is not None and microbatch >= microbatches:
-                        yield Fault(
-                            f"microbatch {microbatch} is out of range: there are {microbatches}, "
-                            f"0 to {microbatches - 1}",
-                            rank,
-                            position,
-                            action,
-                        )
-                    if action[3] is not None and action[3] >= stages:
-                        yield Fault(
-                            f"there is no stage {action[3]}: stages are 0 to {stages - 1}", rank, position, action
-                        )
-        for stage in range(stages):
-            if stage not in seen:
-                yield Fault(f"stage {stage} appears in no row; is the row of its rank missing?")
+        columns = self.columns
+        for rank in np.flatnonzero(np.diff(columns.starts) == 0).tolist():
+            yield Fault("the row has no action; every rank runs something", rank)
+        strange = columns.stage >= stages
+        home = np.array(self.placement.by_stage)[np.minimum(columns.stage, stages - 1)]
+        away = (home != columns.rank) & ~strange
+        late = columns.microbatch >= microbatches
+        nowhere = columns.peer >= stages
+        for number in np.flatnonzero(strange | away | late | nowhere).tolist():
+            at = self.place(number)
+            action = at[2]
+            if strange[number]:
+                yield Fault(f"there is no stage {action.stage}: stages are 0 to {stages - 1}", *at)
+            if away[number]:
+                yield Fault(f"stage {action.stage} lives on rank {home[number]}", *at)
+            if late[number]:
+                span = f"there are {microbatches}, 0 to {microbatches - 1}"
+                yield Fault(f"microbatch {action.microbatch} is out of range: {span}", *at)
+            if nowhere[number]:
+                yield Fault(f"there is no stage {action.peer}: stages are 0 to {stages - 1}", *at)
+        seen = np.bincount(columns.stage[~strange], minlength=stages)
+        for stage in np.flatnonzero(seen == 0).tolist():
+            yield Fault(f"stage {stage} appears in no row; is the row of its rank missing?")
+
+    def place(self, number: int) -> tuple[int, int, Action]:
+        """A part as (rank, position, action), by its number in `columns`.
+
+        Args:
+            number: The number of the part.
+        """
+        columns = self.columns
+        rank, position = int(columns.rank[number]), int(columns.position[number])
+        if "rows" not in self.__dict__:
+            return rank, position, columns.part(number)
+        entry = self.rows[rank][position]  # an action that no array holds stands there as it was written
+        assert entry is not None
+        return rank, position, entry.parts()[number - int(columns.cell[number])]
+
+    def messages(self, source: int, target: int) -> tuple[Action, ...]:
+        """What crosses from one rank to another in a lowered program, in order: the sends of `source`."""
+        for name, rank in (("source", source), ("target", target)):
+            if not is_index(rank, self.ranks):
+                raise UsageError(f"{name}={rank!r}: pass one of the ranks 0 to {self.ranks - 1}")
+        if "transfers" not in self.passes:
+            raise UsageError("the schedule has no transfers yet, so that nothing crosses: call lower(schedule) first")
+        sends = [action for action in self.rows[source] if action is not None and action.op in (Op.SEND_F, Op.SEND_B)]
+        return tuple(action for action in sends if self.placement.rank_of(action.other_end) == target)
 
     def crowd_fault(self) -> Fault | None:
-        """Far more microbatches than the rows could ever run: one fact, said before anything of that size is made."""
-        size, there = self.stages * self.microbatches, sum(map(len, self.rows))
+        """A fault if there are far more microbatches than the rows could run; found before building that much."""
+        cells = map(len, self.rows) if "rows" in self.__dict__ else self.columns.lengths
+        size, there = self.stages * self.microbatches, sum(cells)
         if size <= FEW + 2 * there:
             return None
         meant = f"{self.microbatches} microbatches in {self.stages} stages are {size} forwards"
@@ -232,37 +326,6 @@ def expect_schedule(value: object, call: str) -> None:
     if not isinstance(value, Schedule):
         would = f"build({value!r}, ranks, microbatches)" if isinstance(value, str) else "build('1f1b', 4, 8)"
         raise UsageError(f"{call} takes a Schedule, such as {would} or Schedule.load(path); got {value!r}")
-
-
-def _rows_of(rows: Iterable[Iterable[Action | str | None] | str]) -> tuple[Row, ...]:
-    if not isinstance(rows, Iterable) or isinstance(rows, (str, Mapping)):
-        raise UsageError(
-            f"a schedule is a list of rows, one for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]; got {rows!r} "
-            "(for lines of text, call Schedule.from_text)"
-        )
-    filled = tuple(_cells_of(row) for row in rows)
-    if not filled:
-        raise ScheduleError("a schedule needs at least one row: one for each rank")
-    if all(_CELLS.issuperset(map(type, row)) for row in filled):
-        return cast("tuple[Row, ...]", filled)
-    for number, row in enumerate(filled):
-        odd = [cell for cell in row if type(cell) not in _CELLS and not isinstance(cell, str)]
-        if odd:
-            raise UsageError(
-                f"row {number} holds {odd[0]!r}; a row holds Actions or their text, and None or '.' for an idle slot"
-            )
-    from penstock.schedule.text import read_cells
-
-    return tuple(map(tuple, read_cells(filled)))
-
-
-def _cells_of(row: Iterable[Action | str | None] | str) -> tuple[Action | str | None, ...]:
-    if not isinstance(row, Iterable):
-        raise UsageError(f"a row is a list of actions, such as ['0F0', '0B0']; got {row!r}")
-    return tuple(row.split() if isinstance(row, str) else row)
-
-
-_CELLS = frozenset((Action, type(None)))
 
 
 def _stages_of(recompute: Iterable[int], stages: int) -> frozenset[int]:

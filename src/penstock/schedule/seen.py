@@ -7,10 +7,10 @@ are read off them here; a stray number must not win against all others, so the m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
-from penstock.errors import Fault, NotationError, ScheduleError
+from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.placement import Placement
 
@@ -20,9 +20,11 @@ __all__ = [
     "actions_of",
     "forwards_seen",
     "microbatches_seen",
+    "ops_of",
     "parts_of",
     "passes_seen",
     "placement_seen",
+    "rows_of",
     "skips_seen",
 ]
 
@@ -78,9 +80,14 @@ def microbatches_seen(rows: Sequence[Row]) -> int:
     return max(counts, key=lambda count: (counts[count], count))
 
 
-def passes_seen(rows: Iterable[Iterable[Action | None]]) -> frozenset[str]:
-    """Which passes must have run, by the actions that they add."""
-    ops = {action[1] for row in rows for action in row if action is not None}
+def ops_of(rows: Iterable[Iterable[Action | None]]) -> frozenset[Op]:
+    """The ops that stand in the rows."""
+    return frozenset(action[1] for row in rows for action in row if action is not None)
+
+
+def passes_seen(ops: Iterable[Op]) -> frozenset[str]:
+    """Which passes must have run, by the ops that they add."""
+    ops = frozenset(ops)
     names = {
         "transfers": any(op.is_transfer for op in ops),
         "reductions": Op.REDUCE_GRAD in ops,
@@ -121,3 +128,35 @@ def actions_of(
     if faults:
         raise NotationError(faults)
     return found
+
+
+def rows_of(rows: Iterable[Iterable[Action | str | None] | str]) -> tuple[Row, ...]:
+    """Rows of actions from what a user gives: actions or their text, None or `.` for an idle slot."""
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, Mapping)):
+        raise UsageError(
+            f"a schedule is a list of rows, one for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]; got {rows!r} "
+            "(for lines of text, call Schedule.from_text)"
+        )
+    filled = tuple(_cells_of(row) for row in rows)
+    if not filled:
+        raise ScheduleError("a schedule needs at least one row: one for each rank")
+    if all(_CELLS.issuperset(map(type, row)) for row in filled):
+        return cast("tuple[Row, ...]", filled)
+    for number, row in enumerate(filled):
+        odd = [cell for cell in row if type(cell) not in _CELLS and not isinstance(cell, str)]
+        if odd:
+            raise UsageError(
+                f"row {number} holds {odd[0]!r}; a row holds Actions or their text, and None or '.' for an idle slot"
+            )
+    from penstock.schedule.files.text import read_cells
+
+    return tuple(map(tuple, read_cells(filled)))
+
+
+def _cells_of(row: Iterable[Action | str | None] | str) -> tuple[Action | str | None, ...]:
+    if not isinstance(row, Iterable):
+        raise UsageError(f"a row is a list of actions, such as ['0F0', '0B0']; got {row!r}")
+    return tuple(row.split() if isinstance(row, str) else row)
+
+
+_CELLS = frozenset((Action, type(None)))

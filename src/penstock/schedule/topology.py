@@ -24,7 +24,12 @@ __all__ = ["Link", "Topology", "links"]
 
 @dataclass(frozen=True)
 class Topology:
-    """The edges `(from stage, to stage)` of a model cut into `stages` stages."""
+    """Which stage's output each stage reads.
+
+    Args:
+        stages: Number of stages.
+        edges: Pairs (from stage, to stage), each from a stage to a later one.
+    """
 
     stages: int
     edges: tuple[tuple[int, int], ...]
@@ -53,15 +58,28 @@ class Topology:
 
     @classmethod
     def chain(cls, stages: int, skips: Iterable[tuple[int, int]] = ()) -> Topology:
-        """Each stage feeds the next one, and each skip `(from, to)` feeds that stage as well."""
+        """A chain, in which each stage feeds the next one, plus skips.
+
+        Args:
+            stages: Number of stages.
+            skips: Further edges (from stage, to stage).
+        """
         return cls(stages, [*((stage, stage + 1) for stage in range(stages - 1)), *_listed(skips)])
 
     def producers(self, stage: int) -> tuple[int, ...]:
-        """The stages whose output `stage` reads."""
+        """The stages whose output a stage reads.
+
+        Args:
+            stage: The stage that reads.
+        """
         return self._producers[stage]
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        """The stages that read the output of `stage`."""
+        """The stages that read the output of a stage.
+
+        Args:
+            stage: The stage whose output it is.
+        """
         return self._consumers[stage]
 
     @property
@@ -71,7 +89,7 @@ class Topology:
 
     @property
     def is_chain(self) -> bool:
-        """Each stage feeds the next one and no other."""
+        """Whether each stage feeds the next one and no other."""
         return self.edges == tuple((stage, stage + 1) for stage in range(self.stages - 1))
 
 
@@ -89,7 +107,15 @@ def _edge(edge: object) -> tuple[int, int]:
 
 
 class Link(NamedTuple):
-    """The way of one stage's output to one other rank, and of its gradient back."""
+    """The connection between a stage and another rank that needs its output; gradients come back on it.
+
+    Attributes:
+        source: The stage that produces the value.
+        target: The first of `targets`, which names the link in the notation.
+        source_rank: The rank of `source`.
+        target_rank: The rank that the value goes to.
+        targets: Every stage on `target_rank` that reads the value.
+    """
 
     source: int  # the stage that makes the value
     target: int  # the first stage of `targets`: names the link in the notation
@@ -99,7 +125,12 @@ class Link(NamedTuple):
 
 
 def links(placement: Placement, topology: Topology) -> tuple[Link, ...]:
-    """Every link between different ranks; edges within a rank are hand-overs and need none."""
+    """Every link between different ranks. Edges within a rank need none.
+
+    Args:
+        placement: Which rank owns which stage.
+        topology: Which stage reads which.
+    """
     found = []
     for source in range(topology.stages):
         home = placement.rank_of(source)

@@ -27,18 +27,6 @@ from penstock.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.train.data.batches import DataBatch
 from penstock.train.gpt import build_gpt, token_loss
 
-__all__ = [
-    "Loss",
-    "build_model",
-    "build_optimizer",
-    "build_pipeline",
-    "build_rate",
-    "follow_config",
-    "gpt_options",
-    "options_of",
-    "rate_at",
-]
-
 Loss = Callable[..., Any]
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
@@ -47,7 +35,6 @@ NO_FOLDER_CODE = (
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
-    """The options of the built-in model."""
     return checked(GPTOptions, config.model.options, "model.options")
 
 
@@ -78,6 +65,7 @@ def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
     if "trust_remote_code" in options:
         raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")
     try:
+        # optional, and slow to load
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise UsageError("huggingface models need the transformers package: pip install transformers") from None

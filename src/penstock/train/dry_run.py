@@ -18,8 +18,6 @@ from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
 
-__all__ = ["DryRun", "make_plan"]
-
 
 @dataclass(frozen=True)
 class DryRun:
@@ -33,7 +31,6 @@ class DryRun:
     memory: tuple[float, ...]  # bytes by rank: weights, gradients, optimizer and activations; empty where not measured
 
     def text(self, width: int | None = None) -> str:
-        """For a person."""
         lines = [self.table, f"data      {self.data}", "", self.schedule.draw(width=width), ""]
         idle = f"predicted idle share {self.timeline.bubble:.1%}"
         if not self.measured:
@@ -56,7 +53,7 @@ def _megabytes(count: float) -> str:
 
 
 def make_plan(config: TrainConfig) -> DryRun:
-    """Build and measure."""
+    """Build the pipeline of a configuration, and measure its pieces."""
     data = open_data(config)
     batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)

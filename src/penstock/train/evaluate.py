@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import UsageError
@@ -12,30 +10,9 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
 from penstock.train.generate import load_for
 
-__all__ = ["Score", "evaluate_checkpoint"]
 
-
-@dataclass(frozen=True)
-class Score:
-    """What an evaluation found."""
-
-    step: int
-    batches: int
-    loss: float
-
-    @property
-    def perplexity(self) -> float:
-        """e to the loss."""
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits(self) -> float:
-        """The loss in bits a token."""
-        return self.loss / math.log(2)
-
-
-def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> Score:
-    """In this process, whatever the layout that the checkpoint was saved with."""
+def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> tuple[int, list[float]]:
+    """The step of a checkpoint, and its loss on each validation batch; in this process, whatever the saved layout."""
     data = open_data(config)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")
@@ -54,4 +31,4 @@ def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> 
             "there is no validation data: data.validation is a share of the tokens that must hold more than one row "
             "(data.sequence); a module:function gives it by validation(number)"
         )
-    return Score(step, len(losses), sum(losses) / len(losses))
+    return step, losses

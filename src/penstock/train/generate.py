@@ -17,22 +17,6 @@ from penstock.train.build import build_model, gpt_options
 from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
 from penstock.train.gpt import Embed
-from penstock.train.run_folder import RunFolder
-
-__all__ = ["continue_text", "find_checkpoint", "load_for", "open_gpt", "saved_config"]
-
-
-def find_checkpoint(place: str | Path) -> Path:
-    """A checkpoint, from its own folder, a folder of them, or a run's folder: of several, the newest whole one."""
-    path = Path(place)
-    if not path.exists():
-        raise UsageError(f"there is no {path}; give a run's folder, or a checkpoint in its checkpoints/")
-    for folder in (RunFolder(path).checkpoints, path):
-        if folder.is_dir():
-            latest = Checkpointer(folder).latest()
-            if latest is not None:
-                return latest
-    return path  # loading it says what is wrong, if anything is
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:

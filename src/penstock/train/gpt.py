@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from penstock.train.config.settings import GPTOptions
 
-__all__ = ["Block", "Embed", "Head", "build_gpt", "token_loss"]
-
 
 class Embed(nn.Module):
     """Tokens and their places as vectors."""

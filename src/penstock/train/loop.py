@@ -20,17 +20,15 @@ from penstock.errors import ModelError
 from penstock.optim.scaler import GradScaler
 from penstock.pipeline import Pipeline, StepResult
 from penstock.schedule import Timeline
-from penstock.schedule.timeline_json import to_json
+from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import DataBatch, DataBatches
-from penstock.train.metrics import Metrics
+from penstock.train.launch.stopping import Stop
 from penstock.train.nonfinite import NonFinite, find_culprit
-from penstock.train.progress import Pace, Progress, Reading, memory_now
-from penstock.train.run_folder import RunFolder
-from penstock.train.stopping import Stop
-
-__all__ = ["Ending", "Trainer"]
+from penstock.train.run.metrics import Metrics
+from penstock.train.run.progress import Pace, Progress, Reading, memory_now
+from penstock.train.run.run_folder import RunFolder
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 
@@ -46,7 +44,7 @@ class Ending:
 
 
 class Trainer:
-    """What one rank needs to train, joined."""
+    """The training loop of one rank, with all that it needs."""
 
     def __init__(
         self,
@@ -101,7 +99,6 @@ class Trainer:
         return Ending(self.step, self.loss, self.validation, self.step < self.config.training.steps)
 
     def save(self) -> None:
-        """A checkpoint of the step that is done."""
         if self._saved == self.step and self.step:
             return
         self.checkpointer.save(

@@ -9,9 +9,8 @@ parameters' gradients tell.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +20,12 @@ from penstock.checkpoint.processes import Processes
 from penstock.errors import RunError
 from penstock.pipeline import Pipeline
 
-__all__ = ["NonFinite", "find_culprit"]
-
 
 class NonFinite(RunError):
     """A loss or gradient was inf or NaN. Started again, the run would meet it again."""
 
 
-@dataclass
-class _Found:
+class _Found(NamedTuple):
     """The first bad thing of one stage; `order` is by the time it was met, weights before outputs."""
 
     stage: int
@@ -50,8 +46,7 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     bad_loss = result.loss is not None and not bool(torch.isfinite(result.loss))
     gradients = [] if found else _bad_gradients(pipe)
     pipe.zero_grad()
-    mine = ([(one.stage, one.order, one.words) for one in found], gradients)
-    answers = Processes(pipe, "the search for a bad number").exchange(mine)
+    answers = Processes(pipe, "the search for a bad number").exchange((found, gradients))
     outputs = sorted(entry for entries, _ in answers for entry in entries)
     if outputs:
         stage, _, words = outputs[0]
@@ -98,16 +93,12 @@ def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
 
 @contextmanager
 def _watched(pipe: Pipeline, found: list[_Found]) -> Iterator[None]:
-    hooks = []
-    for stage, part in pipe.deployment.ranks.modules().items():
-        for name, module in part.named_modules():
-            if name:
-                hooks.append(module.register_forward_hook(_look(pipe, stage, name, found)))
-    try:
+    with ExitStack() as hooks:
+        for stage, part in pipe.deployment.ranks.modules().items():
+            for name, module in part.named_modules():
+                if name:
+                    hooks.callback(module.register_forward_hook(_look(pipe, stage, name, found)).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _look(pipe: Pipeline, stage: int, name: str, found: list[_Found]) -> Callable[..., None]:

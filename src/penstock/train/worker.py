@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
 from multiprocessing import forkserver
 from pathlib import Path
 from time import monotonic
@@ -50,18 +49,16 @@ from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import DataBatches, open_data
-from penstock.train.launch.meeting import new_prefix
+from penstock.train.launch.attempts import new_prefix
+from penstock.train.launch.parent import die_with
+from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
 from penstock.train.loop import Ending, Trainer
-from penstock.train.metrics import Metrics
 from penstock.train.nonfinite import NonFinite
-from penstock.train.parent import die_with
-from penstock.train.progress import Progress, of_time
-from penstock.train.run_folder import RunFolder, write_json
-from penstock.train.stopping import INTERRUPTED, Stop, asking
+from penstock.train.run.metrics import Metrics
+from penstock.train.run.progress import Progress, of_time
+from penstock.train.run.run_folder import RunFolder, write_json
 from penstock.view.page import page
 from penstock.view.run import Run
-
-__all__ = ["FINAL", "Job", "enter", "log_as", "note_path", "read_note", "ready_path", "train_here"]
 
 FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
@@ -72,18 +69,18 @@ class Job:
     """What a process is told; it travels to it pickled."""
 
     config: TrainConfig
-    again: str  # the command that goes on with this run
+    resume_command: str  # the command that goes on with this run
     resumed: bool = False  # there was such a run before
     launcher: int = 0  # the process that all ranks end with
 
 
 def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:
-    """Where a rank that failed says why."""
+    """The file in which a rank that failed says why."""
     return folder.logs / f"failed-{attempt}-{rank}.json"
 
 
 def ready_path(folder: RunFolder, attempt: int, rank: int) -> Path:
-    """There while a rank can be asked to stop."""
+    """The file that is there while a rank can be asked to stop."""
     return folder.logs / f"ready-{attempt}-{rank}"
 
 
@@ -150,9 +147,9 @@ def train_here(job: Job, stop: Stop) -> int:
         pipe = _pipeline(config, folder, data, processes)
         optimizer = build_optimizer(config, pipe)
         rate = build_rate(config, optimizer)
-        kept = config.checkpoint
+        saving = config.checkpoint
         checkpointer = Checkpointer(
-            folder.checkpoints, keep_last=kept.keep_last, keep_every=kept.keep_every, async_save=kept.async_save
+            folder.checkpoints, keep_last=saving.keep_last, keep_every=saving.keep_every, async_save=saving.async_save
         )
         scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
         start, skips, notes = 0, 0, []
@@ -257,13 +254,12 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
         mesh=make_mesh(pp=config.pipeline.ranks, dp=replicas) if replicas > 1 else None,
     )
     if balance is None and pipe.deployment.split.cuts and Processes(pipe, "penstock train").first:
-        bounds = [0, *pipe.deployment.split.cuts, len(pipe.deployment.split.weights)]
-        folder.keep_cut(stages, [end - begin for begin, end in pairwise(bounds)])
+        folder.keep_cut(stages, list(pipe.deployment.split.balance))
     return pipe
 
 
 def log_as(config: TrainConfig, rank: int) -> None:
-    """Lines of `logging` say their rank."""
+    """Begin the lines of `logging` with the rank."""
     logging.basicConfig(
         level=config.logging.level.upper(),
         format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s",
@@ -276,7 +272,7 @@ def log_as(config: TrainConfig, rank: int) -> None:
 
 
 def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None, seconds: float) -> str:
-    """What to look at now."""
+    """The last lines of a run: what came of it, and where its results are."""
     page = _save_page(folder)
     numbers = f"loss {ending.loss:.4f}" if ending.loss is not None else "nothing left to do"
     if ending.validation is not None:
@@ -287,7 +283,7 @@ def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None,
     if page is not None:
         lines.append(f"timeline    {page}")
     if ending.stopped:
-        lines.append(f"go on       {job.again}")
+        lines.append(f"go on       {job.resume_command}")
     elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes":
         lines.append(f"try it      penstock generate {folder.root} --prompt 'def '")
     return "\n".join(lines)

@@ -20,10 +20,8 @@ from itertools import pairwise
 from typing import Any
 
 from penstock.schedule import Op, Span, Timeline
-from penstock.schedule.timeline import Wall
+from penstock.schedule.timing.timeline import Wall
 from penstock.view.figures import percent, time_text
-
-__all__ = ["Account", "RankAccount", "account"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Account:
     @cached_property
     def findings(self) -> tuple[Any, ...]:
         """What could be gained where, largest first; see `advice.Finding`."""
-        from penstock.view.advice import findings
+        from penstock.view.advice import findings  # which reads accounts
 
         return findings(self)
 
@@ -96,7 +94,6 @@ class Account:
         return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
     def document(self) -> dict[str, Any]:
-        """For a machine."""
         return {
             "unit": self.timeline.unit,
             "whole": self.whole,

@@ -10,26 +10,22 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.schedule import FAMILIES, Costs, Schedule, build, simulate
-from penstock.schedule.calibrate import costs_of, hops
+from penstock.schedule.timing.calibrate import costs_of, hops
 from penstock.view.figures import percent, time_text
 
 if TYPE_CHECKING:
     from penstock.view.account import Account
 
-__all__ = ["Finding", "findings"]
-
 WORTH = 0.03  # of the step: less is noise
 SLOWER = 1.08  # than the others, to be called slow
 SLOW_LINK = 2.0
-ENOUGH = (
-    3  # messages that were waited for, before a link is judged: by its fastest one, as a slow link is slow for each
-)
+ENOUGH = 3  # messages that were waited for, before a link is judged by its fastest one
 MOST_SPANS = 50_000  # of a run whose schedule is tried against others
 
 
@@ -66,11 +62,6 @@ def findings(books: Account) -> tuple[Finding, ...]:
     return tuple(entry for entry in found if entry.gain >= WORTH)
 
 
-def _usual(times: Sequence[float]) -> float:
-    """A message's time without what held up a few."""
-    return sorted(times)[len(times) // 4]
-
-
 class _Trial:
     """The run under its own costs, to be priced again with one thing repaired."""
 
@@ -89,7 +80,8 @@ class _Trial:
         if rank_of(edge[0]) == rank_of(edge[1]):
             return 0.0
         ways = [times for way in (edge, edge[::-1]) if len(times := self.waited.get(way, ())) >= self.enough]
-        return max(map(_usual, ways), default=self.costs.hop)
+        # the first quartile is a message's time without what held up a few
+        return max((sorted(times)[len(times) // 4] for times in ways), default=self.costs.hop)
 
     def _price(self, costs: Costs, edges: dict[tuple[int, int], float]) -> float:
         return simulate(self.schedule, replace(costs, hop=0.0, bandwidth=1.0, bytes=edges)).makespan
@@ -149,7 +141,7 @@ class _Trial:
             yield Finding("link", fact, "faster links, or smaller messages,", gain, at_most=True)
 
     def overheads(self) -> Iterator[Finding]:
-        """What is no compute and no wait."""
+        """Time that is spent neither computing nor waiting."""
         ranks = [entry for entry in self.books.ranks if entry.whole]
         for kind, remedy in (
             ("host", "prepare batches ahead, or use larger microbatches,"),

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Op, Timeline
-
-__all__ = [
-    "COLOURS",
-    "MEANINGS",
-    "SHARES",
-    "Idle",
-    "idle_shares",
-    "in_flight",
-    "number",
-    "percent",
-    "printable",
-    "time_text",
-]
 
 # Okabe and Ito's colours, which people of every kind of sight can tell apart; dark text is readable on each. The
 # letter is always there too.
@@ -53,7 +41,6 @@ class Idle(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All of it."""
         return sum(self)
 
 
@@ -100,13 +87,27 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
+def counted(count: int, word: str) -> str:
+    """`1 rank`, `2 microbatches`."""
+    plural = f"{word}es" if word.endswith("ch") else f"{word}s"
+    return f"{count:,} {word if count == 1 else plural}"
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Columns as wide as their widest cell; those in `left` are aligned to the left."""
+    columns = list(zip(*rows, strict=True))
+    for place, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[place] = tuple(cell.ljust(width) if place in left else cell.rjust(width) for cell in column)
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
+
+
 def number(value: float) -> str:
     """Four digits, and no trailing zeros."""
     return f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """A share, as people say it."""
     return f"{100 * share:.1f} %"
 
 

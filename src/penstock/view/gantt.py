@@ -15,9 +15,7 @@ from rich.text import Text
 
 from penstock.schedule import Op, Span, Timeline
 from penstock.view.figures import COLOURS, MEANINGS, SHARES, idle_shares, percent, time_text
-from penstock.view.run import Run, same_unit
-
-__all__ = ["IDLE", "gantt", "legend"]
+from penstock.view.run import Run, common_scale
 
 IDLE = "·"
 FILL = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+"}  # tells a long action from idle where there is no colour
@@ -29,7 +27,7 @@ MOSTLY = 0.4  # of a column: less is shown as idle
 
 def gantt(runs: Sequence[Run], width: int = 100, ascii_only: bool = False) -> Text:
     """All runs, one below the other, on one scale where they have one unit."""
-    shared = max((run.timeline.makespan for run in runs), default=0.0) if same_unit(runs) else 0.0
+    shared = common_scale(runs)
     lines = [line for run in runs for line in _run(run, max(width, NARROWEST), shared, ascii_only)]
     return Text("\n").join([*lines[:-1], legend(runs)]) if lines else Text()
 

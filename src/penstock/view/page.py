@@ -18,25 +18,22 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule import Op, Span, Timeline
-from penstock.view.account import Account, RankAccount, account
+from penstock.schedule import Op, Timeline
+from penstock.view.account import Account, account
 from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, time_text
 from penstock.view.run import Run
 
-__all__ = ["page", "page_data", "save_page"]
-
 TICKS = 10_000_000
 SCRIPTS = ("runs.js", "gantt.js", "memory.js", "tables.js", "page.js")
+PLAIN = (Op.F, Op.B, Op.I, Op.W)
 MOST_ACCOUNTED = 200_000  # spans; the books of more take longer than anybody waits for a page
 
 
 def save_page(runs: Sequence[Run], path: str | PathLike[str], title: str | None = None) -> None:
-    """Write the page of these runs."""
     Path(path).write_text(page(runs, title), encoding="utf-8")
 
 
 def page(runs: Sequence[Run], title: str | None = None) -> str:
-    """The page of these runs, as text."""
     title = title or " / ".join(run.label for run in runs)
     filled = {
         "TITLE": html.escape(title),
@@ -59,7 +56,6 @@ def _embedded(document: object) -> str:
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page draws."""
     ops = {
         op.name: {"letter": op.name, "meaning": MEANINGS[op], "colour": COLOURS[op], "pair": op.is_pair}
         for op in COLOURS
@@ -93,7 +89,11 @@ def _run(run: Run) -> dict[str, Any]:
             "path": [[name, time_text(time, timeline.unit)] for name, time in books.path_shares().items()],
             "names": _names(books),
             "ranks": [
-                {"rank": entry.rank, "whole": time_text(entry.whole, timeline.unit), "parts": _shares(entry)}
+                {
+                    "rank": entry.rank,
+                    "whole": time_text(entry.whole, timeline.unit),
+                    "parts": [(name, time / entry.whole) for name, time in entry.parts().items() if time],
+                }
                 for entry in books.ranks
             ],
         }
@@ -104,12 +104,8 @@ def _names(books: Account) -> list[str]:
     """The parts that any rank has, in the order of the accountant's sum."""
     there = {name for entry in books.ranks for name, time in entry.parts().items() if time}
     waits = [f"wait for rank {rank}" for rank in range(len(books.ranks))]
-    order = [*(op.name for op in (Op.F, Op.B, Op.I, Op.W)), *waits, "sends", "reduction", "optimizer", "host"]
+    order = [*(op.name for op in PLAIN), *waits, "sends", "reduction", "optimizer", "host"]
     return [name for name in order if name in there]
-
-
-def _shares(entry: RankAccount) -> list[tuple[str, float]]:
-    return [(name, time / entry.whole) for name, time in entry.parts().items() if time]
 
 
 def _row(
@@ -128,7 +124,7 @@ def _row(
         "stage": [span.action.stage for span in spans],
         "chunk": [own.get(span.action.stage, 0) for span in spans],
         "microbatch": [-1 if span.action.microbatch is None else span.action.microbatch for span in spans],
-        "names": {place: str(span.action) for place, span in enumerate(spans) if not _plain(span)},
+        "names": {place: str(span.action) for place, span in enumerate(spans) if span.action.op not in PLAIN},
         "start": [round((span.start - begin) / tick) for span in spans],
         "length": [round(span.length / tick) for span in spans],
         "wait": [round(span.wait / tick) for span in spans],
@@ -142,7 +138,3 @@ def _row(
             [str(span.action) for span in sends],
         ],
     }
-
-
-def _plain(span: Span) -> bool:
-    return span.action.pair is None and span.action.op in (Op.F, Op.B, Op.I, Op.W)

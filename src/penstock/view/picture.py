@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Span, Timeline
-from penstock.view.figures import COLOURS, MEANINGS, idle_shares, percent, time_text
-from penstock.view.run import Run, same_unit
-
-__all__ = ["Picture", "Rectangle", "Words", "picture"]
+from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, percent, time_text
+from penstock.view.run import Run, common_scale
 
 WIDTH = 960
 MARGIN, TOP, ROW, GAP, LETTER = 16, 14, 24, 3, 6.6
+HELD = 20  # the height of a rank's activations below its row, where they are shown
 GUTTER, IDLE_COLUMN = 58, 56
 TICKS = 8
 
@@ -52,19 +51,23 @@ class Picture(NamedTuple):
     shapes: tuple[Rectangle | Words, ...]
 
 
-def picture(runs: Sequence[Run], width: float = WIDTH) -> Picture:
-    """All runs, one below the other, on one scale where they have one unit."""
-    shared = max((run.timeline.makespan for run in runs), default=0.0) if same_unit(runs) else 0.0
+def picture(runs: Sequence[Run], width: float = WIDTH, memory: bool = False) -> Picture:
+    """All runs, one below the other, on one scale where they have one unit.
+
+    With `memory`, each rank's row has the number of microbatches that it holds below it, as bars.
+    """
+    shared = common_scale(runs)
+    most = max((max(run.timeline.peak_activations, default=0) for run in runs), default=0) if memory else 0
     shapes: list[Rectangle | Words] = []
     y = float(TOP)
     for run in runs:
-        shapes += _run(run, y, width, shared)
-        y += 26 + run.timeline.ranks * ROW + 34
+        shapes += _run(run, y, width, shared, most)
+        y += 26 + run.timeline.ranks * (ROW + (HELD if most else 0)) + 34
     shapes += _legend(runs, y)
     return Picture(width, y + 24, " / ".join(run.label for run in runs), tuple(shapes))
 
 
-def _run(run: Run, y: float, width: float, shared: float) -> Iterator[Rectangle | Words]:
+def _run(run: Run, y: float, width: float, shared: float, most: int) -> Iterator[Rectangle | Words]:
     timeline = run.timeline
     whole = shared or timeline.makespan or 1.0
     left, plot = MARGIN + GUTTER, width - 2 * MARGIN - GUTTER - IDLE_COLUMN
@@ -79,12 +82,27 @@ def _run(run: Run, y: float, width: float, shared: float) -> Iterator[Rectangle 
             yield from _span(span, timeline, left, plot / whole, y)
         yield Words(width - MARGIN, y + (ROW - GAP) / 2, percent(idle.total), "soft", "end")
         y += ROW
+        if most:
+            yield from _held(timeline, rank, left, plot / whole, y, most)
+            y += HELD
     for number in range(TICKS + 1):
         x = left + plot * number / TICKS
         anchor = "start" if number == 0 else "end" if number == TICKS else "middle"
         yield Rectangle(x - 0.5, y, 1, 5, "soft")
         if number % 2 == 0:
             yield Words(x, y + 14, time_text(whole * number / TICKS, timeline.unit), "soft", anchor)
+
+
+def _held(timeline: Timeline, rank: int, left: float, scale: float, y: float, most: int) -> Iterator[Rectangle | Words]:
+    """How many microbatches a rank holds over time, as bars whose full height is the most that any rank holds."""
+    changes = in_flight(timeline, rank)
+    ends = [time for time, _ in changes[1:]] + [timeline.start + timeline.makespan]
+    for (start, count), end in zip(changes, ends, strict=True):
+        height = (HELD - 2 * GAP) * count / most
+        if count:
+            place = left + (start - timeline.start) * scale
+            yield Rectangle(place, y + HELD - 2 * GAP - height, (end - start) * scale, height, "soft", f"{count} held")
+    yield Words(left - 8, y + HELD / 2 - GAP, f"{timeline.peak_activations[rank]} held", "soft", "end")
 
 
 def _span(span: Span, timeline: Timeline, left: float, scale: float, y: float) -> Iterator[Rectangle | Words]:

@@ -13,8 +13,6 @@ from penstock.view.run import Run
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["render", "save_png"]
-
 SCALE = 2
 LETTERS = 11  # pixels high, before scaling
 THEME = {"ground": "#ffffff", "text": "#15181d", "soft": "#596273", "idle": "#eceff3"}
@@ -22,12 +20,10 @@ ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
 
 
 def save_png(runs: Sequence[Run], path: str | PathLike[str]) -> None:
-    """Write the picture of these runs."""
     render(picture(runs)).save(path, format="PNG", dpi=(144, 144))
 
 
 def render(drawn: Picture) -> Image:
-    """Any picture as pixels."""
     from PIL import Image, ImageDraw, ImageFont  # only here: every command would load it
 
     image = Image.new("RGB", (round(drawn.width * SCALE), round(drawn.height * SCALE)), THEME["ground"])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.schedule import Timeline
-
-__all__ = ["Run", "same_unit"]
+from penstock.schedule import Schedule, Timeline
+from penstock.view.figures import counted
 
 
 class Run(NamedTuple):
@@ -18,15 +17,16 @@ class Run(NamedTuple):
 
     @property
     def sizes(self) -> str:
-        """What was run, in words."""
-        schedule = self.timeline.schedule
-        ranks, stages, microbatches = schedule.ranks, schedule.stages, schedule.microbatches
-        return (
-            f"{ranks} rank{'s' * (ranks != 1)}, {stages} stage{'s' * (stages != 1)}, "
-            f"{microbatches} microbatch{'es' * (microbatches != 1)}"
-        )
+        return sizes_of(self.timeline.schedule)
 
 
-def same_unit(runs: Sequence[Run]) -> bool:
-    """May their times be compared?"""
-    return len({run.timeline.unit for run in runs}) < 2
+def sizes_of(schedule: Schedule) -> str:
+    """`4 ranks, 4 stages, 8 microbatches`."""
+    sizes = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
+    return ", ".join(counted(*size) for size in sizes)
+
+
+def common_scale(runs: Sequence[Run]) -> float:
+    """The longest makespan, to draw all runs by; 0 where their times have different units."""
+    units = {run.timeline.unit for run in runs}
+    return max((run.timeline.makespan for run in runs), default=0.0) if len(units) < 2 else 0.0

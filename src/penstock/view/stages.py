@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from penstock.schedule import links, simulate
+from penstock.view.figures import table
 
 if TYPE_CHECKING:
     from penstock.model.balance.profile import Weight
     from penstock.model.part import StagePart
     from penstock.pipeline import Pipeline
-
-__all__ = ["stage_table"]
 
 NUMBERS = ("stage", "rank", "parameters", "trainable", "ms", "activation MB", "bytes out")  # aligned to the right
 
@@ -40,14 +39,8 @@ def stage_table(pipe: Pipeline) -> str:
 def _table(rows: list[dict[str, str]]) -> str:
     """A column for each name that any row has something under."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
-    lines = [
-        "  ".join(
-            row[name].rjust(widths[name]) if name in NUMBERS else row[name].ljust(widths[name]) for name in names
-        ).rstrip()
-        for row in [{name: name for name in names}, *rows]
-    ]
-    return "\n".join(lines)
+    left = [place for place, name in enumerate(names) if name not in NUMBERS]
+    return table([names, *([row[name] for name in names] for row in rows)], left)
 
 
 def _row(pipe: Pipeline, index: int) -> dict[str, str]:
@@ -57,31 +50,24 @@ def _row(pipe: Pipeline, index: int) -> dict[str, str]:
     return {
         "stage": str(index),
         "rank": str(pipe.schedule.placement.rank_of(index)),
-        "units": _units(part),
+        "units": _units(part, pipe.deployment.split.balance[index]),
         "parameters": f"{sum(parameter.numel() for parameter in parameters):,}",
         "trainable": f"{sum(parameter.numel() for parameter in parameters if parameter.requires_grad):,}",
-        **_measured(_weights(pipe, index), getattr(part, "bytes_out", None)),
+        **_measured(pipe.deployment.split.weights_of(index), getattr(part, "bytes_out", None)),
         "reads from": " ".join(str(stage) for stage in topology.producers(index)) or "batch",
         "feeds": " ".join(feeds),
     }
 
 
-def _units(part: StagePart) -> str:
-    """How many, and the first and last by name: `3 (blocks.1 .. blocks.3)`."""
+def _units(part: StagePart, count: int) -> str:
+    """How many, as `balance=` counts them, and the first and last by name: `3 (blocks.1 .. blocks.3)`."""
     names: list[str] | None = getattr(part, "units", None)
     if names is None and isinstance(part.module, nn.Sequential):
         names = list(part.module._modules)
-    if names is None:
-        return f"1 ({type(part.module).__name__})"
     if not names:
-        return "0"
+        return f"{count} ({type(part.module).__name__})"
     ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-    return f"{len(names)} ({ends or type(part.module).__name__})"
-
-
-def _weights(pipe: Pipeline, index: int) -> Sequence[Weight]:
-    """What the pieces of the stage weigh, where that was looked at."""
-    return pipe.deployment.split.weights_of(index)
+    return f"{count} ({ends or type(part.module).__name__})"
 
 
 def _measured(weights: Sequence[Weight], bytes_out: int | None) -> dict[str, str]:
@@ -101,13 +87,10 @@ def _measured(weights: Sequence[Weight], bytes_out: int | None) -> dict[str, str
 def _links(pipe: Pipeline) -> list[str]:
     """What each link between ranks uses, the links of one kind together."""
     found = links(pipe.schedule.placement, pipe.deployment.split.topology)
-    ways = sorted({way for link in found for way in _both(link.source_rank, link.target_rank)})
+    pairs = {(link.source_rank, link.target_rank) for link in found}
+    ways = sorted(pairs | {(target, source) for source, target in pairs})
     by_wire: dict[str, list[str]] = {}
     for source, target in ways:
         by_wire.setdefault(pipe.deployment.world.wire(source, target), []).append(f"{source} -> {target}")
     lines = [f"{', '.join(named)}: {wire}" for wire, named in by_wire.items()] or ["none"]
     return [f"{'links' if not number else '':10}{line}" for number, line in enumerate(lines)]
-
-
-def _both(source: int, target: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (source, target), (target, source)

@@ -11,8 +11,6 @@ from penstock.view.figures import printable
 from penstock.view.picture import Picture, Rectangle, Words, picture
 from penstock.view.run import Run
 
-__all__ = ["save_svg", "svg"]
-
 STYLE = """
 text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;dominant-baseline:central}
 .bold{font-weight:700}.ground{fill:#fff}.text{fill:#15181d}.soft{fill:#596273}.idle{fill:#eceff3}
@@ -21,17 +19,14 @@ text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;dominant-bas
 
 
 def save_svg(runs: Sequence[Run], path: str | PathLike[str]) -> None:
-    """Write the picture of these runs."""
     Path(path).write_text(svg(runs), encoding="utf-8")
 
 
-def svg(runs: Sequence[Run]) -> str:
-    """The picture of these runs."""
-    return render(picture(runs))
+def svg(runs: Sequence[Run], memory: bool = False) -> str:
+    return render(picture(runs, memory=memory))
 
 
 def render(drawn: Picture) -> str:
-    """Any picture as SVG."""
     size = f'width="{drawn.width:g}" height="{drawn.height:g}" viewBox="0 0 {drawn.width:g} {drawn.height:g}"'
     name = _safe(drawn.title)
     lines = [

@@ -14,23 +14,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule import Op, Span, Timeline
+from penstock.schedule import Op, Span
 from penstock.view.figures import in_flight
 from penstock.view.run import Run
-
-__all__ = ["save_trace", "trace"]
 
 Event = dict[str, Any]
 SECOND = 1e6  # microseconds, the unit of the format
 
 
 def save_trace(runs: Sequence[Run], path: str | PathLike[str]) -> None:
-    """Write the trace of these runs."""
     Path(path).write_text(json.dumps(trace(runs), separators=(",", ":")), encoding="utf-8")
 
 
 def trace(runs: Sequence[Run]) -> dict[str, Any]:
-    """The trace of these runs."""
     events = [event for number, run in enumerate(runs) for event in _Process(number, run).events()]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -39,6 +35,7 @@ class _Process:
     def __init__(self, number: int, run: Run) -> None:
         self.number, self.run, self.timeline = number, run, run.timeline
         self.scale = SECOND if run.timeline.unit == "s" else SECOND / 1000
+        self.origin = min((wall.start for wall in run.timeline.walls), default=run.timeline.start)
         self.sent = {span.action: span for span in run.timeline.chores if span.action.op.is_transfer}
 
     def events(self) -> Iterator[Event]:
@@ -89,13 +86,5 @@ class _Process:
         return {"ph": "M", "pid": self.number, "tid": rank, "name": name, "args": {"name": text}}
 
     def _event(self, phase: str, rank: int, time: float, **rest: Any) -> Event:
-        at = (time - self._origin) * self.scale
+        at = (time - self.origin) * self.scale
         return {"ph": phase, "pid": self.number, "tid": rank, "ts": at, **rest}
-
-    @property
-    def _origin(self) -> float:
-        return _begin(self.timeline)
-
-
-def _begin(timeline: Timeline) -> float:
-    return min((wall.start for wall in timeline.walls), default=timeline.start)

@@ -14,8 +14,8 @@ from penstock.checkpoint.disk.plain_files import create, open_plain, read_plain
 from penstock.errors import UsageError
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import APPEND
-from penstock.train.metrics import Metrics, read_metrics
-from penstock.train.run_folder import RunFolder, write_json
+from penstock.train.run.metrics import Metrics, read_metrics
+from penstock.train.run.run_folder import RunFolder, write_json
 from penstock.train.worker import read_note
 
 PRECIOUS = "what this user has elsewhere"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.schedule import Costs, Timeline, build, simulate
-from penstock.schedule.timeline import Wall
+from penstock.schedule.timing.timeline import Wall
 
 
 @pytest.fixture(autouse=True)

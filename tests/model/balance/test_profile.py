@@ -22,7 +22,7 @@ from penstock.model.balance.profile import (
     profile_layers,
     weights_by_name,
 )
-from penstock.model.balance.proposal import best_cuts, counts_of
+from penstock.model.balance.proposal import counts_of, partition
 from penstock.model.replay.recording.record import record
 from penstock.model.replay.recording.units import find_units
 
@@ -105,7 +105,7 @@ def test_time_is_forward_and_backward_of_each_layer():
 @pytest.mark.usefixtures("clock")
 def test_a_unit_call_is_measured_with_its_own_arguments():
     model, ids = Net(), torch.randint(0, 50, (4, 5))
-    recording = record(model, find_units(model, 2), (ids,), {"scale": 2.0})
+    recording = record(model, find_units(model), (ids,), {"scale": 2.0})
     weights = profile_calls(model, recording, (ids,), {"scale": 2.0}, rounds=1)
     by_name = {weight.name: weight for weight in weights}
     assert [weight.name for weight in weights] == [call.unit for call in recording.calls]
@@ -118,7 +118,7 @@ def test_a_unit_call_is_measured_with_its_own_arguments():
 def test_nothing_is_left_behind():
     model, ids = Net(), torch.randint(0, 50, (4, 5))
     model.norm.eval()
-    recording = record(model, find_units(model, 2), (ids,), {})
+    recording = record(model, find_units(model), (ids,), {})
     hooked = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hooked.append)
@@ -188,7 +188,7 @@ def test_memory_is_parameters_gradients_optimizer_state_and_activations(optimize
 
 def test_early_stages_of_1f1b_get_less_because_they_hold_more_microbatches():
     weights = [Weight(str(n), parameters=1, parameter_bytes=10, activation_bytes=100) for n in range(12)]
-    counts = counts_of(best_cuts(piece_weights("memory", weights, [3, 2, 1]), 3), 12)
+    counts = counts_of(partition(piece_weights("memory", weights, [3, 2, 1]), 3).cuts, 12)
     assert counts == sorted(counts)
     assert counts[0] < 4 < counts[2]
 
@@ -212,7 +212,7 @@ def test_parameters_on_the_meta_device_can_be_counted_but_not_timed():
 
 def test_another_path_than_the_recorded_one_is_an_error():
     model, ids = Net(), torch.randint(0, 50, (4, 5))
-    recording = record(model, find_units(model, 2), (ids,), {})
+    recording = record(model, find_units(model), (ids,), {})
     model.blocks = model.blocks[:2]
     modules = dict(model.named_modules())
     with pytest.raises((ModelError, KeyError)):

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.proposal import (
-    best_cuts,
     counts_of,
     in_flight,
-    measured_speeds,
     partition,
     propose,
     stage_times,
 )
 from penstock.schedule import Costs, Placement, build, simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.timing.timeline import Timeline
 
 
 def loads_of(weights, cuts, placement, speeds):
@@ -32,12 +30,11 @@ def loads_of(weights, cuts, placement, speeds):
     return loads
 
 
-def brute(weights, stages, allowed, crossing, placement, speeds, fixed=()):
+def brute(weights, stages, allowed, crossing, placement, speeds):
     """(largest load, bytes) of the best of all cuts."""
     return min(
         (round(max(loads_of(weights, cuts, placement, speeds)), 6), sum(crossing[cut] for cut in cuts))
         for cuts in combinations(allowed, stages - 1)
-        if set(fixed) <= set(cuts)
     )
 
 
@@ -61,7 +58,7 @@ def test_the_largest_stage_is_as_light_as_can_be(weights, stages, largest):
 
 def test_ten_equal_layers_make_exactly_as_many_stages_as_asked_for():
     for stages in range(1, 11):
-        counts = counts_of(best_cuts([1] * 10, stages), 10)
+        counts = counts_of(partition([1] * 10, stages).cuts, 10)
         assert len(counts) == stages
         assert sum(counts) == 10
         assert max(counts) == -(-10 // stages)
@@ -86,8 +83,7 @@ def problems(draw):
     crossing = draw(st.lists(st.integers(0, 4), min_size=count, max_size=count))
     allowed = sorted(draw(st.sets(st.integers(1, count - 1), min_size=stages - 1))) if count > 1 else []
     speeds = draw(st.lists(st.sampled_from([1, 1, 0.5, 2]), min_size=ranks, max_size=ranks))
-    fixed = draw(st.lists(st.sampled_from(allowed), max_size=1)) if stages > 1 else []
-    return weights, stages, allowed, crossing, placement, speeds, fixed
+    return weights, stages, allowed, crossing, placement, speeds
 
 
 @settings(max_examples=40, deadline=None)
@@ -104,18 +100,13 @@ def test_brute_force_finds_nothing_better_in_many_more_cases(problem):
 
 
 def check_by_brute_force(problem):
-    weights, stages, allowed, crossing, placement, speeds, fixed = problem
-    found = partition(
-        weights, stages, allowed=allowed, crossing=crossing, placement=placement, speeds=speeds, fixed=fixed
-    )
+    weights, stages, allowed, crossing, placement, speeds = problem
+    found = partition(weights, stages, allowed=allowed, crossing=crossing, placement=placement, speeds=speeds)
     assert found.exact
     assert set(found.cuts) <= set(allowed)
-    assert set(fixed) <= set(found.cuts)
     assert len(set(found.cuts)) == stages - 1
     assert found.loads == pytest.approx(loads_of(weights, found.cuts, placement, speeds))
-    assert (round(found.largest, 6), found.crossing) == brute(
-        weights, stages, allowed, crossing, placement, speeds, fixed
-    )
+    assert (round(found.largest, 6), found.crossing) == brute(weights, stages, allowed, crossing, placement, speeds)
 
 
 @settings(max_examples=100, deadline=None)
@@ -128,11 +119,11 @@ def test_weights_may_differ_from_stage_to_stage_and_stages_may_carry_something_a
         bounds = [0, *cuts, len(first)]
         return max(base[s] + sum(rows[s][bounds[s] : bounds[s + 1]]) for s in range(3))
 
-    assert largest(best_cuts(rows, 3, base=base)) == min(map(largest, combinations(range(1, len(first)), 2)))
+    assert largest(partition(rows, 3, base=base).cuts) == min(map(largest, combinations(range(1, len(first)), 2)))
 
 
 def test_a_rank_half_as_fast_gets_half_as_much():
-    assert counts_of(best_cuts([1] * 10, 3, speeds=[1, 1, 0.5]), 10) == [4, 4, 2]
+    assert counts_of(partition([1] * 10, 3, speeds=[1, 1, 0.5]).cuts, 10) == [4, 4, 2]
 
 
 def test_a_v_pairs_the_first_stage_with_the_last():
@@ -145,13 +136,13 @@ def test_a_v_pairs_the_first_stage_with_the_last():
 
 def test_among_equals_the_fewest_bytes_cross():
     crossing = [0, 9, 9, 1, 9, 9]
-    assert best_cuts([1, 0, 0, 0, 0, 1], 2, crossing=crossing) == [3]
+    assert partition([1, 0, 0, 0, 0, 1], 2, crossing=crossing).cuts == (3,)
 
 
 def test_slack_trades_a_little_balance_for_fewer_bytes():
     weights, crossing = [10, 10, 10.1, 10], [0, 50, 100, 1]
-    assert best_cuts(weights, 2, crossing=crossing) == [2]
-    assert best_cuts(weights, 2, crossing=crossing, slack=0.6) == [3]
+    assert partition(weights, 2, crossing=crossing).cuts == (2,)
+    assert partition(weights, 2, crossing=crossing, slack=0.6).cuts == (3,)
 
 
 @pytest.mark.parametrize("placement", [Placement.v(4), Placement.loop(4, 2)])
@@ -177,8 +168,6 @@ def test_more_rounds_come_close_to_an_even_share():
             "3 pieces with 1 places to cut cannot make 3 stages; pass stages=2 or fewer",
         ),
         (([], 1), {}, "no pieces"),
-        (([1, 2, 3], 2), {"fixed": [1, 2]}, "2 fixed cuts make 3 stages, but stages=2; pass 3 or more"),
-        (([1, 2, 3], 2), {"allowed": [1], "fixed": [2]}, "a cut before piece 2 is asked for"),
         (([1, -2, 3], 2), {}, "piece 1 weighs -2"),
         (([1, float("nan")], 2), {}, "piece 1 weighs nan"),
         (([1, 2, 3], 2), {"speeds": [1]}, "1 entries for 2 ranks"),
@@ -189,7 +178,7 @@ def test_more_rounds_come_close_to_an_even_share():
 )
 def test_what_cannot_be_cut_is_refused_with_numbers(arguments, options, says):
     with pytest.raises((ModelError, UsageError), match=says):
-        best_cuts(*arguments, **options)
+        partition(*arguments, **options)
 
 
 def test_nothing_of_it_needs_torch():
@@ -231,7 +220,7 @@ def test_a_proposal_weighs_the_pieces_as_measured_and_says_the_gain():
     assert found.loads == pytest.approx((6, 6))
     assert found.gain == pytest.approx(1.5)
     assert found.changes
-    assert str(found) == "[2, 4] instead of [3, 3] pieces a stage, 9 on the most loaded rank: 6, 1.50 times faster"
+    assert str(found) == "[2, 4] instead of [3, 3] pieces per stage, 9 on the most loaded rank: 6, 1.50 times faster"
 
 
 def test_where_nothing_is_better_the_cut_stays():
@@ -253,16 +242,6 @@ def test_a_proposal_sums_over_a_ranks_stages():
     assert max(found.loads) == pytest.approx(max(loads_of(found.weights, found.cuts, Placement.v(2), [1, 1])))
     assert found.gain == pytest.approx(12 / max(found.loads))
     assert found.gain > 1.3
-
-
-def test_a_slow_rank_is_told_from_heavy_pieces_by_trusting_the_weights():
-    weights, timeline = [1.0] * 6, run_of([3, 6])
-    speeds = measured_speeds(weights, [3], timeline)
-    assert speeds == pytest.approx([1, 0.5])
-    found = propose(weights, [3], timeline, speeds=speeds)
-    assert found.weights == pytest.approx((1,) * 6)
-    assert found.cuts == (4,)
-    assert found.gain == pytest.approx(6 / 4)
 
 
 def test_cuts_that_are_not_those_of_the_run_are_refused():

@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.export.cut import split_by_graph
-from penstock.model.split import OUTPUT, Split
+from penstock.model.part import OUTPUT
+from penstock.model.split import Split
 
 
 def run(split: Split, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Replay gets right what ../../shared/replay.md lists, or refuses it with the module's name and a remedy."""
+"""Replay gets a hard model right, or refuses it with the name of the module and a remedy."""
 
 from __future__ import annotations
 

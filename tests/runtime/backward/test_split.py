@@ -27,9 +27,23 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ModelError, RunError
 from penstock.runtime.backward import split as backward_module
-from penstock.runtime.backward.split import DeferredWeights, StageParameters, backward_full, backward_input
+from penstock.runtime.backward.split import DeferredWeights, StageParameters
 
 MICROBATCHES = 3
+
+
+def backward_full(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """B: gradients of inputs and weights. An output without gradient, or that needs none, takes no part."""
+    roots = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+    if roots:
+        torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
+
+
+def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], deferred: DeferredWeights) -> None:
+    """I: gradients of the inputs, left as `.grad` on the received leaves, and of all weights that were not deferred."""
+    deferred.learn(outputs)
+    deferred.begin_input()
+    backward_full(outputs, gradients)
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
-from penstock.runtime.batch.result import loss_value
+from penstock.runtime.batch.result import loss_values
 
-LOSS = loss_value(torch.tensor(1.25))
+LOSS = loss_values([torch.tensor(1.25)])[0]
 
 
 def test_it_prints_and_formats_as_a_tensor_does() -> None:
@@ -24,7 +24,7 @@ def test_it_prints_and_formats_as_a_tensor_does() -> None:
 def test_it_is_a_number() -> None:
     assert (float(LOSS), LOSS.item(), int(LOSS), bool(LOSS), math.exp(LOSS)) == (1.25, 1.25, 1, True, math.exp(1.25))
     assert LOSS < 2
-    assert max(LOSS, loss_value(torch.tensor(2.0))) == 2.0
+    assert max(LOSS, loss_values([torch.tensor(2.0)])[0]) == 2.0
 
 
 def test_what_is_made_of_it_is_a_plain_tensor() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.runtime.engine.executor import Context
+from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op, Schedule, build, lower
 
 WIDTH = 5

@@ -29,7 +29,11 @@ def transfer(boxes: list[Mailbox], ranks: tuple[int, int], send: str, receive: s
     for rank, text in zip(ranks, (send, receive), strict=True):
         action = Action.parse(text)
         box = boxes[rank]
-        (box.send if "SEND" in text else box.post)(box.channel(action), action.microbatch)
+        channel = box.channel(action)
+        if "SEND" in text:
+            box.ends.sending(channel).send(action.microbatch)
+        else:
+            box.ends.receiving(channel).post(action.microbatch)
 
 
 def test_a_hand_over_on_one_rank_shares_memory_and_not_the_graph() -> None:
@@ -80,11 +84,11 @@ def test_pending_lists_receives_that_are_under_way() -> None:
     both = boxes([0, 1])
     box = both[1]
     receive = Action.parse("1RECV_F0")
-    box.post(box.channel(receive), 0)
+    box.ends.receiving(box.channel(receive)).post(0)
     assert list(box.pending) == [(box.channel(receive), 0)]
     both[0].put_outputs(0, 0, {1: torch.ones(1)})
     send = Action.parse("0SEND_F0")
-    both[0].send(both[0].channel(send), 0)
+    both[0].ends.sending(both[0].channel(send)).send(0)
     box.take_inputs(1, 0)
     assert list(box.pending) == []
 

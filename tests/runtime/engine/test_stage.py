@@ -19,6 +19,7 @@ import penstock
 from penstock.errors import PeerFailure, RunError
 from penstock.model.split import split_model
 from penstock.runtime.engine.stage import Stage, StageInput
+from penstock.runtime.state.randomness import StageRandomness
 
 SCHEDULES = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"]
 WIDTH = 6
@@ -287,7 +288,7 @@ def one_stage(module: nn.Module) -> Stage:
     from contextlib import nullcontext
 
     (part,) = split_model([module], None, None).parts
-    return Stage(part, lambda kind, microbatch: nullcontext(), is_last=True)
+    return Stage(part, StageRandomness(lambda microbatch: nullcontext(), None), is_last=True)
 
 
 def test_a_microbatch_goes_forward_once_and_back_once() -> None:

@@ -64,7 +64,7 @@ def test_gpipe_sees_each_batch_once(momentum: float | None, checkpoint: str, chu
     """9 rows in 4 chunks made 3 pieces, and the statistics never moved. A biased variance."""
     options: dict[str, Any] = {"balance": [3, 5], "chunks": chunks, "checkpoint": checkpoint}
     model = convolutions(momentum)
-    pipe = penstock.GPipe(model, deferred_batch_norm=True, **options)
+    pipe = penstock.GPipe(model, batch_options=DEFERRED, **options)
     per_microbatch = convolutions(momentum)
     for step in range(2):
         y = pipe(images(step, rows))
@@ -75,6 +75,7 @@ def test_gpipe_sees_each_batch_once(momentum: float | None, checkpoint: str, chu
     assert model[4].num_batches_tracked == 2
 
 
+DEFERRED = penstock.BatchOptions(batch_norm="deferred")
 SCHEDULES = [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 4), ("zb-v", 4), ("looped-bfs", 4)]
 
 
@@ -83,9 +84,7 @@ SCHEDULES = [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 4), ("zb-v", 4), ("
 def test_a_pipeline_sees_each_batch_once(schedule: str, stages: int, recompute: str) -> None:
     options: dict[str, Any] = {"schedule": schedule, "stages": stages, "recompute": recompute, "loss_fn": F.mse_loss}
     model = convolutions()
-    with penstock.Pipeline(
-        model, microbatches=CHUNKS, batch_options=penstock.BatchOptions(batch_norm="deferred"), **options
-    ) as pipe:
+    with penstock.Pipeline(model, microbatches=CHUNKS, batch_options=DEFERRED, **options) as pipe:
         for step in range(2):
             pipe.step(images(step), target=torch.zeros(ROWS, 3).double())
             before = copy.deepcopy(pipe.state_dict())
@@ -99,7 +98,7 @@ def test_parity_holds_for_it() -> None:
         "stages": 2,
         "microbatches": CHUNKS,
         "loss_fn": F.mse_loss,
-        "batch_options": penstock.BatchOptions(batch_norm="deferred"),
+        "batch_options": DEFERRED,
     }
     x, target = images(0), torch.zeros(ROWS, 3).double()
     assert penstock.parity(convolutions(), x, target=target, pipeline={**options, "schedule": "gpipe"}).exact
@@ -121,7 +120,7 @@ class Residual(nn.Module):
 
 def test_a_norm_that_is_called_twice_is_updated_twice_in_order() -> None:
     model, norm = Residual(), nn.BatchNorm1d(6).double()
-    pipe = penstock.GPipe(model, stages=2, chunks=3, deferred_batch_norm=True)
+    pipe = penstock.GPipe(model, stages=2, chunks=3, batch_options=DEFERRED)
     x = torch.randn(7, 6).double()
     with torch.no_grad():
         for each in (model.first(x), x):
@@ -133,7 +132,7 @@ def test_a_norm_that_is_called_twice_is_updated_twice_in_order() -> None:
 
 def test_statistics_move_without_gradients_too_and_not_in_eval_mode() -> None:
     model = convolutions()
-    pipe = penstock.GPipe(model, balance=2, chunks=CHUNKS, deferred_batch_norm=True)
+    pipe = penstock.GPipe(model, balance=2, chunks=CHUNKS, batch_options=DEFERRED)
     with torch.no_grad():
         pipe(images(0))
     assert_as_plain(model[1], 0.1, 1)
@@ -157,7 +156,7 @@ def test_a_batch_that_fails_leaves_nothing_for_the_next() -> None:
             return x
 
     fails, model = Fails(), convolutions()
-    pipe = penstock.GPipe(nn.Sequential(*model, fails), balance=[3, 6], chunks=CHUNKS, deferred_batch_norm=True)
+    pipe = penstock.GPipe(nn.Sequential(*model, fails), balance=[3, 6], chunks=CHUNKS, batch_options=DEFERRED)
     with pytest.raises(ValueError, match="here"):
         pipe(images(5))
     fails.on = False
@@ -223,7 +222,7 @@ def test_wrong_options_are_named() -> None:
 
 def test_a_microbatch_of_one_value_says_what_to_do() -> None:
     pipe = penstock.GPipe(
-        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), balance=[1, 1], chunks=4, deferred_batch_norm=True
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), balance=[1, 1], chunks=4, batch_options=DEFERRED
     )
     with pytest.raises(ValueError, match="more than 1 value") as caught:
         pipe(torch.randn(4, 4))
@@ -289,7 +288,7 @@ def test_a_look_at_the_shape_of_what_another_stage_returns_is_no_batch() -> None
     """The example has another number of rows: later stages ask once what the norms before them return."""
     torch.manual_seed(0)
     model, x = Deep().double(), torch.randn(8, 4).double()
-    options: dict[str, Any] = {"batch_options": penstock.BatchOptions(batch_norm="deferred"), "loss_fn": F.mse_loss}
+    options: dict[str, Any] = {"batch_options": DEFERRED, "loss_fn": F.mse_loss}
     with penstock.Pipeline(model, stages=4, microbatches=2, example=(torch.randn(3, 4).double(),), **options) as pipe:
         pipe.step(x, target=x)
     wanted = nn.BatchNorm1d(4, momentum=None).double()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.runtime.state.randomness import Room, seed_of
+from penstock.runtime.state.randomness import GeneratorLock, seed_of
 
 
 class Noise(nn.Module):
@@ -189,7 +189,7 @@ def test_pipelines_on_two_threads_of_the_caller_do_not_disturb_each_other() -> N
 
 
 def test_the_room_is_for_one_that_draws_or_for_many_that_do_not() -> None:
-    room, inside, most = Room(), [0, 0], [0, 0]
+    room, inside, most = GeneratorLock(), [0, 0], [0, 0]
     clash = []
 
     def nobody(_: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent, stages_of
-from penstock.train.config.read import all_keys, checked, load_config, to_document
+from penstock.train.config.read import checked, load_config, to_document
 from penstock.train.config.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -167,13 +167,6 @@ def test_a_configuration_survives_its_document(tmp_path: Path) -> None:
     path.write_text(json.dumps(to_document(config)))
     assert load_config(path) == config
     assert checked(TrainConfig, to_document(config), "") == config
-
-
-def test_every_key_is_in_the_documentation_with_its_default() -> None:
-    text = (ROOT / "docs/train.md").read_text(encoding="utf-8")
-    for name, _, default, _ in all_keys():
-        shown = "-" if default in (None, [], {}) else json.dumps(default)
-        assert f"| `{name}` | `{shown}` |" in text, f"{name} with default {shown}"
 
 
 def test_checking_a_configuration_needs_no_torch() -> None:

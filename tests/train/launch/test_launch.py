@@ -15,8 +15,8 @@ from train_jobs import job
 from penstock.errors import UsageError
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import torchrun_command
-from penstock.train.metrics import Metrics
-from penstock.train.progress import Progress, Reading
+from penstock.train.run.metrics import Metrics
+from penstock.train.run.progress import Progress, Reading
 
 
 def test_on_a_terminal_there_is_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,6 @@ from penstock.checkpoint.disk.manifest import checkpoints_in, folder_name, newes
 from penstock.checkpoint.save.saving import remove
 from penstock.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "Directory", "Single", "sees"]
-
 SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
 
 
@@ -84,7 +82,6 @@ class Directory:
                 remove(path)
 
     def free(self) -> None:
-        """Let another run write."""
         self._lock.free()
 
 

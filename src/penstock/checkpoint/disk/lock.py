@@ -16,15 +16,13 @@ from pathlib import Path
 from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.errors import CheckpointError
 
-__all__ = ["Lock"]
-
 NAME = ".lock"
 PATIENCE = 5.0  # seconds: a run that is being restarted may not be quite gone
 _taken: set[tuple[int, int]] = set()  # (device, inode) of the locks that this process holds
 
 
 class Lock:
-    """Held from `take` to `free`."""
+    """Keeps other runs out of a directory, from `take` to `free`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -59,7 +57,6 @@ class Lock:
         return CheckpointError(f"{self._directory} is being written to by {holder}", path=self._directory)
 
     def free(self) -> None:
-        """Let others write."""
         if self._descriptor is not None:
             _taken.discard(self._identity)
             os.close(self._descriptor)

@@ -29,22 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import CheckpointError
-
-__all__ = [
-    "INDEX",
-    "MANIFEST",
-    "Manifest",
-    "Named",
-    "checkpoints_in",
-    "checksum_of",
-    "damages",
-    "find_newest",
-    "newest_first",
-    "read_index",
-    "read_manifest",
-    "seal",
-]
+from penstock.errors import CheckpointError, UsageError
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -241,3 +226,27 @@ def find_newest(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, and why others were passed over."""
     whole, problems = newest_first(directory)
     return (whole[0][0] if whole else None), problems
+
+
+def checkpoints_at(place: str | Path) -> list[Path]:
+    """The checkpoint at a place, or all in the directory there; of a run's folder, those of the run."""
+    path = Path(place)
+    if (path / MANIFEST).exists():
+        return [path]
+    if not path.exists():
+        raise UsageError(f"there is no {place}; give a run's folder, a directory of checkpoints, or one of them")
+    found = [named.path for named in checkpoints_in(path) or checkpoints_in(path / "checkpoints")]
+    if not found:
+        raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
+    return found
+
+
+def find_checkpoint(place: str | Path) -> Path:
+    """The checkpoint at a place, or the newest whole one in the directory or run there."""
+    found = checkpoints_at(place)
+    if found == [Path(place)]:
+        return found[0]
+    newest, problems = find_newest(found[0].parent)
+    if newest is None:
+        raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
+    return newest

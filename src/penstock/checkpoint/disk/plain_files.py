@@ -13,8 +13,6 @@ import stat
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["create", "is_foreign_link", "open_plain", "read_plain", "write_whole"]
-
 MOST_BYTES = 16 * 2**20  # of a file that is read whole, where nothing else is said
 
 
@@ -48,7 +46,7 @@ def create(path: Path) -> TextIO:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write a file, whole or not at all."""
     partial = path.with_name(f"{path.name}.partial")
     with create(partial) as file:
         file.write(text)

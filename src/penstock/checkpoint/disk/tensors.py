@@ -23,8 +23,6 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 
-__all__ = ["TYPES", "Body", "FileLayout", "TensorEntry", "name_of_type", "streamed", "write_file"]
-
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,12 +55,10 @@ class TensorEntry:
 
     @property
     def bytes(self) -> int:
-        """Its size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def name_of_type(dtype: torch.dtype, key: str) -> str:
-    """The type as safetensors calls it."""
     name = TYPES.get(dtype)
     if name is None:
         raise UsageError(f"{key} has type {dtype}, which safetensors does not have; save it as another type")
@@ -105,7 +101,6 @@ class Body:
             self.put(begin, entry, value_of(entry))
 
     def reserve(self, size: int) -> None:
-        """Have at least so many bytes."""
         if self._flat.numel() < size:
             self.release()
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -114,7 +109,6 @@ class Body:
             self._flat = torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def put(self, begin: int, entry: TensorEntry, value: Tensor) -> None:
-        """Copy one entry to its place."""
         if entry.bytes:
             self._flat[begin : begin + entry.bytes].view(entry.dtype).view(entry.shape).copy_(value)
 
@@ -123,7 +117,6 @@ class Body:
         return memoryview(self._memory if self._memory is not None else b"")[:size]
 
     def release(self) -> None:
-        """Give the memory back."""
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._memory = None
 

@@ -12,19 +12,17 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_first, read_manifest
-from penstock.checkpoint.disk.values import decode, same
 from penstock.checkpoint.generators import check_states, restore_generators
 from penstock.checkpoint.load.reading import CheckpointContents
-from penstock.checkpoint.load.restoring import fit_model, fit_optimizers
+from penstock.checkpoint.load.restoring import OptimizerFit, fit_model
 from penstock.checkpoint.named_tensors import model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.collecting import Given, check_stateful, layout_of
 from penstock.errors import CheckpointError, PenstockError
+from penstock.messages.plain import decode, same
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
-
-__all__ = ["Loaded", "load_into", "say"]
 
 WRONG = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)  # what forged values cause
 ALIKE = ("processes", "placement", "replicas", "replicate", "tp")  # what a process's own state depends on
@@ -33,7 +31,19 @@ logger = logging.getLogger("penstock.checkpoint")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded. `step` is the number that was given to `save`, so the next step to train is the one after."""
+    """What was loaded from a checkpoint.
+
+    Attributes:
+        step: The number that was given to `save`; the next step to train is the one after.
+        path: The checkpoint's folder.
+        extra: What was saved as `extra`.
+        config: What was saved as `config`.
+        layout: The layout of the run that saved it: processes, placement, replicas.
+        same_layout: Whether that is the layout of this run. If so, the run continues bit for bit.
+        generators: What happened to the random generators: `"own"` (each process got its own back), `"one for all"`
+            (all had the same, and have it again) or `"left alone"`.
+        versions: The versions of Penstock, torch and Python that saved it.
+    """
 
     step: int
     path: Path
@@ -45,7 +55,7 @@ class Loaded:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def say(problems: list[str]) -> None:
+def log_skipped(problems: list[str]) -> None:
     """What was passed over, for the log."""
     for problem in problems:
         logger.warning("passed over: %s", problem)
@@ -53,18 +63,18 @@ def say(problems: list[str]) -> None:
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
     """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
-    pipe.deployment.ranks.settle()
+    pipe.deployment.ranks.wait_for_late_ranks()
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest)
-    contents, _ = processes.together(lambda: (CheckpointContents(path), None), path)
-    restoring, _ = processes.together(lambda: (_restoring(pipe, given, contents, manifest, processes), None), path)
+    contents, _ = processes.on_all(lambda: (CheckpointContents(path), None), path)
+    restoring, _ = processes.on_all(lambda: (_restoring(pipe, given, contents, manifest, processes), None), path)
     try:
-        processes.together(restoring.hand_out, path)
+        processes.on_all(restoring.hand_out, path)
     except PenstockError:
         restoring.take_back()
         raise
-    processes.together(lambda: (contents.fill(restoring.targets), None), path)
-    loaded, _ = processes.together(lambda: (restoring.finish(), None), path)
+    processes.on_all(lambda: (contents.fill(restoring.targets), None), path)
+    loaded, _ = processes.on_all(lambda: (restoring.finish(), None), path)
     return loaded
 
 
@@ -73,13 +83,13 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         if not newest:
             return [place]
         whole, problems = newest_first(place)
-        say(problems)
+        log_skipped(problems)
         if not whole:
             more = f"; {len(problems)} are damaged" if problems else ""
             raise CheckpointError(f"{place} has no whole checkpoint{more}", path=place)
         return [path for path, _ in whole]
 
-    _, answers = processes.together(lambda: (None, candidates() if processes.first else None), place)
+    _, answers = processes.on_all(lambda: (None, candidates() if processes.first else None), place)
     for number, path in enumerate(answers[0]):
         manifest: Manifest | None = None
         try:
@@ -92,7 +102,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
             return path, manifest
         if number + 1 == len(answers[0]):
             raise CheckpointError("\n  ".join([f"{path} is not whole:", *problems]), path=path)
-        say(problems if processes.first else [])
+        log_skipped(problems if processes.first else [])
     raise AssertionError("unreachable")
 
 
@@ -129,7 +139,7 @@ class _Restoring:
         self._alike = all(here[name] == manifest.layout.get(name) for name in ALIKE)
         self.targets = fit_model(pipe, contents, self._joined["model"], self._alike)
         optimizers = optimizers_of(given.optimizer)
-        self._fit = fit_optimizers(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
+        self._fit = OptimizerFit(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
         if self._fit is not None:
             self.targets |= self._fit.targets
         for name in ("scheduler", "scaler", "data"):

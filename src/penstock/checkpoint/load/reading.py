@@ -25,11 +25,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from penstock.checkpoint.disk.manifest import PLAIN_NAME, read_index
+from penstock.checkpoint.disk.manifest import PLAIN_NAME, Manifest, damages, read_index, read_manifest
 from penstock.checkpoint.disk.tensors import TYPES
 from penstock.errors import CheckpointError
 
-__all__ = ["CheckpointContents"]
+
+def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
+    """A checkpoint whose every byte was compared with its checksums; else an error that lists what is wrong."""
+    manifest = read_manifest(path)
+    wrong = list(damages(path, manifest, sums=True))
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
+    return manifest, CheckpointContents(path)
 
 
 class CheckpointContents:
@@ -66,12 +73,11 @@ class CheckpointContents:
         return self.fill({key: self.room(key)})[key]
 
     def room(self, key: str) -> Tensor:
-        """Memory for one whole tensor."""
         found = self._of(key)
         return torch.empty(found.size, dtype=found.properties.dtype)
 
     def bytes_of(self, key: str) -> int:
-        """What one whole tensor takes."""
+        """The bytes of one whole tensor."""
         found = self._of(key)
         return math.prod(found.size) * found.properties.dtype.itemsize
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.checkpoint.disk.values import TENSOR, decode, same
 from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.named_tensors import (
     Optimizers,
@@ -24,11 +23,10 @@ from penstock.checkpoint.named_tensors import (
     section_of,
 )
 from penstock.errors import CheckpointError
+from penstock.messages.plain import TENSOR, decode, same
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
-
-__all__ = ["fit_model", "fit_optimizers"]
 
 
 def fit_model(
@@ -100,8 +98,19 @@ class OptimizerFit:
     """What the optimizers here take from a checkpoint: `targets` are to be filled, then `finish` is called."""
 
     def __init__(
-        self, pipe: Pipeline, optimizers: Optimizers, contents: CheckpointContents, plain: Mapping[str, Any]
+        self, pipe: Pipeline, optimizers: Optimizers, contents: CheckpointContents, plain: Mapping[str, Any] | None
     ) -> None:
+        path = contents.path
+        if plain is None:
+            raise CheckpointError(
+                f"{path} was saved without an optimizer; load it without optimizer=, or save with one", path=path
+            )
+        if plain["class"] != class_of(optimizers):
+            raise CheckpointError(
+                f"{path} has the state of {plain['class']}, and optimizer= is {class_of(optimizers)}; use the same "
+                f"kind, or load without optimizer=",
+                path=path,
+            )
         self.targets: dict[str, Tensor] = {}
         self._optimizers = optimizers
         self._state = plain["state"]
@@ -117,7 +126,7 @@ class OptimizerFit:
             for number, group in enumerate(optimizer.param_groups):
                 wrong += self._fit(number, group)
         if wrong:
-            raise CheckpointError(_listed(f"{contents.path} does not fit the optimizer", wrong), path=contents.path)
+            raise CheckpointError(_listed(f"{path} does not fit the optimizer", wrong), path=path)
 
     def _members(self, group: Mapping[str, Any], number: int = 0) -> list[tuple[str, Tensor]]:
         owned = [parameter for parameter in group["params"] if parameter is not self._nothing]
@@ -149,7 +158,6 @@ class OptimizerFit:
         return wrong
 
     def finish(self, tensor: Callable[[str], Tensor]) -> None:
-        """Put all of it into the optimizers."""
         for group, saved in self._settings:
             group.update(decode(saved, tensor))
         for optimizer in self._optimizers:
@@ -168,24 +176,6 @@ class OptimizerFit:
             return tensor(key) if key in self.targets else tensor(key).to(parameter.device)
 
         return decode(entry, beside)
-
-
-def fit_optimizers(
-    pipe: Pipeline, optimizers: Optimizers, contents: CheckpointContents, plain: Mapping[str, Any] | None
-) -> OptimizerFit:
-    """Compare the optimizers with those of a checkpoint."""
-    path = contents.path
-    if plain is None:
-        raise CheckpointError(
-            f"{path} was saved without an optimizer; load it without optimizer=, or save with one", path=path
-        )
-    if plain["class"] != class_of(optimizers):
-        raise CheckpointError(
-            f"{path} has the state of {plain['class']}, and optimizer= is {class_of(optimizers)}; use the same kind, "
-            f"or load without optimizer=",
-            path=path,
-        )
-    return OptimizerFit(pipe, optimizers, contents, plain)
 
 
 def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Mapping[str, Any]) -> Tensor:

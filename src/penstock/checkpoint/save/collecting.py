@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.checkpoint.disk.values import encode
 from penstock.checkpoint.generators import states_of_generators
 from penstock.checkpoint.named_tensors import Saved, optimizers_of
 from penstock.errors import UsageError
+from penstock.messages.plain import encode
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
-
-__all__ = ["Given", "check_stateful", "collect", "document_of", "layout_of"]
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
 
 
 def state_of(holder: Any, name: str) -> Any:
-    """What an object says of itself."""
     check_stateful(holder, name)
     return holder.state_dict()
 

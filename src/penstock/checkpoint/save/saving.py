@@ -29,8 +29,6 @@ from penstock.checkpoint.disk.tensors import Body, TensorEntry, streamed, write_
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 
-__all__ = ["GivenUp", "Saving", "remove", "sync_directory"]
-
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
 PATIENCE = 600.0  # seconds without any progress of another process
@@ -99,9 +97,9 @@ class Saving:
         name = file_of(self.number)
         size, crc = write_file(self.temporary / name, chain([layout.header], self._pieces()))
         note = json.dumps({"file": [name, size, crc], "plain": self.plain}).encode()
-        hidden = self.temporary / f".note-{self.number:05d}"
-        write_file(hidden, [note])
-        hidden.rename(self.temporary / f"note-{self.number:05d}.json")
+        partial = self.temporary / f".note-{self.number:05d}"
+        write_file(partial, [note])
+        partial.rename(self.temporary / f"note-{self.number:05d}.json")
 
     # -- process 0
 
@@ -181,7 +179,7 @@ class Saving:
 
 
 def _progress(directory: Path) -> list[tuple[str, int]]:
-    """What changes while anybody writes."""
+    """Names and sizes of the files so far, which change while anybody writes."""
     found = []
     with suppress(FileNotFoundError):
         for entry in os.scandir(directory):

@@ -26,8 +26,6 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from penstock.checkpoint.disk.tensors import FileLayout, TensorEntry, name_of_type
 from penstock.errors import UsageError
 
-__all__ = ["Planner", "WritePlan"]
-
 
 class WritePlan:
     """What this process writes, and where each tensor of all processes is."""
@@ -54,7 +52,7 @@ class Planner:
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(tensors))
         local = planner.create_local_plan()
-        text = repr([(item.index, item.tensor_data and item.tensor_data.size, _type(item)) for item in local.items])
+        text = repr([_answer(item) for item in local.items])
         signature = hashlib.sha256(text.encode()).hexdigest()
         changed = signature != self._signature or self._plan is None
         if changed:
@@ -103,12 +101,7 @@ def _heard(answer: tuple[Any, ...]) -> WriteItem:
     return WriteItem(MetadataIndex(name, offset, number), WriteItemType[kind], tensor_data=data)
 
 
-def _type(item: Any) -> str:
-    return str(item.tensor_data.properties.dtype)
-
-
 def file_of(process: int) -> str:
-    """The file that a process writes."""
     return f"process-{process:05d}.safetensors"
 
 

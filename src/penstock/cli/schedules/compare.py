@@ -16,15 +16,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
+from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import amount
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size, counted
+from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate
-
-__all__ = ["compare"]
+from penstock.view.figures import counted, percent
 
 ROUNDING = 1e-9
+FIGURES = {"makespan": number, "idle_share": percent, "peak_activations": number}  # and how each is written
 WIDE = 1000  # columns of a pipe: no cell is ever folded there
 Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
 Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
@@ -43,7 +43,6 @@ class Compared:
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages each rank has."""
         return self.schedule.placement.stages_per_rank
 
 
@@ -95,33 +94,21 @@ def _entry(
     return Compared(family, schedule, timeline.makespan, timeline.bubble, max(timeline.peak_activations) / share)
 
 
-def _figures(entry: Compared) -> dict[str, float]:
-    return {
-        "makespan": entry.makespan,
-        "idle_share": entry.idle_share,
-        "peak_activations": entry.peak_activations,
-    }
-
-
 def _best(entries: list[Compared]) -> dict[str, float]:
     """The lowest of each figure among the families that train."""
-    training = [_figures(entry) for entry in entries if not entry.schedule.forward_only]
-    return {name: min(figures[name] for figures in training) for name in training[0]}
+    training = [entry for entry in entries if not entry.schedule.forward_only]
+    return {name: min(getattr(entry, name) for entry in training) for name in FIGURES}
 
 
 def _is_best(entry: Compared, name: str, best: dict[str, float]) -> bool:
-    return not entry.schedule.forward_only and _figures(entry)[name] <= best[name] * (1 + ROUNDING) + ROUNDING
+    return not entry.schedule.forward_only and getattr(entry, name) <= best[name] * (1 + ROUNDING) + ROUNDING
 
 
 def _cells(entry: Compared, best: dict[str, float]) -> Iterator[str]:
     yield entry.family.name
     yield str(entry.stages_per_rank)
-    shown = {
-        "makespan": number(entry.makespan),
-        "idle_share": percent(entry.idle_share),
-        "peak_activations": number(entry.peak_activations),
-    }
-    for name, text in shown.items():
+    for name, shown in FIGURES.items():
+        text = shown(getattr(entry, name))
         yield f"[bold green]{text} *[/]" if _is_best(entry, name, best) else f"{text}  "
 
 
@@ -156,7 +143,7 @@ def _document(ranks: int, microbatches: int, entries: list[Compared], best: dict
         {
             "family": entry.family.name,
             "stages_per_rank": entry.stages_per_rank,
-            **_figures(entry),
+            **{name: getattr(entry, name) for name in FIGURES},
             "best": [name for name in best if _is_best(entry, name, best)],
         }
         for entry in entries

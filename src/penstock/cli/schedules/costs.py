@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from penstock.errors import UsageError
 from penstock.schedule import Costs
-
-__all__ = [
-    "Activation",
-    "Bandwidth",
-    "Bytes",
-    "Forward",
-    "Hop",
-    "Input",
-    "Latency",
-    "Weight",
-    "amount",
-    "amounts",
-    "read_costs",
-]
 
 
 def _option(help: str, metavar: str = "TIME[,...]") -> Any:
@@ -40,6 +28,11 @@ Activation = Annotated[
     str, _option("Memory that F takes and B or W gives back: one number, or one for each stage (1).", "NUMBER[,...]")
 ]
 
+Overlap = Annotated[
+    str | None,
+    _option("What an overlapped pair takes, as a share of the sum of its parts (one after the other: 1).", "SHARE"),
+]
+
 
 def amount(option: str, text: str) -> float:
     """One number that can be a cost."""
@@ -53,7 +46,6 @@ def amount(option: str, text: str) -> float:
 
 
 def amounts(option: str, text: str, stages: int) -> float | tuple[float, ...]:
-    """One number, or one for each stage."""
     values = tuple(amount(option, part) for part in text.split(","))
     if len(values) == 1:
         return values[0]
@@ -62,29 +54,13 @@ def amounts(option: str, text: str, stages: int) -> float | tuple[float, ...]:
     return values
 
 
-def read_costs(
-    stages: int,
-    *,
-    forward: str,
-    input: str,
-    weight: str,
-    hop: str,
-    latency: str,
-    bandwidth: str | None,
-    bytes: str,
-    activation: str,
-) -> Costs:
-    """The costs that the options state, for so many stages."""
-    size = amounts("--bytes", bytes, stages)
-    if bandwidth is None and size != 0:
+def read_costs(stages: int, given: Mapping[str, str | None]) -> Costs:
+    """The costs that the options of these names state, for so many stages."""
+    found: dict[str, Any] = {}
+    for name, text in given.items():
+        if text is not None:
+            read = amount if name in ("hop", "latency", "bandwidth", "overlap") else partial(amounts, stages=stages)
+            found[name] = read(f"--{name}", text)
+    if "bandwidth" not in found and found.get("bytes", 0.0) != 0:
         raise UsageError("--bytes needs --bandwidth: a message takes latency + bytes / bandwidth")
-    return Costs(
-        forward=amounts("--forward", forward, stages),
-        input=amounts("--input", input, stages),
-        weight=amounts("--weight", weight, stages),
-        hop=amount("--hop", hop),
-        latency=amount("--latency", latency),
-        bandwidth=None if bandwidth is None else amount("--bandwidth", bandwidth),
-        bytes=size,
-        activation=amounts("--activation", activation, stages),
-    )
+    return Costs(**found)

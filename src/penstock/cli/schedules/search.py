@@ -14,14 +14,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.output import fold, guarded, number, percent, terminal_width, write, write_json
+from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json
 from penstock.cli.schedules.costs import amount
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described
+from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described, identity
 from penstock.errors import UsageError
 from penstock.schedule import Costs, Found, search_report
-
-__all__ = ["search"]
+from penstock.view.figures import percent
 
 Time = Annotated[
     str,
@@ -92,15 +91,9 @@ def search(
     microbatches = 2 * ranks if microbatches is None else microbatches
     sizes = _whole_numbers("--stages-per-rank", stages_per_rank)
     check_size(ranks, microbatches, max(sizes))
-    costs = Costs(
-        forward=_each("--forward", forward),
-        input=_each("--input", input),
-        weight=_each("--weight", weight),
-        hop=amount("--hop", hop),
-        activation=_each("--activation", activation),
-        held=None if held is None else _each("--held", held),
-        kept=_each("--kept", kept),
-    )
+    given = {"forward": forward, "input": input, "weight": weight, "activation": activation, "held": held, "kept": kept}
+    read: dict[str, Any] = {name: _each(f"--{name}", text) for name, text in given.items() if text is not None}
+    costs = Costs(hop=amount("--hop", hop), **read)
     limit = amount("--seconds", seconds)
     with _Bar(limit if effort is None else effort) as bar:
         found = search_report(
@@ -199,10 +192,7 @@ def _document(found: Found) -> dict[str, Any]:
     for entry in tried:
         entry["value"] = None if entry["value"] == math.inf else entry["value"]
     return {
-        "name": found.schedule.name,
-        "ranks": found.schedule.ranks,
-        "stages": found.schedule.stages,
-        "microbatches": found.schedule.microbatches,
+        **identity(found.schedule),
         "placement": list(found.schedule.placement),
         "recompute": sorted(found.schedule.recompute),
         "objective": found.objective,

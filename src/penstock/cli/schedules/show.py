@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +12,15 @@ from penstock.cli.output import (
     fold,
     guarded,
     paints,
-    percent,
     shortened,
     terminal_width,
     write,
-    write_json,
 )
 from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, is_file, read, whole
 from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate
-from penstock.schedule.text import to_json
-
-__all__ = ["drawing", "legend", "show"]
+from penstock.schedule.files.text import to_json
+from penstock.view.figures import percent
 
 MEANINGS = {
     Op.F: "F forward",
@@ -74,7 +70,7 @@ def show(
     if save is not None:
         schedule.save(save)
     if as_json:
-        write_json(_document(schedule, timeline))
+        write(_document(schedule, timeline))
     else:
         columns = terminal_width() if width is None else width
         facts = (
@@ -99,18 +95,18 @@ def drawing(schedule: Schedule, width: int | None) -> str:
 
 def legend(schedule: Schedule) -> str:
     """What the letters in the drawing mean; only those that are in it."""
-    there = {part.op for _, _, part in schedule.parts()}
+    columns, there = schedule.columns, schedule.ops
     words = [meaning for op, meaning in MEANINGS.items() if op in there]
-    if any(None in row for row in schedule.rows) or len(set(map(len, schedule.rows))) > 1:
+    if sum(columns.lengths) > columns.size - len(columns.second) or len(set(columns.lengths)) > 1:
         words.append(". idle")
-    if any(action is not None and action.pair for row in schedule.rows for action in row):
+    if len(columns.second):
         words.append("(..;..) a pair that may overlap")
     return "; ".join(["2F0 is the forward of stage 2, microbatch 0", *words])
 
 
 def _gaps(schedule: Schedule) -> list[str]:
     """Slots in which no rank does anything: nothing needs them, and a run has none of them."""
-    used = {slot for row in schedule.rows for slot, action in enumerate(row) if action is not None}
+    used = set(schedule.columns.position.tolist())
     gaps = [slot for slot in range(max(used, default=0)) if slot not in used]
     return (
         [f"no rank does anything in slot{'s' * (len(gaps) > 1)} {shortened(gaps)}, which a run skips"] if gaps else []
@@ -122,14 +118,12 @@ def _costs(timeline: Timeline) -> list[str]:
     return [f"idle share {percent(timeline.bubble)} (F, I and W take 1, B 2, hops nothing)", peaks]
 
 
-def _document(schedule: Schedule, timeline: Timeline | None) -> dict[str, object]:
+def _document(schedule: Schedule, timeline: Timeline | None) -> str:
     """What `--save x.json` writes, and the facts below the drawing: it loads back."""
-    document: dict[str, object] = json.loads(to_json(schedule))
-    rows = document.pop("rows")
-    return document | {
-        "ranks": schedule.ranks,
-        "stages": schedule.stages,
-        "idle_share": timeline.bubble if timeline else None,
-        "peak_activations": list(timeline.peak_activations) if timeline else None,
-        "rows": rows,
-    }
+    return to_json(
+        schedule,
+        ranks=schedule.ranks,
+        stages=schedule.stages,
+        idle_share=timeline.bubble if timeline else None,
+        peak_activations=list(timeline.peak_activations) if timeline else None,
+    ).rstrip()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.output import fold, guarded, number, percent, terminal_width, working, write, write_json
+from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import (
     Activation,
     Bandwidth,
@@ -16,15 +16,25 @@ from penstock.cli.schedules.costs import (
     Hop,
     Input,
     Latency,
+    Overlap,
     Weight,
     amount,
     read_costs,
 )
-from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, read_proved, whole
+from penstock.cli.source import (
+    AsJson,
+    Microbatches,
+    Ranks,
+    Source,
+    StagesPerRank,
+    described,
+    identity,
+    read_proved,
+    whole,
+)
 from penstock.schedule import Costs, Schedule, Span, Spread, Timeline, what_if
 from penstock.schedule import simulate as price
-
-__all__ = ["simulate"]
+from penstock.view.figures import percent, table
 
 PATH_ENDS = 8  # actions of the critical path that are shown at either end
 
@@ -49,6 +59,7 @@ def simulate(
     bandwidth: Bandwidth = None,
     bytes: Bytes = "0",
     activation: Activation = "1",
+    overlap: Overlap = None,
     jitter: Jitter = "0",
     draws: Draws = 100,
     seed: Seed = 0,
@@ -56,21 +67,14 @@ def simulate(
 ) -> None:
     """Price a schedule: makespan, idle share, peak memory and critical path.
 
-    Times are in any unit, the same for all; so is memory. Overlapped pairs are priced one part after the other.
+    Times are in any unit, the same for all; so is memory. Overlapped pairs are priced one part after the other
+    unless --overlap says what they take.
     """
     share = amount("--jitter", jitter)
     schedule = read_proved(source, ranks, microbatches, stages_per_rank)
-    costs = read_costs(
-        schedule.stages,
-        forward=forward,
-        input=input,
-        weight=weight,
-        hop=hop,
-        latency=latency,
-        bandwidth=bandwidth,
-        bytes=bytes,
-        activation=activation,
-    )
+    times = {"forward": forward, "input": input, "weight": weight, "hop": hop, "latency": latency, "overlap": overlap}
+    sizes = {"bandwidth": bandwidth, "bytes": bytes, "activation": activation}
+    costs = read_costs(schedule.stages, times | sizes)
     with working(f"simulating {source}"):
         timeline = price(schedule, costs)
         spread = what_if(schedule, costs, jitter=share, draws=draws, seed=seed) if share else None
@@ -104,6 +108,8 @@ def _stated(costs: Costs) -> str:
         words.append(f"latency {number(costs.latency)}")
     if costs.bandwidth is not None:
         words.append(f"{_numbers(costs.bytes)} bytes at {number(costs.bandwidth)} a unit of time")
+    if costs.overlap is not None:
+        words.append(f"pairs {_numbers(costs.overlap)} of their parts' sum")
     return ", ".join(words)
 
 
@@ -119,8 +125,7 @@ def _by_rank(timeline: Timeline) -> str:
             zip(timeline.idle, timeline.peak_activations, timeline.peak_memory, strict=True)
         )
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return table(rows)
 
 
 def _path(path: tuple[Span, ...]) -> str:
@@ -135,10 +140,7 @@ def _document(
     schedule: Schedule, costs: Costs, timeline: Timeline, spread: Spread | None, draw: dict[str, Any]
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "name": schedule.name,
-        "ranks": schedule.ranks,
-        "stages": schedule.stages,
-        "microbatches": schedule.microbatches,
+        **identity(schedule),
         "costs": asdict(costs),
         "makespan": timeline.makespan,
         "idle_share": timeline.bubble,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import typer
 
 from penstock.cli.output import document_of, guarded, working, write, write_faults, write_json
-from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, counted, described, read
+from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, identity, read
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule import Op, Schedule, faults, lower
-
-__all__ = ["verify"]
+from penstock.schedule.proof.certificate import RULES, certificate_of
+from penstock.view.figures import counted
 
 COUNTED = (("computes", Op.F, Op.W), ("transfers", Op.SEND_F, Op.RECV_B), ("sharding", Op.UNSHARD, Op.REDUCE_GRAD))
 
@@ -83,20 +84,16 @@ def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
                 "  the file has sharding but no transfers: they were added to its computes alone, and proved so"
             )
     lines.append("  no deadlock: the program ends with nothing buffered, so it ends on every transport")
+    lines.append(f"  certificate {certificate_of(program).digest} (rules {RULES})")
     return lines
 
 
 def _document(schedule: Schedule | None, program: Schedule | None, found: list[Fault]) -> dict[str, Any]:
     document: dict[str, Any] = {"proved": not found}
     if schedule is not None:
-        document |= {
-            "name": schedule.name,
-            "ranks": schedule.ranks,
-            "stages": schedule.stages,
-            "microbatches": schedule.microbatches,
-        }
+        document |= identity(schedule)
     if program is not None:
-        document |= _counts(program)
+        document |= {**_counts(program), "certificate": asdict(certificate_of(program))}
         if schedule is not None and schedule is not program:  # transfers are added to the computes alone
             document["sharding"] = _counts(schedule)["sharding"]
             document["transfers_added"] = True

@@ -17,9 +17,9 @@ from rich.console import Console
 from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import find_run, load_run
 from penstock.cli.schedules.costs import Forward, Hop, Input, Weight, amount, amounts
-from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_one_of, whole
+from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, identity, is_file, read_one_of, whole
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
-from penstock.schedule.calibrate import costs_of, fitted
+from penstock.schedule.timing.calibrate import costs_of, fitted
 from penstock.view.account import account
 from penstock.view.figures import SHARES, idle_shares, printable
 from penstock.view.gantt import IDLE, gantt
@@ -28,8 +28,6 @@ from penstock.view.png import save_png
 from penstock.view.run import Run
 from penstock.view.svg import save_svg
 from penstock.view.trace import save_trace
-
-__all__ = ["view"]
 
 PIPE_WIDTH = 100
 
@@ -161,10 +159,7 @@ def _document(run: Run) -> dict[str, Any]:
         "label": run.label,
         "measured": timeline.measured,
         "unit": timeline.unit,
-        "name": timeline.schedule.name,
-        "ranks": timeline.ranks,
-        "stages": timeline.schedule.stages,
-        "microbatches": timeline.schedule.microbatches,
+        **identity(timeline.schedule),
         "makespan": timeline.makespan,
         "idle_share": timeline.bubble,
         "idle_by_rank": [dict(zip(SHARES, shares, strict=True)) for shares in idle_shares(timeline)],

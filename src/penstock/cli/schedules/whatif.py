@@ -11,16 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.output import fold, guarded, percent, terminal_width, working, write, write_json
+from penstock.cli.output import fold, guarded, terminal_width, working, write, write_json
 from penstock.cli.runs import load_run
 from penstock.cli.schedules.costs import amount
-from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, is_file, read_one_of
+from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, identity, is_file, read_one_of
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
-from penstock.schedule.calibrate import costs_of, fitted, outside
-from penstock.view.figures import time_text
-
-__all__ = ["whatif"]
+from penstock.schedule.timing.calibrate import costs_of, fitted, outside
+from penstock.view.figures import percent, table, time_text
 
 From = Annotated[
     str,
@@ -142,12 +140,7 @@ def _table(found: list[Prediction], unit: str) -> str:
         sizes = (str(schedule.ranks), str(schedule.stages), str(schedule.microbatches))
         times = (time_text(time, unit) for time in (entry.makespan, entry.step, entry.a_microbatch))
         rows.append((entry.label + star, *sizes, *times, percent(entry.idle_share), str(entry.peak_activations)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.rjust(width) if place else cell.ljust(width) for place, (cell, width) in enumerate(cells))
-        for cells in (list(zip(row, widths, strict=True)) for row in rows)
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    return table(rows, left=[0])
 
 
 def _notes(run: Timeline, found: list[Prediction], beside: float) -> list[str]:
@@ -175,10 +168,8 @@ def _document(
         "costs": asdict(costs),
         "predictions": [
             {
+                **identity(entry.schedule),
                 "schedule": entry.label,
-                "ranks": entry.schedule.ranks,
-                "stages": entry.schedule.stages,
-                "microbatches": entry.schedule.microbatches,
                 "makespan": entry.makespan,
                 "step": entry.step,
                 "a_microbatch": entry.a_microbatch,

@@ -1,8 +1,8 @@
 """The names of `torch.distributed.pipelining`, on top of `Pipeline`: change the import, and go on.
 
 A thin translation. A stage is kept as it is given; the first `step` or `eval` makes a `Pipeline` of all ranks' stages,
-and from then on a step here is a step there. What torch gets wrong is right because `Pipeline` is; docs/coming-from.md
-lists it.
+and from then on a step here is a step there. What torch gets wrong is right because `Pipeline` is;
+docs/guides/coming-from.md lists it.
 """
 
 from penstock.compat.pipelining.microbatch import TensorChunkSpec

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from penstock.errors import UsageError
+from penstock.compat.pipelining.errors import InvalidAction, InvalidOrder
+from penstock.errors import NotationError, ScheduleError, UsageError
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op, Schedule, verify
 
-__all__ = ["Orders", "orders_of", "schedule_of"]
+__all__ = ["Orders", "check_order", "grid", "orders_of", "schedule_of"]
+
+PAIR = -1  # the stage of an overlapped pair: its halves have stages
 
 
 class _ComputationType(StrEnum):
@@ -31,8 +36,10 @@ class _ComputationType(StrEnum):
 
     @staticmethod
     def from_str(action: str) -> _ComputationType:
-        """By its text."""
-        return _ComputationType(action)
+        try:
+            return _ComputationType(action)
+        except ValueError:
+            raise InvalidAction(f"Invalid computation type {action}") from None
 
 
 class _Action(NamedTuple):
@@ -58,17 +65,29 @@ class _Action(NamedTuple):
 
     @staticmethod
     def from_str(action_string: str) -> _Action | None:
-        """By its text; nothing for an idle slot."""
+        """By its text; nothing for an idle slot. `2F`, without a microbatch, is an action too, but cannot be run."""
         text = action_string.strip()
-        return _of(Action.parse(text)) if text else None
+        if not text:
+            return None
+        if bare := re.fullmatch(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)", text):
+            return _Action(int(bare[1]), _ComputationType(bare[2]))
+        try:
+            return _of(Action.parse(text))
+        except NotationError as error:
+            raise InvalidAction(
+                f"Invalid action string: {text}, should be formatted as [stage][action type][(microbatch)] e.g. 2F0 "
+                f"({error})"
+            ) from None
 
 
 Orders = Mapping[int, Sequence[Any]]  # by rank: actions, ours or torch's, or None
 
 
 def _of(action: Action) -> _Action:
-    parts = None if action.pair is None else tuple(_of(part) for part in action.pair)
-    return _Action(action.stage, _ComputationType(str(action.op)), action.microbatch, parts)
+    kind = _ComputationType(str(action.op))
+    if action.pair is not None:
+        return _Action(PAIR, kind, None, tuple(_of(part) for part in action.pair))
+    return _Action(action.stage, kind, action.microbatch)
 
 
 def orders_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
@@ -76,28 +95,78 @@ def orders_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
     return {rank: [None if each is None else _of(each) for each in row] for rank, row in enumerate(schedule.rows)}
 
 
-def schedule_of(orders: Orders, microbatches: int | None, name: str) -> Schedule:
-    """What torch keeps, as a schedule."""
+def schedule_of(orders: Orders, microbatches: int | None, name: str, *, full_backward: bool = True) -> Schedule:
+    """What torch keeps, as a schedule.
+
+    Without `full_backward` it is in torch's older notation for zero bubble, in which `B` is the backward for the
+    inputs alone, and `I` here.
+    """
     rows = [
         [None if each is None or str(each) == "" else Action.parse(str(each)) for each in orders[rank]]
         for rank in sorted(orders)
     ]
+    if not full_backward:
+        rows = [[None if each is None else _input_only(each) for each in row] for row in rows]
     return Schedule(rows, microbatches=microbatches, name=name)
 
 
-def _format_pipeline_order(pipeline_order: Orders) -> str:
-    """A picture of the order."""
-    return schedule_of(pipeline_order, None, "").draw()
+def _input_only(action: Action) -> Action:
+    return Action.parse(re.sub(r"(?<=\d)B(?=\d)", "I", str(action)))
+
+
+def _format_pipeline_order(pipeline_order: Orders, error_step_number: int | None = None) -> str:
+    """The order as a grid: a row per time step, a column per rank, under the rank's own number."""
+    return grid(pipeline_order, error_step_number) + "\n"
+
+
+def grid(
+    orders: Orders, error_step: int | None = None, error_rank: int | None = None, around: int | None = None
+) -> str:
+    """An order as text. The failing step's row is marked, and in it the failing rank's cell, as `[1F0]`.
+
+    `around` leaves all rows out but so many before and after the failing step.
+    """
+    ranks = sorted(orders)
+    table = [["" if each is None else str(each) for each in orders[rank]] for rank in ranks]
+    if error_step is not None and error_rank in ranks:
+        row = table[ranks.index(error_rank)]
+        if error_step < len(row):
+            row[error_step] = f"[{row[error_step]}]"
+    steps = list(zip_longest(*table, fillvalue=""))
+    digits = len(str(max(len(steps) - 1, 0)))
+    heads = [f"Rank {rank}" for rank in ranks]
+    widths = [max(len(head), *(map(len, column)), 0) for head, column in zip(heads, table, strict=True)]
+
+    def line(label: str, cells: Sequence[str]) -> str:
+        columns = " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+        return f"{label} {columns}".rstrip()
+
+    first, last = 0, len(steps)
+    if around is not None and error_step is not None:
+        first, last = max(0, error_step - around), min(len(steps), error_step + around + 1)
+    lines = [line(" " * (len("Step :") + digits), heads)]
+    for number in range(first, last):
+        mark = " <-- ERROR HERE" if number == error_step else ""
+        lines.append(line(f"Step {number:0{digits}}:", steps[number]) + mark)
+    return "\n".join(lines)
+
+
+def check_order(schedule: Schedule, ranks: int, stages: int) -> None:
+    """Prove that an order runs everything once, for so many ranks and stages, and that it can end."""
+    if (schedule.ranks, schedule.stages) != (ranks, stages):
+        raise InvalidOrder(
+            f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are {stages} on {ranks}"
+        )
+    try:
+        verify(schedule)
+    except ScheduleError as error:
+        raise InvalidOrder(error.faults) from None
 
 
 def _validate_schedule(actions: Orders, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
     """Prove that the order runs everything once, in an order that can end; which rank each stage is on."""
     schedule = schedule_of(actions, num_microbatches, "")
-    if (schedule.ranks, schedule.stages) != (pp_group_size, num_stages):
-        raise UsageError(
-            f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, not {num_stages} on {pp_group_size}"
-        )
-    verify(schedule)
+    check_order(schedule, pp_group_size, num_stages)
     return {stage: schedule.placement.rank_of(stage) for stage in range(num_stages)}
 
 
@@ -113,16 +182,17 @@ class _PipelineContext:
     context: Context | None = field(default=None, repr=False)
 
     def run(self, action: _Action) -> None:
-        """As if no function were registered."""
-        assert self.context is not None
-        self.context.run(Action.parse(str(action)))
+        self._context.run(Action.parse(str(action)))
 
     def fetch(self, action: _Action) -> None:
         """Wait until everything that the computes of the action need is on this rank."""
-        assert self.context is not None
-        self.context.fetch(Action.parse(str(action)))
+        self._context.fetch(Action.parse(str(action)))
 
     def compute(self, action: _Action) -> None:
-        """Run the computes of the action, in order."""
-        assert self.context is not None
-        self.context.compute(Action.parse(str(action)))
+        self._context.compute(Action.parse(str(action)))
+
+    @property
+    def _context(self) -> Context:
+        if self.context is None:
+            raise UsageError("this context was made by hand, outside of a step: it runs nothing")
+        return self.context

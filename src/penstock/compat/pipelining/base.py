@@ -10,17 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock.compat.pipelining.actions import Orders, orders_of, schedule_of
+from penstock.compat.pipelining.actions import Orders, check_order, orders_of, schedule_of
 from penstock.compat.pipelining.chunks import CustomFunctions
+from penstock.compat.pipelining.errors import ArgumentTypeError, InvalidOrder, UnsupportedFormat
+from penstock.compat.pipelining.failures import in_its_grid
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, one_each
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
+from penstock.model.original.wrapped import wrappings
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.schedule import Op, Schedule, build, lower
-from penstock.schedule.text import from_csv, rows_to_csv
+from penstock.schedule import Op, Schedule, build, insert_reductions, lower
+from penstock.schedule.files.text import from_csv, rows_to_csv
 
 __all__ = ["_PipelineSchedule"]
 
@@ -32,6 +35,7 @@ class _PipelineSchedule(CustomFunctions):
     """Stages and an order; the first step makes the pipeline. `options` are further arguments of `Pipeline`."""
 
     family: str | None = None  # in penstock.schedule; None where the order comes from elsewhere
+    _use_full_backward: bool | None = None  # False: in the order, B is the backward for the inputs alone
 
     def __init__(
         self,
@@ -78,7 +82,6 @@ class _PipelineSchedule(CustomFunctions):
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[Any]]:
-        """The order with its transfers."""
         if self._with_comms is not None:
             return self._with_comms
         return orders_of(lower(self._schedule()))
@@ -89,7 +92,6 @@ class _PipelineSchedule(CustomFunctions):
 
     @property
     def stage_index_to_group_rank(self) -> dict[int, int]:
-        """Which rank has which stage."""
         return dict(enumerate(self._schedule().placement))
 
     def _tell_stages(self, placed: dict[int, int]) -> None:
@@ -101,24 +103,49 @@ class _PipelineSchedule(CustomFunctions):
         orders: Orders = self.pipeline_order if self._with_comms is None else self._with_comms
         if not orders:
             raise UsageError(f"{type(self).__name__} has no order yet; set pipeline_order, or call _load_csv(file)")
-        schedule = schedule_of(orders, self._n_microbatches, self.family or type(self).__name__)
+        schedule = self._read(orders)
         return schedule if self._with_comms is None else schedule.replace(passes=("transfers",))
 
+    def _read(self, orders: Orders) -> Schedule:
+        """An order as a schedule, by what `use_full_backward` says about its `B`."""
+        name = self.family or type(self).__name__
+        full = self._use_full_backward is not False
+        schedule = schedule_of(orders, self._n_microbatches, name, full_backward=full)
+        if self._use_full_backward and any(action.op in (Op.I, Op.W) for _, _, action in schedule.parts()):
+            raise InvalidOrder(
+                "use_full_backward=True, but the order has backwards in two halves, I and W; leave it out, or pass "
+                "False if B is the backward for the inputs alone"
+            )
+        return schedule
+
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:
-        """Take the order of a file: torch's, or one that `penstock` wrote."""
+        """Take the order of a file, torch's or one that `penstock` wrote, and prove at once that it can run.
+
+        A file in torch's older notation for zero bubble, `0F0,0B0,0W0`, is read by a schedule that was made with
+        `use_full_backward=False`.
+        """
         found = from_csv(Path(filename).read_text(), {"microbatches": self._n_microbatches})
         self._prepare_schedule_with_comms(orders_of(found), format)
 
     def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], format: Format = "compute_only") -> None:
         if format not in ("compute_only", "compute_comms"):
-            raise UsageError(f"format={format!r}: choose 'compute_only' or 'compute_comms'")
+            raise UnsupportedFormat(f"format={format!r} is not implemented: choose 'compute_only' or 'compute_comms'")
+        schedule = self._read(actions)
+        if format == "compute_only" and schedule.passes:
+            rank, place, action = next(each for each in schedule.parts() if not each[2].op.is_compute)
+            raise UsageError(
+                f"Expected compute-only schedule but found communication action '{action}' at rank {rank}, position "
+                f"{place}; pass format='compute_comms' for an order that has its transfers"
+            )
+        check_order(schedule, self.pp_group_size, self._num_stages)
+        self._check_ranks(schedule)
         self._forget_pipe()
+        actions = orders_of(schedule)
         if format == "compute_comms":
             self._with_comms = actions
         else:
-            if schedule_of(actions, self._n_microbatches, "").passes:
-                raise UsageError("the order has transfers in it already; pass format='compute_comms'")
             self.pipeline_order, self._with_comms = actions, None
+        self._tell_stages(dict(enumerate(schedule.placement)))
 
     _load_actions = _prepare_schedule_with_comms  # its older name
 
@@ -139,7 +166,8 @@ class _PipelineSchedule(CustomFunctions):
             op = Op.SEND_F
         if op.is_transfer:
             raise UsageError(
-                f"computation_type={computation_type!r}: pass F, B, I, W, OVERLAP_F_B, UNSHARD, RESHARD or REDUCE_GRAD"
+                f"Invalid computation type {computation_type}. Only FORWARD, FULL_BACKWARD, BACKWARD_INPUT, "
+                f"BACKWARD_WEIGHT, OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD are supported."
             )
         built = [stage.stage_index for stage in self._all_stages if stage.dw_builder is not None]
         if built and op is not Op.F and not op.is_sharding:
@@ -170,17 +198,21 @@ class _PipelineSchedule(CustomFunctions):
 
     def _made(self) -> Translated:
         first = self._all_stages[0]
-        modules: Any = all_stages(self._all_stages, self._check, self._trains())
+        modules: Any
+        modules, spread = all_stages(self._all_stages, self._check, self._trains())
         schedule = self._schedule()
-        if self._with_comms is None and any(op.is_sharding for op in self._functions):
-            schedule = lower(schedule, reduce=True, window=WINDOW)
-        options = self.options
+        options, wrapped = self.options, False
         if first.pipe is not None:
+            wrapped = any(wrappings(module) for module in modules)  # which the modules that run know nothing of
             modules = first.pipe.model
             split = replace(options.get("batch_options", BatchOptions()), inputs="first")
             options = {**first.pipe.cut, "keep_model": True, **options, "batch_options": split}
             if not schedule.passes:
                 schedule = schedule.replace(topology=first.pipe.split.topology)
+        if self._with_comms is None and any(op.is_sharding for op in self._functions):
+            schedule = lower(schedule, reduce=True, window=WINDOW)
+        elif wrapped:
+            schedule = lower(schedule, reduce=True) if self._with_comms is None else insert_reductions(schedule)
         pipe = Translated(
             modules,
             schedule=schedule,
@@ -191,6 +223,10 @@ class _PipelineSchedule(CustomFunctions):
             **options,
         )
         pipe.batches.output_merge_spec = self._output_merge_spec
+        if wrapped:
+            pipe.drive_wrapped({stage.stage_index: stage.submod for stage in self._all_stages})
+        if spread and "mesh" not in self.options:
+            pipe.carry_spread(self._all_stages)
         handlers = weight_handlers(self._all_stages)
         handlers |= {op: custom_handler(self, function) for op, function in self._functions.items()}
         for op, handler in handlers.items():
@@ -206,6 +242,14 @@ class _PipelineSchedule(CustomFunctions):
                 f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are "
                 f"{self._num_stages} on {self.pp_group_size}"
             )
+        self._check_ranks(schedule)
+        self._tell_stages(dict(enumerate(schedule.placement)))
+        wanted = sorted(schedule.placement.stages_of(self.rank))
+        if mine != wanted:
+            raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")
+
+    def _check_ranks(self, schedule: Schedule) -> None:
+        """A placement that was passed must be the order's: the order decides."""
         placed = dict(enumerate(schedule.placement))
         for stage, rank in ({} if self._given_ranks is None else self._given_ranks).items():
             if placed.get(stage) != rank:
@@ -213,10 +257,6 @@ class _PipelineSchedule(CustomFunctions):
                     f"stage_index_to_group_rank has stage {stage} on rank {rank}, but the order runs it on "
                     f"{f'rank {placed[stage]}' if stage in placed else 'no rank'}; give both the same placement"
                 )
-        self._tell_stages(placed)
-        wanted = sorted(schedule.placement.stages_of(self.rank))
-        if mine != wanted:
-            raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")
 
     # -- running it
 
@@ -229,14 +269,30 @@ class _PipelineSchedule(CustomFunctions):
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward and backward of a batch, or forward alone without a loss_fn; the output on the last stage's rank."""
+        """Run forward and backward for a batch, or only forward without a `loss_fn`.
+
+        Args:
+            *args: Positional inputs, on the rank of the first stage.
+            target: The target, on the rank of the last stage.
+            losses: A list that is filled with one loss per microbatch.
+            return_outputs: Whether to return the output.
+            loss_kwargs: Further keyword arguments of the loss function.
+            **kwargs: Keyword inputs.
+
+        Returns:
+            The output on the rank of the last stage.
+        """
         if not self._trains():
             if target is not None or losses is not None:
-                raise RunError("a schedule without a loss_fn, or without a backward, computes no loss")
+                raise RunError(
+                    "Forward-only schedule does not support loss computation: it was made without a loss_fn, or is "
+                    "for inference; leave target= and losses= out"
+                )
             return self._run(False, args, kwargs, None, None, True, None)
         if not torch.is_grad_enabled():
             raise RunError(
-                "step() requires gradients to be enabled for its backward; call eval() under torch.no_grad()"
+                "step() requires gradients to be enabled for backward computation; it should not be used under "
+                "torch.no_grad() context. Please call eval() instead."
             )
         return self._run(True, args, kwargs, target, losses, return_outputs, loss_kwargs)
 
@@ -248,7 +304,15 @@ class _PipelineSchedule(CustomFunctions):
         loss_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Forward alone, in eval mode, touching nothing that training uses."""
+        """Run only forward, in eval mode, without touching what training uses.
+
+        Args:
+            *args: Positional inputs, on the rank of the first stage.
+            target: The target, on the rank of the last stage.
+            losses: A list that is filled with one loss per microbatch.
+            loss_kwargs: Further keyword arguments of the loss function.
+            **kwargs: Keyword inputs.
+        """
         return self._run(False, args, kwargs, target, losses, True, loss_kwargs)
 
     def _step_microbatches(
@@ -279,7 +343,7 @@ class _PipelineSchedule(CustomFunctions):
         loss_kwargs: dict[str, Any] | None,
     ) -> Any:
         if losses is not None and not isinstance(losses, list):
-            raise UsageError(f"losses is a {type(losses).__name__}; pass a list, which the losses are put into")
+            raise ArgumentTypeError(f"losses must be a list but got a {type(losses).__name__}; they are put into it")
         pipe = self.pipeline
         has_first = any(stage.is_first for stage in self._all_stages)
         if not has_first and pipe.batches.options.inputs == "first":
@@ -292,7 +356,8 @@ class _PipelineSchedule(CustomFunctions):
         args, kwargs = one_each(self._n_microbatches, args, kwargs, target, pipe.batches.dims)
         extra = {name: Shared(value) for name, value in (loss_kwargs or {}).items()}  # each loss gets it whole
         run = pipe.step if training else pipe.evaluate
-        result = run(*args, target=target, loss_kwargs=extra, outputs=return_outputs, **kwargs)
+        with in_its_grid(type(self).__name__, pipe.program if training else None):
+            result = run(*args, target=target, loss_kwargs=extra, outputs=return_outputs, **kwargs)
         last = next((stage for stage in self._all_stages if stage.is_last), None)
         if last is None:
             return None

@@ -8,6 +8,7 @@ made or used: a function that puts something else in its place would be overrule
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import UsageError
+from penstock.errors import RunError, UsageError
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
 
@@ -39,6 +40,8 @@ class Running:
             if not self._here:
                 self.context.fetch(self.action)
                 self._here = True
+
+    wait = fetch  # in the place of torch's work handles
 
     def part(self, ops: Sequence[Op], stage: int, microbatch: int) -> Action:
         """The half of the action, or all of it, that does this."""
@@ -84,7 +87,7 @@ class ByChunk:
         """The forward of a microbatch, and its loss on the last stage."""
         batch = self._now.context.batch
         given, named = batch.args[fwd_chunk_id], batch.kwargs[fwd_chunk_id]
-        same = self.stage_index > 0 or (len(args) == len(given) and all(map(_is, args, given)))
+        same = self.stage_index > 0 or (len(args) == len(given) and all(map(operator.is_, args, given)))
         if not same or (kwargs or {}).keys() != named.keys() or not all(kwargs[key] is named[key] for key in named):  # type: ignore[index]
             raise UsageError(
                 f"forward_one_chunk({fwd_chunk_id}) was given other arguments than the step has for that microbatch; "
@@ -150,7 +153,15 @@ class CustomFunctions:
         stage._now.made(output, stage.stage_index, mb_index)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
-        return stage._now.context.losses.get(mb_index) if stage.is_last else None
+        """The loss that the forward of this microbatch computed; None where this stage computes none."""
+        losses: Mapping[int, Tensor] = stage._now.context.losses
+        if not stage.is_last or not losses:
+            return None
+        if mb_index not in losses:
+            raise RunError(
+                f"Loss for microbatch {mb_index} is not available. Available losses for microbatches: {sorted(losses)}"
+            )
+        return losses[mb_index]
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Nothing to do: a compute waits until its stage is whole."""
@@ -165,29 +176,12 @@ class Receives:
     def __contains__(self, key: tuple[int, int]) -> bool:
         return True
 
-    def pop(self, key: tuple[int, int]) -> list[Work]:
-        """What `_wait_batch_p2p` takes."""
+    def pop(self, key: tuple[int, int]) -> list[Running]:
         running: Running = self._schedule._all_stages[0]._now
         running.part(self._ops, *key)
-        return [Work(running)]
-
-
-class Work:
-    """A receive under way."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-
-    def wait(self) -> None:
-        """Until it is here."""
-        self._running.fetch()
+        return [running]
 
 
 def _wait_batch_p2p(work: Sequence[Any]) -> None:
-    """Wait for receives."""
     for each in work:
         each.wait()
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other

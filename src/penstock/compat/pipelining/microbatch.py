@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch, Microbatches, merge, split_batch
 
@@ -25,7 +26,11 @@ __all__ = [
 
 
 class TensorChunkSpec:
-    """Cut along this dimension."""
+    """Split a tensor along a dimension.
+
+    Args:
+        split_dim: The dimension.
+    """
 
     def __init__(self, split_dim: int) -> None:
         self.split_dim = split_dim
@@ -41,12 +46,20 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: Sequence[int]) -> Any:
-        """One spec for each positional argument; tuples in it are followed."""
+        """One spec per positional argument; nested tuples are followed.
+
+        Args:
+            chunk_dims: The dimension of each argument.
+        """
         return pytree.tree_map(TensorChunkSpec, tuple(chunk_dims))
 
     @staticmethod
     def from_dict(chunk_dims: Mapping[str, int]) -> Any:
-        """One spec for each keyword argument."""
+        """One spec per keyword argument.
+
+        Args:
+            chunk_dims: The dimension of each argument, by name.
+        """
         return pytree.tree_map(TensorChunkSpec, dict(chunk_dims))
 
 
@@ -138,11 +151,15 @@ def as_arguments(
     ):
         if given is None:
             continue
-        if not isinstance(given, list) or len(given) != chunks:
-            raise UsageError(f"{name}: pass a list of {chunks}, one for each microbatch")
+        if not isinstance(given, list):
+            raise ArgumentTypeError(f"{name} must be a list but got a {type(given).__name__}")
+        if len(given) != chunks:
+            raise UsageError(f"Expecting {chunks} {name} but got {len(given)}; pass one for each microbatch")
         for number, each in enumerate(given):
             if not isinstance(each, kind):
-                raise UsageError(f"{name}[{number}] is a {type(each).__name__}; pass a {kind.__name__} of arguments")
+                raise ArgumentTypeError(
+                    f"{name}[{number}] is a {type(each).__name__}; pass a {kind.__name__} of arguments"
+                )
     args = [Microbatches(column) for column in zip_longest(*(arg_mbs or ()), fillvalue=NotPassed)]
     names = dict.fromkeys(name for each in kwarg_mbs or () for name in each)
     kwargs = {name: Microbatches(each.get(name, NotPassed) for each in kwarg_mbs or ()) for name in names}

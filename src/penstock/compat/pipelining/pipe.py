@@ -6,6 +6,7 @@ which module or parameter is used next after each place; the cut is made before 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat.pipelining.stage import _PipelineStageBase, as_tree
+from penstock.compat.pipelining.stage import PipeInfo, _PipelineStageBase, build_stage, hang
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.replay.recording.undo import undone
@@ -32,26 +33,17 @@ _NOTE: ContextVar[Callable[[], None] | None] = ContextVar("penstock_pipe_split",
 
 
 class SplitPoint(Enum):
-    """Split before a module's forward, or after it."""
+    """Where to split at a named module: before its forward (`BEGINNING`) or after it (`END`)."""
 
     BEGINNING = 1
     END = 2
 
 
 def pipe_split() -> None:
-    """In a forward: a stage ends here. Does nothing when the model simply runs."""
+    """Call it in a forward to end a stage there. Does nothing when the model runs by itself."""
     note = _NOTE.get()
     if note is not None:
         note()
-
-
-@dataclass(frozen=True)
-class PipeInfo:
-    """What `build_stage` needs to know of a pipe."""
-
-    num_stages: int
-    has_loss_and_backward: bool = False
-    pipe: Any = field(default=None, repr=False)
 
 
 class StageModule(nn.Module):
@@ -68,14 +60,19 @@ class StageModule(nn.Module):
         return super().train(mode)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Only a schedule can."""
         raise UsageError(
             f"stage {self.__dict__['_index']} of a Pipe runs in a schedule; call the Pipe for the whole model"
         )
 
 
 class Pipe(nn.Module):
-    """A model and its cuts."""
+    """A model and where it is cut, as `pipeline` returns it.
+
+    Args:
+        model: The model.
+        example: Inputs of the model, as a tuple or a dict of keyword arguments.
+        split_at: Names of the modules that begin stages 1, 2, ...
+    """
 
     def __init__(self, model: nn.Module, example: tuple[Any, ...] | dict[str, Any], split_at: list[str]) -> None:
         super().__init__()
@@ -95,53 +92,62 @@ class Pipe(nn.Module):
         example_kwargs: Mapping[str, Any] | None = None,
         split_policy: Any = None,
     ) -> Pipe:
-        """The model, cut where its forward calls `pipe_split()`."""
+        """Cut a model where its forward calls `pipe_split()`.
+
+        Args:
+            mod: The model.
+            example_args: Positional inputs.
+            example_kwargs: Keyword inputs.
+            split_policy: Refused if given: it rewrites graphs of torch, of which there are none here.
+        """
         return pipeline(mod, example_args, example_kwargs, split_policy=split_policy)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The whole model, here; its output as a tuple, as torch has it."""
+        """Run the whole model here; the output is a tuple, as in torch.
+
+        Args:
+            *args: Positional inputs.
+            **kwargs: Keyword inputs.
+        """
         output = self.model(*args, **kwargs)
         return output if isinstance(output, tuple) else (output,)
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """What a stage owns, under the model's own names."""
+        """The module of a stage, with parameters under the model's own names.
+
+        Args:
+            stage_idx: The stage.
+        """
         if not 0 <= stage_idx < self.num_stages:
             raise UsageError(f"Invalid stage index {stage_idx}! There are {self.num_stages} stages")
         if stage_idx not in self._modules_of:
             part = self.split.parts[stage_idx]
-            state = part.module.state_dict(keep_vars=True)
-            named = ((part.names.get(name, name), tensor) for name, tensor in state.items())
-            self._modules_of[stage_idx] = as_tree(StageModule(stage_idx, part.module), named)
+            self._modules_of[stage_idx] = StageModule(stage_idx, part.module)
+            for name, tensor in part.module.state_dict(keep_vars=True).items():
+                hang(self._modules_of[stage_idx], part.names.get(name, name), tensor)
         return self._modules_of[stage_idx]
 
     def info(self) -> PipeInfo:
-        """For `build_stage`."""
+        """What `build_stage` needs to know."""
         return PipeInfo(self.num_stages, self.has_loss_and_backward, self)
 
     def build_stage(
         self, stage_index: int, device: torch.device | str | None = None, group: dist.ProcessGroup | None = None
     ) -> _PipelineStageBase:
-        """One stage, for a schedule."""
+        """Build one stage for a schedule.
+
+        Args:
+            stage_index: The stage.
+            device: The device of the stage.
+            group: The process group of the pipeline's ranks.
+        """
         return build_stage(self.get_stage_module(stage_index), stage_index, self.info(), device, group)
 
     def print_readable(self) -> None:
-        """How it was cut, and what each stage owns."""
+        """Print how the model was cut, and what each stage owns."""
         print(self.split.how)
         for part in self.split.parts:
             print(f"stage {part.index}: {', '.join(part.names.values())}")
-
-
-def build_stage(
-    stage_module: nn.Module,
-    stage_index: int,
-    pipe_info: PipeInfo,
-    device: torch.device | str | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> _PipelineStageBase:
-    """One stage of a pipe, for a schedule."""
-    stage = _PipelineStageBase(stage_module, stage_index, pipe_info.num_stages, device, group)
-    stage.pipe = pipe_info.pipe
-    return stage
 
 
 def pipeline(
@@ -151,14 +157,20 @@ def pipeline(
     split_spec: Mapping[str, SplitPoint] | None = None,
     split_policy: Any = None,
 ) -> Pipe:
-    """Cut a model at named modules, or where its forward calls `pipe_split()`; the model itself is left as it is."""
+    """Cut a model at named modules, or where its forward calls `pipe_split()`. The model itself is not changed.
+
+    Args:
+        module: The model.
+        mb_args: Positional inputs of one microbatch.
+        mb_kwargs: Keyword inputs of one microbatch.
+        split_spec: Where to split: names of modules to a `SplitPoint` each.
+        split_policy: Refused if given: it rewrites graphs of torch, of which there are none here.
+    """
     if split_spec is not None and split_policy is not None:
         raise UsageError("pass split_spec or split_policy, not both")
     if split_policy is not None:
         raise UsageError("a split_policy rewrites torch's graphs, of which there are none here; pass split_spec")
     if mb_args and mb_kwargs:
-        import inspect
-
         bound = inspect.signature(module.forward).bind(*mb_args, **mb_kwargs)
         example: tuple[Any, ...] | dict[str, Any] = dict(bound.arguments)
         if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in bound.signature.parameters.values()):
@@ -169,7 +181,7 @@ def pipeline(
 
 
 @dataclass
-class _Log:
+class _SplitLog:
     """What happened in one run: modules that were entered, parameters that were used, and places to split."""
 
     events: list[tuple[str, str]] = field(default_factory=list)
@@ -181,7 +193,7 @@ class _Log:
 class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Also sees torch's own pipe_split, which is an operation."""
 
-    def __init__(self, log: _Log) -> None:
+    def __init__(self, log: _SplitLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
 
@@ -194,7 +206,7 @@ class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Uses(TorchFunctionMode):
     """Sees parameters that the forward uses, in a module or beside it."""
 
-    def __init__(self, module: nn.Module, log: _Log) -> None:
+    def __init__(self, module: nn.Module, log: _SplitLog) -> None:
         super().__init__()
         self._log = log
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -213,7 +225,7 @@ def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> lis
             raise UsageError(f"split_spec: {type(module).__name__} has no module {name!r}")
         if getattr(point, "name", None) not in SplitPoint.__members__:
             raise UsageError(f"split_spec[{name!r}] is {point!r}; pass SplitPoint.BEGINNING or SplitPoint.END")
-    log = _Log()
+    log = _SplitLog()
     with _logged(module, spec, log):
         if isinstance(example, dict):
             module(**example)
@@ -254,7 +266,7 @@ def _begins(events: list[tuple[str, str]], place: int, owners: set[str]) -> str 
 
 
 @contextmanager
-def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _Log) -> Iterator[None]:
+def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _SplitLog) -> Iterator[None]:
     """Inside, calls are logged; everything that the run changes is put back."""
     handles = []
 

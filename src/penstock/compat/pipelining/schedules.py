@@ -11,6 +11,7 @@ from penstock.compat.pipelining.actions import (
     _format_pipeline_order,
     _PipelineContext,
     _validate_schedule,
+    check_order,
 )
 from penstock.compat.pipelining.base import _PipelineSchedule
 from penstock.compat.pipelining.chunks import _wait_batch_p2p
@@ -49,7 +50,17 @@ F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
 
 
 class PipelineScheduleSingle(_PipelineSchedule):
-    """One stage on each rank."""
+    """The base of schedules with one stage per rank.
+
+    Args:
+        stage: The stage of this rank.
+        n_microbatches: Number of microbatches.
+        loss_fn: A function of (output, target) that returns the loss.
+        args_chunk_spec: How positional inputs are split: one `TensorChunkSpec` each.
+        kwargs_chunk_spec: How keyword inputs are split.
+        output_merge_spec: How outputs of microbatches are joined.
+        scale_grads: Whether gradients are divided by the number of microbatches, as torch does for mean losses.
+    """
 
     def __init__(
         self,
@@ -67,9 +78,21 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
 
 class PipelineScheduleMulti(_PipelineSchedule):
-    """Any stages on each rank. `defer_pp_recv` and the like change nothing: receives are posted early as it is.
+    """The base of schedules with several stages per rank.
 
-    `stage_index_to_group_rank` must be what the order, which decides, says too.
+    Args:
+        stages: The stages of this rank.
+        n_microbatches: Number of microbatches.
+        loss_fn: A function of (output, target) that returns the loss.
+        args_chunk_spec: How positional inputs are split: one `TensorChunkSpec` each.
+        kwargs_chunk_spec: How keyword inputs are split.
+        output_merge_spec: How outputs of microbatches are joined.
+        scale_grads: Whether gradients are divided by the number of microbatches, as torch does for mean losses.
+        use_full_backward: `False` says that the order is in torch's older notation for zero bubble, in which `B` is the
+            backward for the inputs alone.
+        backward_requires_autograd: Changes nothing here.
+        defer_pp_recv: Changes nothing here: receives are always posted early.
+        stage_index_to_group_rank: The rank of each stage. It must agree with the order, which decides.
     """
 
     def __init__(
@@ -89,13 +112,15 @@ class PipelineScheduleMulti(_PipelineSchedule):
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads=scale_grads)
         self._given_ranks = stage_index_to_group_rank
+        self._use_full_backward = use_full_backward
         self._stages = self._all_stages
         self.n_local_stages = len(self._stages)
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[Any]]) -> None:
         """With this, torch's schedule classes end their constructors: prove the order, and tell the stages."""
-        placed = _validate_schedule(actions, self.pp_group_size, self._num_stages, self._n_microbatches)
-        self._tell_stages(placed)
+        schedule = self._read(actions)
+        check_order(schedule, self.pp_group_size, self._num_stages)
+        self._tell_stages(dict(enumerate(schedule.placement)))
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
@@ -144,7 +169,13 @@ class ScheduleInterleaved1F1B(_Family):
 
 
 class ScheduleFlexibleInterleaved1F1B(ScheduleInterleaved1F1B):
-    """The same: no number of microbatches is refused. `enable_zero_bubble` makes it the zero-bubble one."""
+    """The same as `ScheduleInterleaved1F1B`: any number of microbatches works.
+
+    Args:
+        *args: As of `ScheduleInterleaved1F1B`.
+        enable_zero_bubble: Whether to use the zero-bubble order instead.
+        **kwargs: As of `ScheduleInterleaved1F1B`.
+    """
 
     def __init__(self, *args: Any, enable_zero_bubble: bool = False, **kwargs: Any) -> None:
         if enable_zero_bubble:
@@ -153,7 +184,19 @@ class ScheduleFlexibleInterleaved1F1B(ScheduleInterleaved1F1B):
 
 
 class ScheduleLoopedBFS(_PipelineScheduleRuntime):
-    """Several stages per rank, breadth first."""
+    """Several stages per rank, breadth first.
+
+    Args:
+        stages: The stages of this rank.
+        n_microbatches: Number of microbatches.
+        loss_fn: A function of (output, target) that returns the loss.
+        args_chunk_spec: How positional inputs are split: one `TensorChunkSpec` each.
+        kwargs_chunk_spec: How keyword inputs are split.
+        output_merge_spec: How outputs of microbatches are joined.
+        scale_grads: Whether gradients are divided by the number of microbatches, as torch does for mean losses.
+        backward_requires_autograd: Changes nothing here.
+        defer_pp_recv: Changes nothing here: receives are always posted early.
+    """
 
     family = "looped-bfs"
 
@@ -192,7 +235,11 @@ class ScheduleDualPipeV(_Family):
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The class of that name, in any case."""
+    """The schedule class of that name, in any case.
+
+    Args:
+        schedule_name: The name, such as `"1F1B"` or `"Interleaved1F1B"`.
+    """
     classes: dict[str, type[_PipelineSchedule]] = {
         "1F1B": Schedule1F1B,
         "Interleaved1F1B": ScheduleInterleaved1F1B,

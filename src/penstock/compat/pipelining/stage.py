@@ -6,24 +6,34 @@ their stages hold, by name and shape, and in the place of other ranks' stages st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from penstock.compat.pipelining.chunks import ByChunk
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.messages.collective import all_gather
+from penstock.model.original.wrapped import FSDP, wrappings
 
-__all__ = ["PipelineStage", "RemoteStage", "all_stages", "as_tree"]
+__all__ = ["PipeInfo", "PipelineStage", "RemoteStage", "all_stages", "build_stage", "hang"]
+
+
+DTENSOR_MODULE = "torch.distributed.tensor"  # slow to import; who has made a DTensor has imported it
 
 
 class _PipelineStageBase(ByChunk):
     """What schedules know of a stage, made by hand or cut from a model."""
 
     pipe: Any = None  # the Pipe that it was cut from
+    get_mesh: Any = None  # (names of axes, layout) -> the mesh over which a DTensor from another stage is spread
+    declared: Sequence[Any] = ()  # tensors that were passed to show shapes; where they are DTensors, their meshes count
 
     def __init__(
         self,
@@ -60,13 +70,35 @@ class _PipelineStageBase(ByChunk):
         """Whether the model's outputs come out here."""
         return self.stage_index == self.num_stages - 1
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether DTensors may cross between it and other stages."""
+        kind: Any = getattr(sys.modules.get(DTENSOR_MODULE), "DTensor", ())
+        return self.get_mesh is not None or any(
+            isinstance(t, kind) for t in (*self.submod.parameters(), *self.declared)
+        )
+
     def clear_runtime_states(self) -> None:
-        """Forget the last step's outputs."""
         self.output_chunks = []
 
 
 class PipelineStage(_PipelineStageBase):
-    """A stage made by hand. Shapes need no declaring: `input_args`, `output_args` and the like are not looked at."""
+    """A stage that you made yourself. Shapes need not be declared.
+
+    Args:
+        submodule: The module of this stage.
+        stage_index: The stage.
+        num_stages: The number of stages of the pipeline.
+        device: The device of the stage.
+        input_args: Read for meshes only.
+        output_args: Read for meshes only.
+        output_grads: Not used.
+        input_grads: Not used.
+        group: The process group of the pipeline's ranks.
+        dw_builder: A function that returns one that computes weight gradients, as in torch.
+        get_mesh: A function of (names of axes, layout) that returns the mesh of DTensors that come from other stages,
+            where no parameter of this rank's stages is spread over it.
+    """
 
     def __init__(
         self,
@@ -85,13 +117,57 @@ class PipelineStage(_PipelineStageBase):
         super().__init__(submodule, stage_index, num_stages, device, group, dw_builder)
         if not isinstance(submodule, nn.Module):
             raise UsageError(f"the submodule of stage {stage_index} is a {type(submodule).__name__}; pass an nn.Module")
+        if get_mesh is not None and not callable(get_mesh):
+            raise UsageError(f"get_mesh={get_mesh!r}: pass a function of (names of axes, layout) that returns a mesh")
+        self.get_mesh = get_mesh
+        self.declared = pytree.tree_leaves((input_args, output_args, output_grads, input_grads))
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What `build_stage` needs to know of a pipe."""
+
+    num_stages: int
+    has_loss_and_backward: bool = False
+    pipe: Any = field(default=None, repr=False)
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> _PipelineStageBase:
+    """Build one stage of a pipe, for a schedule.
+
+    Args:
+        stage_module: What `Pipe.get_stage_module` returned, or that in `DistributedDataParallel`.
+        stage_index: The stage.
+        pipe_info: What `Pipe.info` returned.
+        device: The device of the stage.
+        group: The process group of the pipeline's ranks.
+    """
+    inside = stage_module.module if isinstance(stage_module, DistributedDataParallel) else stage_module
+    if pipe_info.pipe is not None and (
+        inside is not pipe_info.pipe.get_stage_module(stage_index) or FSDP in wrappings(inside)
+    ):
+        raise UsageError(
+            f"stage {stage_index} is something else than pipe.get_stage_module({stage_index}) gave; a Pipe runs the "
+            f"model's own modules, so pass that as it is, or in DistributedDataParallel. To shard it, make its stages "
+            f"by hand, as PipelineStages, or set schedule.options = {{'mesh': ..., 'parallel_options': ...}}"
+        )
+    stage = _PipelineStageBase(stage_module, stage_index, pipe_info.num_stages, device, group)
+    stage.pipe = pipe_info.pipe
+    return stage
 
 
 class RemoteStage(nn.Module):
     """Stands for a stage of another rank: its names, shapes and dtypes, without memory."""
 
-    def __init__(self, held: Sequence[Held]) -> None:
+    def __init__(self, held: Sequence[Held], wrapped_in: frozenset[str]) -> None:
         super().__init__()
+        self.wrapped_in = wrapped_in
         known: dict[int, Tensor] = {}
         for name, shape, dtype, trained, key in held:
             tensor = known.get(key)
@@ -104,7 +180,6 @@ class RemoteStage(nn.Module):
             hang(self, name, tensor)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """It runs on another rank."""
         raise ModelError("this stage lives on another rank")
 
 
@@ -124,13 +199,6 @@ def hang(root: nn.Module, name: str, tensor: Tensor) -> None:
         root.register_buffer(leaf, tensor)
 
 
-def as_tree(root: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> nn.Module:
-    """The same tensors under these names."""
-    for name, tensor in tensors:
-        hang(root, name, tensor)
-    return root
-
-
 def _held(module: nn.Module) -> list[Held]:
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
     return [
@@ -146,8 +214,12 @@ def _held(module: nn.Module) -> list[Held]:
     ]
 
 
-def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], trains: bool) -> list[nn.Module]:
-    """All ranks' stages in order, with stand-ins for others'. Every rank must call it; a refusal is heard by all.
+def all_stages(
+    stages: Sequence[_PipelineStageBase], check: Callable[[], None], trains: bool
+) -> tuple[list[nn.Module], bool]:
+    """All ranks' stages in order, with stand-ins for others', and whether any is spread over ranks.
+
+    Every rank must call it; a refusal is heard by all.
 
     `trains`: whether this rank's step has a backward. All must say the same, or some would wait for gradients for ever.
     """
@@ -159,22 +231,28 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], 
     mine = (
         None if refusal is None else str(refusal),
         first.num_stages,
-        {stage.stage_index: _held(stage.submod) for stage in stages},
+        {stage.stage_index: (_held(stage.submod), sorted(wrappings(stage.submod))) for stage in stages},
         trains,
+        any(stage.is_spread for stage in stages),
     )
     answers: list[Any] = [mine]
     if first.group_size > 1:
         answers = all_gather(mine, first.group)
     if refusal is not None:
         raise refusal
-    for rank, (problem, count, _, _) in enumerate(answers):
+    for rank, (problem, count, *_) in enumerate(answers):
         if problem is not None:
             raise UsageError(f"rank {rank} cannot make its schedule: {problem}")
         if count != first.num_stages:
             raise UsageError(f"rank {rank} says num_stages={count}, rank {first.group_rank} says {first.num_stages}")
-    _all_or_none([backward for *_, backward in answers])
+    without = [rank for rank, (*_, backward, _) in enumerate(answers) if not backward]
+    if without and len(without) < len(answers):
+        raise UsageError(
+            f"ranks {without} have no loss_fn, so that their step has no backward, and the others have one; pass the "
+            f"same loss_fn to the schedule on every rank: it is called on the last stage's rank only"
+        )
     owners: dict[int, list[int]] = {stage: [] for stage in range(first.num_stages)}
-    for rank, (_, _, held, _) in enumerate(answers):
+    for rank, (_, _, held, *_) in enumerate(answers):
         for index in held:
             owners[index].append(rank)
     wrong = {stage: ranks for stage, ranks in owners.items() if len(ranks) != 1}
@@ -184,14 +262,9 @@ def all_stages(stages: Sequence[_PipelineStageBase], check: Callable[[], None], 
             f"stage {stage} is on {'no rank' if not ranks else f'ranks {ranks}'}; each of the "
             f"{first.num_stages} stages must be on exactly one"
         )
-    own = {stage.stage_index: stage.submod for stage in stages}
-    return [own[index] if index in own else RemoteStage(answers[owners[index][0]][2][index]) for index in owners]
-
-
-def _all_or_none(trains: Sequence[bool]) -> None:
-    without = [rank for rank, backward in enumerate(trains) if not backward]
-    if without and len(without) < len(trains):
-        raise UsageError(
-            f"ranks {without} have no loss_fn, so that their step has no backward, and the others have one; pass the "
-            f"same loss_fn to the schedule on every rank: it is called on the last stage's rank only"
-        )
+    own: dict[int, nn.Module] = {stage.stage_index: stage.submod for stage in stages}
+    for index, (rank,) in owners.items():
+        if index not in own:
+            held, wrapped = answers[rank][2][index]
+            own[index] = RemoteStage(held, frozenset(wrapped))
+    return [own[index] for index in owners], any(spread for *_, spread in answers)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+from torch import nn
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
 from penstock.compat.pipelining.chunks import Running
 from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
+from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Batches, Call
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.handlers import Context, Handler
+from penstock.runtime.engine.report import StepInput
 from penstock.schedule import Action, Op
 
 __all__ = ["Translated", "custom_handler", "weight_handlers"]
@@ -33,6 +37,16 @@ class TranslatedBatches(Batches):
             batch.rows = None
         return batch
 
+    def _resolve(self, call: Call, count: int) -> dict[int, StepInput]:
+        found = super()._resolve(call, count)
+        last = self.deployment.ranks.last()
+        if call.training and last is not None and self.loss_fn is not None and not found[last.rank].batch.has_target:
+            raise UsageError(
+                f"step() was passed no target on rank {last.rank}, which has the last stage and calls the loss_fn; "
+                f"pass target= there"
+            )
+        return found
+
     def _look(self, call: Call) -> Seen | None:
         """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""
         return super()._look(replace(call, kwargs={}))
@@ -42,7 +56,6 @@ class TranslatedBatches(Batches):
         return merge_chunks(outputs, self.output_merge_spec)
 
     def taken(self) -> list[Any]:
-        """The outputs of the last step, by microbatch."""
         found, self._chunks = self._chunks, ()
         return list(found)
 
@@ -52,6 +65,19 @@ class Translated(Pipeline):
 
     _batches_type = TranslatedBatches
     batches: TranslatedBatches
+
+    def drive_wrapped(self, wrapped: Mapping[int, nn.Module]) -> None:
+        """Let the program say when these wrappers of stages of a `Pipe` reduce: other modules than they wrap run."""
+        from penstock.parallel.compose import drive  # loads FSDP
+
+        self.deployment.replicas = drive(self, wrapped)
+
+    def carry_spread(self, stages: Sequence[_PipelineStageBase]) -> None:
+        """Let DTensors cross between stages, over the meshes that these know."""
+        from penstock.parallel.compose import carry_spread  # loads DTensor
+
+        asked = [stage.get_mesh for stage in stages if stage.get_mesh is not None]
+        carry_spread(self, [each for stage in stages for each in stage.declared], asked[0] if asked else None)
 
 
 def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handler:

@@ -33,8 +33,6 @@ from penstock.model.counted_runs import DRY, run_as
 from penstock.model.replay.recording.tensors import tensors_in
 from penstock.model.replay.recording.undo import patched, random_state, restore_random, undone
 
-__all__ = ["REPEATS", "ROUNDS", "Measured", "measure"]
-
 ROUNDS = 3
 REPEATS = 3
 
@@ -49,7 +47,6 @@ class Measured:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward."""
         return statistics.median(self.times)
 
 
@@ -129,7 +126,6 @@ class _Round:
         self.inside = False
 
     def wrap(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """For `patched`."""
         trained = [parameter for parameter in self.modules[name].parameters() if parameter.requires_grad]
 
         def measured(*args: Any, **kwargs: Any) -> Any:

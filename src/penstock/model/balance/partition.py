@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -21,8 +21,6 @@ from itertools import accumulate, pairwise
 from penstock.errors import ModelError, UsageError
 from penstock.rules import is_count
 from penstock.schedule.placement import Placement
-
-__all__ = ["ROUNDING", "Ends", "PartitionProblem", "Stretch", "Weights", "classic", "pose", "speeds_of"]
 
 Weights = Sequence[float] | Sequence[Sequence[float]]  # a number per piece; or for each stage a row of them
 
@@ -41,7 +39,6 @@ class PartitionProblem:
     base: tuple[float, ...]  # by rank: load that it has anyway
     speeds: tuple[float, ...]  # by rank
     crossing: tuple[float, ...]  # by boundary: bytes that cross a cut there
-    walls: tuple[int, ...]  # by boundary: the next one after it at which a cut must be
     grain: float = 0.0  # every load is a multiple of it; 0 where none is known
 
     @property
@@ -53,7 +50,6 @@ class PartitionProblem:
         return len(self.crossing) - 1
 
     def loads(self, ends: Ends) -> list[float]:
-        """What each rank carries."""
         found = list(self.base)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
@@ -65,7 +61,7 @@ class PartitionProblem:
     def reach(self, stage: int, first: int, room: float) -> int:
         """The furthest end of a stage that begins at `first` and has that much room."""
         sums = self.sums[stage]
-        return min(bisect_right(sums, sums[first] + room) - 1, self.walls[first])
+        return bisect_right(sums, sums[first] + room) - 1
 
     @cached_property
     def single(self) -> bool:
@@ -156,15 +152,10 @@ class Stretch:
         return table[self.last][0], list(table[self.last][2])
 
 
-def classic(problem: PartitionProblem, slack: float = 0.0) -> Ends | None:
-    """The best cut where every rank has one stage, None where there is none.
-
-    Loads within `slack` of the best count as equal, and bytes decide.
-    """
+def classic(problem: PartitionProblem, slack: float = 0.0) -> Ends:
+    """The best cut where every rank has one stage. Loads within `slack` of the best count as equal; bytes decide."""
     whole = Stretch(problem, range(problem.stages), 0, problem.atoms, problem.base)
     most = max(sums[-1] for sums in problem.sums) + max(problem.base)
-    if not whole.fits(most):
-        return None
     found = whole.cheapest(whole.least_bound(most) * (1 + slack))
     assert found is not None
     return [0, *found[1], problem.atoms]
@@ -180,10 +171,9 @@ def pose(
     crossing: Sequence[float] | None,
     placement: Placement | None,
     speeds: Sequence[float] | None,
-    fixed: Iterable[int],
     base: Sequence[float] | None,
 ) -> tuple[PartitionProblem, list[int]]:
-    """The problem that arguments of `best_cuts` make, checked; and the piece that each boundary is before."""
+    """The problem that arguments of `partition` make, checked; and the piece that each boundary is before."""
     if not is_count(stages) or stages < 1:
         raise UsageError(f"stages={stages!r}: a model has at least 1 stage")
     rows = _rows(weights, stages)
@@ -192,8 +182,7 @@ def pose(
     if placement.stages != stages:
         raise UsageError(f"the placement {placement} is for {placement.stages} stages, not {stages}")
     speeds = speeds_of(speeds, placement.ranks)
-    must = sorted(set(fixed))
-    places = [0, *_places(count, stages, allowed, must), count]
+    places = [0, *_places(count, stages, allowed), count]
     if crossing is not None and len(crossing) < count:
         raise UsageError(f"crossing has {len(crossing)} entries for {count} pieces; pass the bytes before each piece")
     base = [0.0] * stages if base is None else base
@@ -206,7 +195,6 @@ def pose(
         base=tuple(carried),
         speeds=tuple(speeds),
         crossing=tuple(0.0 if crossing is None or place in (0, count) else float(crossing[place]) for place in places),
-        walls=_walls(places, must),
         grain=_grain([*rows, carried], speeds),
     )
     return problem, places
@@ -250,27 +238,13 @@ def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
     return [float(speed) for speed in speeds]
 
 
-def _places(count: int, stages: int, allowed: Sequence[int] | None, must: Sequence[int]) -> list[int]:
+def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]:
     """Where a cut may be, in order."""
     inner = sorted({place for place in (range(1, count) if allowed is None else allowed) if 0 < place < count})
-    strange = [place for place in must if place not in set(inner)]
-    if strange:
-        raise ModelError(
-            f"a cut before piece {strange[0]} is asked for, but cuts can be before {_short(inner)} of {count} pieces"
-        )
     if len(inner) < stages - 1:
         pieces = f"{count} pieces" if len(inner) == count - 1 else f"{count} pieces with {len(inner)} places to cut"
         raise ModelError(f"{pieces} cannot make {stages} stages; pass stages={len(inner) + 1} or fewer")
-    if len(must) > stages - 1:
-        raise ModelError(
-            f"{len(must)} fixed cuts make {len(must) + 1} stages, but stages={stages}; pass {len(must) + 1} or more"
-        )
     return inner
-
-
-def _short(places: Sequence[int]) -> str:
-    text = ", ".join(map(str, places[:8]))
-    return f"{text}, ..." if len(places) > 8 else text or "none"
 
 
 def _sums(
@@ -284,11 +258,3 @@ def _sums(
             running = [0.0, *accumulate(weight / speed for weight in row)]
             made[id(row), speed] = [running[place] for place in places]
     return tuple(made[id(row), speeds[placement.rank_of(stage)]] for stage, row in enumerate(rows))
-
-
-def _walls(places: Sequence[int], must: Sequence[int]) -> tuple[int, ...]:
-    """For each place the next one at which a cut must be, as numbers of places."""
-    walls = [len(places) - 1] * len(places)
-    for number in reversed(range(len(places) - 1)):
-        walls[number] = number + 1 if places[number + 1] in must else walls[number + 1]
-    return tuple(walls)

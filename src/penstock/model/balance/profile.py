@@ -22,19 +22,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.measure import REPEATS, ROUNDS, Measured, measure
+from penstock.model.declared_skips import use_skips
 from penstock.model.replay.recording.calls import Recording
-
-__all__ = [
-    "OPTIMIZERS",
-    "Agree",
-    "Weight",
-    "crossing_of",
-    "memory_rows",
-    "piece_weights",
-    "profile_calls",
-    "profile_layers",
-    "weights_by_name",
-]
 
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states per parameter
 WAYS = ("parameters", "time", "memory")
@@ -83,8 +72,9 @@ def profile_layers(
 
         def run() -> None:
             values: Any = tuple(example)
-            for number, (_, layer) in enumerate(layers):
-                values = layer(*values) if number == 0 else layer(values)
+            with use_skips({}):
+                for number, (_, layer) in enumerate(layers):
+                    values = layer(*values) if number == 0 else layer(values)
 
         found = measure(nn.ModuleList(numbers.values()), numbers, order, run, rounds, repeats)
         weights = _joined(weights, found)
@@ -98,7 +88,6 @@ def profile_calls(
     kwargs: Mapping[str, Any],
     *,
     optimizer: str = "adamw",
-    running: bool = True,
     rounds: int = ROUNDS,
     repeats: int = REPEATS,
     measured: bool = True,
@@ -106,12 +95,12 @@ def profile_calls(
 ) -> list[Weight]:
     """The calls of a recording, one weight each; those of the glue, which every stage makes, weigh nothing.
 
-    `running=False` only reads parameters off.
+    `measured=False` only reads parameters off.
     """
     modules = dict(model.named_modules())
     order = [call.unit for call in recording.calls]
     weights = _at_rest([(name, modules[name]) for name in order], optimizer)
-    if running and measured:
+    if measured:
         _check_real([("", model)])
         found = measure(model, modules, order, lambda: model(*args, **kwargs), rounds, repeats)
         weights = _joined(weights, found)
@@ -171,7 +160,6 @@ def _joined(weights: Sequence[Weight], found: Sequence[Measured]) -> list[Weight
 
 
 def agreed(weights: list[Weight], agree: Agree | None) -> list[Weight]:
-    """The first rank's numbers on every rank."""
     if agree is None:
         return weights
     names = [field.name for field in fields(Weight) if field.name != "name"]
@@ -199,7 +187,7 @@ def agreed(weights: list[Weight], agree: Agree | None) -> list[Weight]:
 def piece_weights(
     balance: str | Mapping[str, float], weights: Sequence[Weight], in_flight: Sequence[int] = ()
 ) -> list[float] | list[list[float]]:
-    """What `best_cuts` takes, for `balance="parameters" | "time" | "memory"` or a mapping of names to weights.
+    """What `partition` takes, for `balance="parameters" | "time" | "memory"` or a mapping of names to weights.
 
     With the microbatches in flight of each stage (`balance.in_flight`), memory is a row for each stage.
     """
@@ -226,7 +214,7 @@ def memory_rows(weights: Sequence[Weight], in_flight: Sequence[int]) -> list[lis
 
 
 def crossing_of(weights: Sequence[Weight]) -> list[float]:
-    """For `best_cuts`, where each piece reads only what the one before it returned."""
+    """For `partition`, where each piece reads only what the one before it returned."""
     return [0.0, *(float(weight.output_bytes) for weight in weights[:-1])]
 
 

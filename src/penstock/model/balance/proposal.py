@@ -8,20 +8,18 @@ bytes cross is taken, then the evener. The search itself is in `partition`; noth
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.errors import ModelError, UsageError
-from penstock.model.balance.partition import Weights, classic, pose, speeds_of
+from penstock.errors import UsageError
+from penstock.model.balance.partition import Weights, classic, pose
 from penstock.model.balance.several_stages import lightest
 from penstock.schedule.action import Op
-from penstock.schedule.calibrate import occupied
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.timeline import Timeline
-
-__all__ = ["Proposal", "best_cuts", "counts_of", "in_flight", "measured_speeds", "partition", "propose", "stage_times"]
+from penstock.schedule.timing.calibrate import occupied
+from penstock.schedule.timing.timeline import Timeline
 
 NO_GAIN = 1e-6
 
@@ -30,7 +28,7 @@ NO_GAIN = 1e-6
 class Partition:
     """The cuts, what they leave on the ranks, and whether that is known to be the best there is."""
 
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # the numbers of the first pieces of stages 1, 2, ...
     loads: tuple[float, ...]  # by rank
     crossing: float
     exact: bool  # no cut has a lighter most loaded rank; else it is the best that was found
@@ -41,43 +39,6 @@ class Partition:
         return max(self.loads)
 
 
-def best_cuts(
-    weights: Weights,
-    stages: int,
-    *,
-    allowed: Sequence[int] | None = None,
-    crossing: Sequence[float] | None = None,
-    placement: Placement | None = None,
-    speeds: Sequence[float] | None = None,
-    fixed: Iterable[int] = (),
-    base: Sequence[float] | None = None,
-    slack: float = 0.0,
-) -> list[int]:
-    """The numbers of the first pieces of stages 1, 2, ...: the cut with the lightest most loaded rank.
-
-    weights    what each piece weighs, or one row of that for each stage (`profile.memory_rows`)
-    allowed    pieces before which a cut may be; without it, any
-    crossing   bytes that cross a cut before each piece: decides among equals
-    placement  which rank has which stage; without it, each stage has its own
-    speeds     of the ranks: 0.5 takes twice as long
-    fixed      pieces before which a cut must be
-    base       what each stage carries anyway, such as the loss on the last one
-    slack      loads within this share of the best count as equal (measured times never quite are)
-    """
-    found = partition(
-        weights,
-        stages,
-        allowed=allowed,
-        crossing=crossing,
-        placement=placement,
-        speeds=speeds,
-        fixed=fixed,
-        base=base,
-        slack=slack,
-    )
-    return list(found.cuts)
-
-
 def partition(
     weights: Weights,
     stages: int,
@@ -86,15 +47,21 @@ def partition(
     crossing: Sequence[float] | None = None,
     placement: Placement | None = None,
     speeds: Sequence[float] | None = None,
-    fixed: Iterable[int] = (),
     base: Sequence[float] | None = None,
     slack: float = 0.0,
 ) -> Partition:
-    """`best_cuts` with the loads of the ranks, the bytes that cross, and whether it is proved to be the best."""
-    problem, places = pose(weights, stages, allowed, crossing, placement, speeds, fixed, base)
-    ends, exact = (classic(problem, slack), True) if problem.single else lightest(problem, slack) or (None, True)
-    if ends is None:
-        raise ModelError(f"{stages} stages cannot have cuts before all of the fixed pieces; pass fewer of them")
+    """The cut with the lightest most loaded rank: where it is, and what it leaves on the ranks.
+
+    weights    what each piece weighs, or one row of that for each stage (`profile.memory_rows`)
+    allowed    pieces before which a cut may be; without it, any
+    crossing   bytes that cross a cut before each piece: decides among equals
+    placement  which rank has which stage; without it, each stage has its own
+    speeds     of the ranks: 0.5 takes twice as long
+    base       what each stage carries anyway, such as the loss on the last one
+    slack      loads within this share of the best count as equal (measured times never quite are)
+    """
+    problem, places = pose(weights, stages, allowed, crossing, placement, speeds, base)
+    ends, exact = (classic(problem, slack), True) if problem.single else lightest(problem, slack)
     cuts = tuple(places[end] for end in ends[1:-1])
     return Partition(cuts, tuple(problem.loads(ends)), problem.bytes(ends), exact)
 
@@ -102,6 +69,12 @@ def partition(
 def counts_of(cuts: Sequence[int], pieces: int) -> list[int]:
     """How many pieces each stage has: what `Pipeline(balance=[...])` takes."""
     return [end - first for first, end in pairwise([0, *cuts, pieces])]
+
+
+def counts_between(cuts: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
+    """As `counts_of`, where not every piece counts: those do with which a stage may begin, `starts`."""
+    bounds = [0, *cuts, max((*starts, *cuts), default=0) + 1]
+    return tuple(sum(first <= start < end for start in starts) for first, end in pairwise(bounds))
 
 
 def in_flight(schedule: Schedule) -> list[int]:
@@ -128,13 +101,23 @@ def in_flight(schedule: Schedule) -> list[int]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A cut from measured times: what it is, and what it would gain."""
+    """A cut that `Pipeline.rebalance` proposes, and what it would gain. Print it to read it.
+
+    Attributes:
+        before: The present cut: the first piece of stages 1, 2, ...
+        cuts: The proposed cut; the present one if nothing better was found.
+        weights: The measured time of each piece.
+        loads_before: The time per microbatch of each rank, now.
+        loads: The time per microbatch of each rank, as predicted.
+        allowed: The pieces that a stage may begin with; `None` for any.
+    """
 
     before: tuple[int, ...]
     cuts: tuple[int, ...]  # those of before, where nothing better was found
     weights: tuple[float, ...]  # of the pieces, as measured
     loads_before: tuple[float, ...]  # of the ranks, a microbatch
     loads: tuple[float, ...]
+    allowed: tuple[int, ...] | None = None  # the pieces before which a cut may be: those that count; None: any
 
     @property
     def gain(self) -> float:
@@ -143,15 +126,16 @@ class Proposal:
 
     @property
     def changes(self) -> bool:
-        """Is there anything to move?"""
+        """Whether the proposed cut differs from the present one."""
         return self.cuts != self.before
 
     def __str__(self) -> str:
-        pieces = len(self.weights)
-        now = f"{counts_of(self.before, pieces)} pieces a stage, {max(self.loads_before):.4g} on the most loaded rank"
+        starts = range(len(self.weights)) if self.allowed is None else (0, *self.allowed)
+        before, after = (list(counts_between(cuts, starts)) for cuts in (self.before, self.cuts))
+        now = f"{before} pieces per stage, {max(self.loads_before):.4g} on the most loaded rank"
         if not self.changes:
             return f"nothing better than {now}"
-        return f"{counts_of(self.cuts, pieces)} instead of {now}: {max(self.loads):.4g}, {self.gain:.2f} times faster"
+        return f"{after} instead of {now}: {max(self.loads):.4g}, {self.gain:.2f} times faster"
 
 
 def stage_times(timeline: Timeline) -> list[float]:
@@ -165,31 +149,8 @@ def stage_times(timeline: Timeline) -> list[float]:
     return found
 
 
-def measured_speeds(weights: Sequence[float], cuts: Sequence[int], timeline: Timeline) -> list[float]:
-    """By rank, the fastest being 1: where it is the devices that differ and the weights are right."""
-    times, bounds = stage_times(timeline), [0, *cuts, len(weights)]
-    placement = timeline.schedule.placement
-    rates = []
-    for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        work = sum(sum(weights[bounds[stage] : bounds[stage + 1]]) for stage in stages)
-        taken = sum(times[stage] for stage in stages)
-        if not (work > 0 and taken > 0):
-            raise UsageError(f"rank {rank} has pieces of weight {work:g} that took {taken:g}; nothing tells its speed")
-        rates.append(work / taken)
-    return [rate / max(rates) for rate in rates]
-
-
 def propose(
-    weights: Sequence[float],
-    cuts: Sequence[int],
-    timeline: Timeline,
-    *,
-    allowed: Sequence[int] | None = None,
-    crossing: Sequence[float] | None = None,
-    speeds: Sequence[float] | None = None,
-    fixed: Iterable[int] = (),
-    slack: float = 0.0,
+    weights: Sequence[float], cuts: Sequence[int], timeline: Timeline, *, allowed: Sequence[int] | None = None
 ) -> Proposal:
     """A better cut after a run: the pieces' weights scaled so that each stage weighs what it took."""
     placement = timeline.schedule.placement
@@ -199,26 +160,16 @@ def propose(
             f"cuts {list(cuts)} of {len(weights)} pieces make {len(bounds) - 1} stages; the timeline is of "
             f"{placement.stages}, each with at least 1 piece"
         )
-    per_rank = speeds_of(speeds, placement.ranks)
+    places = None if allowed is None else tuple(allowed)
     times = stage_times(timeline)
     measured: list[float] = []
     before = [0.0] * placement.ranks
     for stage, (first, end) in enumerate(pairwise(bounds)):
-        rank = placement.rank_of(stage)
-        before[rank] += times[stage]
+        before[placement.rank_of(stage)] += times[stage]
         pieces = weights[first:end] if sum(weights[first:end]) > 0 else [1.0] * (end - first)
-        scale = times[stage] * per_rank[rank] / sum(pieces)
+        scale = times[stage] / sum(pieces)
         measured += [weight * scale for weight in pieces]
-    found = partition(
-        measured,
-        placement.stages,
-        allowed=allowed,
-        crossing=crossing,
-        placement=placement,
-        speeds=per_rank,
-        fixed=fixed,
-        slack=slack,
-    )
+    found = partition(measured, placement.stages, allowed=allowed, placement=placement)
     if found.largest >= max(before) * (1 - NO_GAIN):
-        return Proposal(tuple(cuts), tuple(cuts), tuple(measured), tuple(before), tuple(before))
-    return Proposal(tuple(cuts), found.cuts, tuple(measured), tuple(before), found.loads)
+        return Proposal(tuple(cuts), tuple(cuts), tuple(measured), tuple(before), tuple(before), places)
+    return Proposal(tuple(cuts), found.cuts, tuple(measured), tuple(before), found.loads, places)

@@ -13,10 +13,8 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.model.balance.profile import WAYS, Agree, Weight, piece_weights
-from penstock.model.balance.proposal import best_cuts, in_flight
+from penstock.model.balance.proposal import in_flight, partition
 from penstock.schedule.schedule import Schedule
-
-__all__ = ["Balancing"]
 
 SLACK = 0.02  # measured times within this share of each other count as equal
 
@@ -35,6 +33,7 @@ class Balancing:
     schedule_for: Callable[[int], Schedule | None] = _no_schedule
     agree: Agree | None = None
     measures: bool = True  # whether this rank's times are the ones that count
+    search: Callable[[int, Sequence[Weight], Sequence[int] | None], list[int]] | None = None  # instead of the best cut
 
     def __post_init__(self) -> None:
         if isinstance(self.how, str) and self.how not in WAYS:
@@ -57,10 +56,12 @@ class Balancing:
         self, stages: int, weights: Sequence[Weight], allowed: Sequence[int] | None, crossing: Sequence[float] | None
     ) -> list[int]:
         """The first pieces of stages 1, 2, ...; by parameters where nothing was asked for."""
+        if self.search is not None and self.how == "time":
+            return self.search(stages, weights, allowed)
         schedule = self.schedule_for(stages)
         how: Any = "parameters" if self.how is None else self.how
         held = in_flight(schedule) if schedule is not None and how == "memory" else ()
-        return best_cuts(
+        found = partition(
             piece_weights(how, weights, held),
             stages,
             allowed=allowed,
@@ -69,3 +70,4 @@ class Balancing:
             speeds=self.speeds,
             slack=SLACK if how == "time" else 0.0,
         )
+        return list(found.cuts)

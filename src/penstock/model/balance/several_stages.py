@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from penstock.model.balance.partition import ROUNDING, Ends, PartitionProblem, Stretch, classic
 from penstock.model.balance.two_stages import Verdict, takes, two_rounds
 
-__all__ = ["lightest"]
-
 SHAKES = 16
 SHAKE_WORK = 50_000  # atoms x stages x shakes: fewer shakes for the largest
 CLOSE = 1e-4
@@ -29,18 +27,15 @@ STEPS = 600_000  # of one search: less than a second
 BETTER = 1 - 3 * ROUNDING
 
 
-def lightest(problem: PartitionProblem, slack: float = 0.0) -> tuple[Ends, bool] | None:
-    """The best cut found, and whether its largest load is proved to be the least; None where there is no cut.
+def lightest(problem: PartitionProblem, slack: float = 0.0) -> tuple[Ends, bool]:
+    """The best cut found, and whether its largest load is proved to be the least.
 
     Loads within `slack` of the best count as equal, and bytes decide.
     """
     count = problem.stages
     speeds = tuple(problem.speeds[rank] for rank in problem.ranks)
     ranks, loads = tuple(range(count)), (0.0,) * count
-    begin = classic(PartitionProblem(problem.sums, ranks, loads, speeds, problem.crossing, problem.walls))
-    if begin is None:
-        return None
-    ends = _improve(problem, begin)
+    ends = _improve(problem, classic(PartitionProblem(problem.sums, ranks, loads, speeds, problem.crossing)))
     ends = _bisect(problem, ends) if takes(problem) else _shake(problem, ends)
     ends, exact = _settle(problem, ends)
     bound = max(problem.loads(ends)) * (1 + slack)
@@ -66,7 +61,7 @@ def _shake(problem: PartitionProblem, best: Ends) -> Ends:
     for _ in range(min(SHAKES, 1 + SHAKE_WORK // (problem.atoms * problem.stages))):
         if max(problem.loads(best)) <= _floor(problem) * (1 + ROUNDING):
             break
-        ends = _improve(problem, _shaken(best, chance, problem))
+        ends = _improve(problem, _shaken(best, chance))
         if max(problem.loads(ends)) < max(problem.loads(best)):
             best = ends
     return best
@@ -146,11 +141,11 @@ def _held_still(problem: PartitionProblem, ends: Ends, stages: range) -> tuple[S
     return Stretch(problem, stages, ends[stages.start], ends[stages.stop], loads), now
 
 
-def _shaken(ends: Ends, chance: random.Random, problem: PartitionProblem) -> Ends:
-    """Some cuts moved a little way, where that leaves every stage an atom and no wall behind."""
+def _shaken(ends: Ends, chance: random.Random) -> Ends:
+    """Some cuts moved a little way, where that leaves every stage an atom."""
     ends = list(ends)
     for place in range(1, len(ends) - 1):
-        if chance.random() < 0.6 and ends[place] not in problem.walls:
+        if chance.random() < 0.6:
             moved = ends[place] + chance.choice((-3, -2, -1, 1, 2, 3))
             if ends[place - 1] < moved < ends[place + 1]:
                 ends[place] = moved
@@ -180,7 +175,7 @@ class _Search:
         return self.best
 
     def _from(self, stage: int, ends: Ends, crossed: float) -> bool:
-        """Try all from here; True ends the search."""
+        """Try all ends of this stage and of those after it; True ends the search."""
         problem, start = self.problem, ends[-1]
         self.left -= 8
         if self.left <= 0:

@@ -22,8 +22,6 @@ from enum import Enum
 
 from penstock.model.balance.partition import ROUNDING, Ends, PartitionProblem
 
-__all__ = ["Verdict", "takes", "two_rounds"]
-
 State = tuple[int, int]  # how far the first round is, and the second
 States = dict[State, State]  # each with the one before it
 
@@ -37,11 +35,10 @@ class Verdict(Enum):
 
 
 def takes(problem: PartitionProblem) -> bool:
-    """Are there two rounds, in a loop or a V, and no cut that must be somewhere?"""
+    """Are there two rounds, in a loop or a V?"""
     half = problem.stages // 2
     first, second = problem.ranks[:half], problem.ranks[half:]
-    walled = any(wall != problem.atoms for wall in problem.walls)
-    return not walled and len(set(first)) == half and second in (first, first[::-1])
+    return len(set(first)) == half and second in (first, first[::-1])
 
 
 def two_rounds(problem: PartitionProblem, bound: float, steps: int, quick: bool = False) -> tuple[Verdict, Ends | None]:

@@ -27,8 +27,6 @@ from penstock.model.export.containers import Arguments, Template, is_channels_la
 from penstock.model.export.effects import Effects, Where, nothing_lost
 from penstock.model.export.hidden_inputs import Draws
 
-__all__ = ["Capture", "capture"]
-
 PREFIX = "model."  # of all names, because the model stands inside a _Flat
 REMEDY = "pass a list of stage modules instead"
 
@@ -110,7 +108,7 @@ class Capture:
         return None
 
     def _guarded(self, tensors: Sequence[Any]) -> str | None:
-        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+        from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP  # loads sympy
 
         names = {**SYMPY_INTERP, "math": math, "inf": math.inf, "torch": torch, "L": {"tensors": tensors}}
         return next((f"sizes that break {guard}" for guard in self._guards if not eval(guard, names)), None)

@@ -21,8 +21,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 
-__all__ = ["Arguments", "Template", "is_channels_last", "put_together", "settled", "take_apart"]
-
 PLAIN = (str, bytes, int, float, complex, bool, type(None), enum.Enum, slice, range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -36,7 +34,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Fields:
+class _DataclassFields:
     """A dataclass that torch's pytree does not know, field by field."""
 
     blank: Any
@@ -58,7 +56,7 @@ class Template:
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, _Slot):
         return leaf
-    if isinstance(leaf, _Fields):
+    if isinstance(leaf, _DataclassFields):
         return type(leaf.blank), tuple((name, template.key()) for name, template in leaf.fields)
     return type(leaf), repr(leaf)
 
@@ -73,7 +71,7 @@ def take_apart(value: Any, what: str, into: list[Any]) -> Template:
             into.append(leaf)
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             fields = tuple((name, take_apart(part, what, into)) for name, part in vars(leaf).items())
-            found.append(_Fields(_blank(leaf), fields))
+            found.append(_DataclassFields(_blank(leaf), fields))
         elif isinstance(leaf, (*PLAIN, *PLAIN_TORCH)):
             found.append(leaf)
         else:
@@ -110,7 +108,7 @@ def put_together(template: Template, values: Sequence[Any]) -> Any:
     for leaf in template.leaves:
         if isinstance(leaf, _Slot):
             leaves.append(values[leaf.number])
-        elif isinstance(leaf, _Fields):
+        elif isinstance(leaf, _DataclassFields):
             made = copy.copy(leaf.blank)
             vars(made).update({name: put_together(part, values) for name, part in leaf.fields})
             leaves.append(made)
@@ -148,7 +146,6 @@ class Arguments:
         return tuple(names), tuple({**self._fixed, **kwargs})
 
     def call(self, model: nn.Module, form: tuple[tuple[str, ...], tuple[str, ...]], named: Mapping[str, Any]) -> Any:
-        """Call the model in that form."""
         by_place, by_keyword = form
         args = tuple(named[name] for name in by_place) if self._by_name else named["*"]
         return model(*args, **{name: named[name] for name in by_keyword})

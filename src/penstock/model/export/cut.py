@@ -11,7 +11,7 @@ from penstock.errors import ModelError
 from penstock.model.default_inputs import fixed_inputs
 from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
-from penstock.model.export.cut_places import choose_cuts, find_cuts, modules_of
+from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
 from penstock.model.export.operations import Values
 from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageState, all_tensors
 from penstock.model.export.proof import runs
@@ -19,8 +19,6 @@ from penstock.model.export.stages import build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.split import Split
-
-__all__ = ["split_by_graph"]
 
 
 def split_by_graph(
@@ -49,11 +47,12 @@ def split_by_graph(
     programs.held = _holders(model, tensors, program)
     programs.prove(args, kwargs)
     parts = tuple(_part(index, model, tensors, programs) for index in range(wanted))
-    counts = ", ".join(str(stage.operations) for stage in program.stages)
+    balance = count_pieces(values, tensors, cuts)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
-    how = f"torch.export graph ({sizes}), operations a stage: {counts}"
+    counts = ", ".join(map(str, balance))
+    how = f"torch.export graph ({sizes}), operations with parameters of their own per stage: {counts}"
     order = tuple(model.state_dict(keep_vars=True))
-    return Split(parts, programs.topology, how, model, order=order, origin=origin_of(model))
+    return Split(parts, programs.topology, how, model, balance=balance, order=order, origin=origin_of(model))
 
 
 def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: GraphPrograms) -> GraphPart:

@@ -18,12 +18,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from penstock.errors import ModelError
+from penstock.model.balance.proposal import counts_between, partition
 from penstock.model.export.capture import PREFIX
 from penstock.model.export.operations import Values, size_in_bytes
-from penstock.model.replay.plan import min_max_cuts
 from penstock.model.use_names import name_and_use
-
-__all__ = ["GraphCut", "choose_cuts", "find_cuts", "modules_of"]
 
 NEARLY = 1.1  # a cut where less crosses is taken if the heaviest stage grows by no more than this
 
@@ -71,17 +69,13 @@ def choose_cuts(
             f"the model's graph has {len(allowed)} places to cut between its {len(pieces)} operations with parameters, "
             f"too few for {stages} stages; pass stages={len(allowed) + 1} or fewer"
         )
-    best = min_max_cuts(weights, stages, allowed, crossing)
+    best = partition(weights, stages, allowed=allowed, crossing=crossing)
     thin = [n for n in allowed if crossing[n] <= min(crossing[m] for m in allowed if abs(m - n) <= 1)]
     if len(thin) + 1 >= stages:
-        calm = min_max_cuts(weights, stages, thin, crossing)
-        if _heaviest(weights, calm) <= NEARLY * _heaviest(weights, best):
+        calm = partition(weights, stages, allowed=thin, crossing=crossing)
+        if calm.largest <= NEARLY * best.largest:
             best = calm
-    return [GraphCut("parameter", pieces[number].parameter) for number in best]
-
-
-def _heaviest(weights: list[float], cuts: list[int]) -> float:
-    return max(sum(weights[first:last]) for first, last in zip([0, *cuts], [*cuts, len(weights)], strict=True))
+    return [GraphCut("parameter", pieces[number].parameter) for number in best.cuts]
 
 
 def _by_count(pieces: list[_Piece], stages: int, balance: Sequence[int]) -> list[GraphCut]:
@@ -117,6 +111,11 @@ def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCu
             f"leaves a stage with nothing to do"
         )
     return places
+
+
+def count_pieces(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCut]) -> tuple[int, ...]:
+    """How many pieces each stage has: what `balance=` takes."""
+    return counts_between(find_cuts(values, tensors, cuts), [piece.position for piece in _pieces(values, tensors)])
 
 
 def _later_use(values: Values, tensors: dict[str, Tensor], cut: GraphCut) -> int | None:

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from penstock.errors import ModelError
-
-__all__ = ["Effects", "Where", "nothing_lost"]
+from penstock.model.replay.recording.undo import contents_of, refill
 
 # the last two are nn.LSTM's own copies of its parameters, which follow when those are exchanged for fakes
 INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
@@ -84,7 +83,7 @@ class Effects:
     def undone(self) -> Iterator[None]:
         """Around one forward: afterwards every module has the attributes that it had."""
         kept = {name: dict(vars(module)) for name, module in self._modules.items()}
-        inner = {id(box): (box, _contents(box)) for box in self._containers()}
+        inner = {id(box): (box, contents_of(box)) for box in self._containers()}
         for name, attribute in self.changed:
             self._modules[name].__dict__[attribute] = _Taken(name, attribute)
         try:
@@ -93,9 +92,10 @@ class Effects:
             for name, module in self._modules.items():
                 self._put_back(name, module.__dict__, kept[name])
             for box, contents in inner.values():
-                if _contents(box) != contents:
-                    self.before += [value for value in _values(contents) if isinstance(value, Tensor)]
-                    _refill(box, contents)
+                if not _same(contents_of(box), contents):
+                    values = [each[1] if isinstance(box, dict) else each for each in contents]
+                    self.before += [value for value in values if isinstance(value, Tensor)]
+                    refill(box, contents)
 
     @contextmanager
     def buffers_written(self) -> Iterator[None]:
@@ -145,29 +145,10 @@ class Effects:
             yield from (value for value in values if type(value) in (list, dict, set))
 
 
-def _contents(box: Any) -> Any:
-    return _Same(box.items() if isinstance(box, dict) else [(place, value) for place, value in enumerate(box)])
-
-
-class _Same(list[tuple[Any, Any]]):
-    """Pairs that are equal when the values are the same objects: tensors do not answer == with a truth value."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and [(k, id(v)) for k, v in self] == [(k, id(v)) for k, v in other]
-
-    __hash__ = None
-
-
-def _values(contents: _Same) -> list[Any]:
-    return [value for _, value in contents]
-
-
-def _refill(box: Any, contents: _Same) -> None:
-    box.clear()
-    if isinstance(box, list):
-        box.extend(_values(contents))
-    else:
-        box.update(contents if isinstance(box, dict) else _values(contents))
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether a container holds the same objects as before: tensors do not answer == with a truth value."""
+    keys = [[tuple(map(id, each)) if type(each) is tuple else id(each) for each in box] for box in (one, other)]
+    return keys[0] == keys[1]
 
 
 class Where:

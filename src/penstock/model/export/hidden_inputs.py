@@ -24,8 +24,6 @@ from penstock.errors import ModelError
 from penstock.model.export.effects import Where
 from penstock.model.generators import generators_of, global_states, put_back, states_of
 
-__all__ = ["Draws", "watched_calls"]
-
 Result = TypeVar("Result")
 
 _MEASURES = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
@@ -95,7 +93,6 @@ class Draws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around one run."""
         before = states_of(self._generators, self._torchs)
         yield
         now = states_of(self._generators, self._torchs)

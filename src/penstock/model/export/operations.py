@@ -21,13 +21,11 @@ from torch.fx import GraphModule, Node
 from penstock.errors import ModelError
 from penstock.model.export.capture import Capture
 
-__all__ = ["Values", "size_in_bytes"]
-
 HIDDEN_WRITES = ("running_mean", "running_var")  # batch_norm changes them, which its schema does not say
 
 
 class Values:
-    """The analysis of one capture."""
+    """What each operation of a capture reads, writes and shares memory with."""
 
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
@@ -40,7 +38,10 @@ class Values:
             self.groups[node] = frozenset(_storages(node.meta.get("val")))
             for group in self.groups[node]:
                 self.members.setdefault(group, []).append(node)
-        self.writes = {node: frozenset(self._written(node)) for node in self.nodes}
+        self.writes: dict[Node, frozenset[int]] = {
+            node: frozenset().union(*map(self.groups.__getitem__, _written_arguments(node, capture.graph_module)))
+            for node in self.nodes
+        }
         self.writers: dict[int, list[Node]] = {}
         for node, groups in self.writes.items():
             for group in groups:
@@ -60,10 +61,6 @@ class Values:
             node = self.same_as[node]
         return node
 
-    def written_to(self, node: Node) -> bool:
-        """Whether anything writes into this value's memory."""
-        return any(group in self.writers for group in self.groups[node])
-
     def _check_constants(self) -> None:
         """What a forward writes must be a buffer, which the stages have and the microbatches see to in turn."""
         for node, name in self.capture.constant_names.items():
@@ -72,10 +69,6 @@ class Values:
                     f"the model's forward writes into self.{name}, which is a tensor but no buffer: in a captured "
                     f"graph it would be a constant. Make it a registered buffer, or pass a list of stage modules"
                 )
-
-    def _written(self, node: Node) -> Iterator[int]:
-        for written in _written_arguments(node, self.capture.graph_module):
-            yield from self.groups[written]
 
     def _free(self) -> set[Node]:
         given = {*self.capture.inputs, *self.capture.constants, *self.capture.buffers}
@@ -170,7 +163,6 @@ def _bodies(node: Node, module: GraphModule) -> list[GraphModule]:
 
 
 def draws(node: Node, module: GraphModule) -> bool:
-    """Whether the operation takes random numbers."""
     if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     if isinstance(node.target, HigherOrderOperator):

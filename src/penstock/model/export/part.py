@@ -9,8 +9,8 @@ is first needed, and cut in the same places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,9 @@ from penstock.model.original.placeholders import with_memory
 from penstock.model.original.settings import Change, Settings, value_key
 from penstock.model.part import OUTPUT, Names, SelfContained
 from penstock.model.recent import Recent
+from penstock.model.replay.modes import in_modes
 from penstock.model.replay.tree import OWN
 from penstock.schedule.topology import Topology
-
-__all__ = ["GraphPart", "GraphPrograms", "Program", "StageState", "all_tensors"]
 
 MOST_CAPTURES = 16  # of one setting, and settings: one that changes at every step would capture for ever
 
@@ -90,7 +89,7 @@ class GraphPrograms:
         (first,) = self._made[self._key(self.modes)]
         prove(self._model, self._arguments, first.capture, first.stages, args, kwargs)
         for modes in {(True,) * len(self.modes), (False,) * len(self.modes)} - {self.modes}:
-            with _in_modes(self._modules, modes):
+            with in_modes(self._modules, modes):
                 try:
                     if runs(self._model, self._arguments, args, kwargs) and any(modes) and not any(self.modes):
                         made = self._captured(modes, args, kwargs)
@@ -156,7 +155,7 @@ class GraphPrograms:
                 f"attributes of the model have been set to {count} different things, each of which had to be captured, "
                 f"because a graph has them built in; make what changes often a registered buffer"
             )
-        with _in_modes(self._modules, modes), with_memory(self._model):
+        with in_modes(self._modules, modes), with_memory(self._model):
             made = capture(self._model, self._arguments, args, kwargs)
         values = Values(made)
         tensors_of = all_tensors(self._model)
@@ -188,18 +187,6 @@ def _edges(program: Program) -> set[tuple[int, int]]:
     return {(source, target) for target, stage in enumerate(program.stages) for source in stage.arrivals}
 
 
-@contextmanager
-def _in_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> Iterator[None]:
-    before = [module.training for module in modules]
-    try:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-        yield
-    finally:
-        for module, mode in zip(modules, before, strict=True):
-            module.training = mode
-
-
 def _settings(modules: Sequence[nn.Module], kept: list[Any]) -> Any:
     """What a graph of these modules has built in, beside their modes."""
     return tuple(
@@ -217,9 +204,6 @@ def _kind(tensor: Tensor | None) -> Any:
 
 class StageState(nn.Module):
     """What a stage holds, in a tree of the same names as in the whole model."""
-
-    def __init__(self) -> None:
-        super().__init__()
 
     def take(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
         """Hold a parameter or buffer: the object itself, not a copy."""
@@ -252,7 +236,7 @@ class GraphPart(SelfContained):
     """A stage, as the runtime sees it."""
 
     takes: frozenset[str] | None = None  # every keyword argument
-    whole_batch = True  # and all positional ones: inputs are read where they are needed
+    reads_inputs = True  # and all positional ones: inputs are read where they are needed
     captured = True
 
     def __init__(

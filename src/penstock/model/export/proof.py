@@ -9,7 +9,7 @@ outputs to rounding, same buffers, same parameters behind each output that wants
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,8 +26,6 @@ from penstock.model.export.hidden_inputs import Draws, watched_calls
 from penstock.model.export.stages import StageGraph
 from penstock.model.replay.recording.undo import random_state, restore_random, undone
 
-__all__ = ["prove", "runs"]
-
 SEED = 20
 ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels
 Outcome = tuple[list[Any], Template, dict[str, Tensor]]  # the output's tensors and the rest of it; buffers
@@ -42,11 +40,14 @@ def prove(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Refuse a graph that is not what the model computes."""
-    plain = _Plain(model, arguments, arguments.form(args, kwargs))
-    named, tensors = _apart(arguments, args, kwargs)
+    form, (named, tensors) = arguments.form(args, kwargs), _apart(arguments, args, kwargs)
+
+    def plain(given: Sequence[Any]) -> Outcome:
+        return _run_plain(model, lambda: arguments.call(model, form, _filled(named, given)))
+
     graph = _Graph(model, capture, stages)
     try:
-        first = plain.run(_filled(named, tensors))
+        first = plain(tensors)
     except PenstockError:
         raise
     except Exception as error:
@@ -54,12 +55,12 @@ def prove(
             f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
             f"as the model takes them"
         ) from error
-    _compare(model, first, plain.run(_filled(named, tensors)), "twice on the same input", "its own first result")
+    _compare(model, first, plain(tensors), "twice on the same input", "its own first result")
     for _ in range(2):
         _compare(model, graph.run(tensors), first, "on the example", "the model")
     for other in _others(tensors):
         try:
-            expected = plain.run(_filled(named, other))
+            expected = plain(other)
         except PenstockError:
             raise
         except Exception:  # the model's own word on values that it does not take, such as positions out of order
@@ -70,11 +71,10 @@ def prove(
 
 def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the model runs on the example as it is now; clocks or random numbers that are not torch's are refused."""
-    named, tensors = _apart(arguments, args, kwargs)
-    plain = _Plain(model, arguments, arguments.form(args, kwargs))
+    form, (named, tensors) = arguments.form(args, kwargs), _apart(arguments, args, kwargs)
     try:
         draws = Draws(model, capture=False)
-        draws.never(lambda: plain.run(_filled(named, tensors), draws))
+        draws.never(lambda: _run_plain(model, lambda: arguments.call(model, form, _filled(named, tensors)), draws))
     except PenstockError:
         raise
     except Exception:  # the model's own: the example may be none for this mode, as one row for a batch norm
@@ -103,33 +103,23 @@ def _seeded() -> Iterator[None]:
     before = random_state()
     try:
         torch.manual_seed(SEED)
-        with torch.enable_grad(), saved_tensors_hooks(_save_nothing, _never_unpack), run_as(DRY):
+        with torch.enable_grad(), saved_tensors_hooks(lambda _: None, _never_unpack), run_as(DRY):
             yield
     finally:
         restore_random(before)
-
-
-def _save_nothing(_: Tensor) -> None:
-    return None
 
 
 def _never_unpack(_: Any) -> Tensor:
     raise ModelError("a forward that takes derivatives has no graph that could be checked")
 
 
-class _Plain:
-    """The model itself."""
-
-    def __init__(self, model: nn.Module, arguments: Arguments, form: Any) -> None:
-        self._model, self._call = model, arguments.call
-        self._form = form
-
-    def run(self, named: Mapping[str, Any], draws: Draws | None = None) -> Outcome:
-        with undone(self._model), _seeded(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what the model has to say, it says when it trains
-            with watched_calls(Where(self._model)), nullcontext() if draws is None else draws.watched():
-                output = self._call(self._model, self._form, named)
-            return _outcome(output, {name: buffer.clone() for name, buffer in self._model.named_buffers()})
+def _run_plain(model: nn.Module, call: Callable[[], Any], draws: Draws | None = None) -> Outcome:
+    """What the model itself gives; nothing of the run stays in it."""
+    with undone(model), _seeded(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what the model has to say, it says when it trains
+        with watched_calls(Where(model)), nullcontext() if draws is None else draws.watched():
+            output = call()
+        return _outcome(output, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
 
 class _Graph:
@@ -174,12 +164,8 @@ def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
             moved = moved * 0.875
         return moved.requires_grad_(tensor.requires_grad)
 
-    for takes in (_is_any, Tensor.is_floating_point):
-        yield [mixed(tensor) if isinstance(tensor, Tensor) and takes(tensor) else tensor for tensor in tensors]
-
-
-def _is_any(tensor: Tensor) -> bool:
-    return True
+    yield [mixed(tensor) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+    yield [mixed(tensor) if isinstance(tensor, Tensor) and tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def _compare(model: nn.Module, found: Outcome, expected: Outcome, when: str, what: str) -> None:

@@ -20,8 +20,6 @@ from penstock.errors import ModelError
 from penstock.model.export.capture import Capture
 from penstock.model.export.operations import Values, draws
 
-__all__ = ["StageGraph", "build_stages"]
-
 
 @dataclass(frozen=True)
 class StageGraph:
@@ -33,7 +31,6 @@ class StageGraph:
     inputs: tuple[int, ...]
     arrivals: dict[int, int]  # by producing stage: how many values
     departures: dict[int, int]  # by consuming stage: how many values; the results of the model come last
-    operations: int
 
 
 class _Walk:
@@ -48,10 +45,9 @@ class _Walk:
         self.arrives: dict[Node, int] = {}
         self.given: set[Node] = set()  # placeholders
         self._todo: list[Node] = []
-        own = [node for node in values.nodes if node not in values.free and self._stage_of(node) == stage]
-        self.operations = len(own)
-        for node in own:
-            self._run(node)
+        for node in values.nodes:
+            if node not in values.free and self._stage_of(node) == stage:
+                self._run(node)
         if stage == len(cuts):
             for node in values.capture.results:
                 if isinstance(node, Node):
@@ -122,7 +118,6 @@ class _Walk:
 
 
 def build_stages(values: Values, cuts: Sequence[int]) -> list[StageGraph]:
-    """One graph for each stage."""
     walks = [_Walk(values, cuts, stage) for stage in range(len(cuts) + 1)]
     order = {node: place for place, node in enumerate([*values.capture.inputs, *values.nodes])}
     crossing: dict[tuple[int, int], list[Node]] = {}
@@ -167,5 +162,4 @@ def _build(walk: _Walk, capture: Capture, crossing: dict[tuple[int, int], list[N
         tuple(capture.inputs[node] for node in inputs),
         {source: len(nodes) for source, nodes in arrivals.items()},
         {target: len(nodes) for target, nodes in departures.items()},
-        walk.operations,
     )

@@ -26,8 +26,6 @@ from penstock.errors import ModelError
 from penstock.model.original.settings import Change, Settings
 from penstock.model.part import StagePart
 
-__all__ = ["Changes"]
-
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SCRIPTED = torch.jit.ScriptModule  # compiled: nothing in it can be exchanged
 _dtype = attrgetter("dtype")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["origin_of"]
-
 
 def origin_of(model: Any) -> dict[str, Any] | None:
     """What `config.json` would say, for a model of transformers; else None. Recognised without importing it."""

@@ -27,8 +27,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, run_kind
 
-__all__ = ["Home", "blank", "home_of", "is_away", "let_go", "mark_kept", "noted", "take_back", "with_memory"]
-
 _LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
 _METHODS = (
     "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_inference", "is_signed", "ndimension",

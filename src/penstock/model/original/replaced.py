@@ -15,8 +15,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from penstock.errors import UsageError
 
-__all__ = ["mark_replaced"]
-
 MARK = "_penstock_replaced"
 _watching: list[Any] = []  # torch's handle, once there is something to look for
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Change", "Settings", "value_key"]
-
 Change = tuple[nn.Module, str]  # a module, and the name of an attribute that is another now, or gone
 
 BOXES = (list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict)

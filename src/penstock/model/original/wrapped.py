@@ -1,25 +1,22 @@
-"""Models and stages that the user has wrapped: what would reduce gradients at the wrong time, or hide the blocks.
+"""Models and stages that the user has wrapped for data parallelism or compiled: what hides the blocks is refused.
 
-`DistributedDataParallel` takes one forward and one backward at a time. `fully_shard` reduces a stage's gradients when
-its backward ends, which under a split backward is before the weights' gradients are there: they would be lost.
+A single stage may be wrapped: `penstock.parallel` then says when its gradients are reduced.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from penstock.errors import UsageError
-from penstock.model.part import StagePart
-from penstock.schedule import Op, Schedule
 
-__all__ = ["refuse_compiled_model", "refuse_wrapped", "refuse_wrapped_model"]
+DDP, FSDP = "DistributedDataParallel", "fully_shard"  # ways in which a stage may be wrapped
 
 DYNAMO = "torch._dynamo.eval_frame"  # slow to import, and there where a module was compiled
-FSDP = "torch.distributed.fsdp"  # slow to import; who has wrapped a module with it has imported it
+FSDP_MODULE = "torch.distributed.fsdp"  # slow to import; who has wrapped a module with it has imported it
 
 
 def refuse_wrapped_model(model: Any) -> None:
@@ -42,22 +39,11 @@ def refuse_compiled_model(model: Any) -> None:
         )
 
 
-def refuse_wrapped(parts: Sequence[StagePart], schedule: Schedule) -> None:
-    """Raise for the first stage with a wrapper that this schedule would get wrong."""
-    splits = any(action.op in (Op.I, Op.W) for _, _, action in schedule.parts())
-    sharded: Any = getattr(sys.modules.get(FSDP), "FSDPModule", ())
-    for part in parts:
-        for module in part.module.modules():
-            if isinstance(module, DistributedDataParallel):
-                how, why = "DistributedDataParallel", "it would reduce gradients at every microbatch"
-            elif splits and isinstance(module, sharded):
-                how, why = (
-                    "fully_shard",
-                    f"{schedule.name or 'its schedule'} computes weights' gradients after it reduces",
-                )
-            else:
-                continue
-            raise UsageError(
-                f"stage {part.index} is wrapped in {how}, but {why}; pass the plain module, and let the pipeline do "
-                f"it: mesh=, and ParallelOptions(replicate='fsdp') to shard"
-            )
+def wrappings(module: nn.Module) -> frozenset[str]:
+    """How a stage is wrapped for data parallelism, as a whole or in parts of it; empty where it is not."""
+    told: frozenset[str] | None = getattr(module, "wrapped_in", None)  # of a module that stands for one elsewhere
+    if told is not None:
+        return told
+    sharded: Any = getattr(sys.modules.get(FSDP_MODULE), "FSDPModule", ())
+    kinds = {FSDP: sharded, DDP: DistributedDataParallel}
+    return frozenset(name for name, kind in kinds.items() if any(isinstance(each, kind) for each in module.modules()))

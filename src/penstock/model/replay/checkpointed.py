@@ -14,12 +14,10 @@ import torch
 
 from penstock.errors import ModelError
 
-__all__ = ["check_reentrant", "not_again"]
-
 _APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
-def not_again(name: str) -> ModelError:
+def cannot_repeat(name: str) -> ModelError:
     """For a unit call in a backward that cannot be made."""
     return ModelError(
         f"the model's code checkpoints the call of {name}, and so code of other stages with it; let the unit "

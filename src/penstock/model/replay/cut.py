@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,22 +11,21 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.balance.profile import Weight, profile_calls
+from penstock.model.balance.proposal import counts_between
 from penstock.model.balance.request import Balancing
 from penstock.model.default_inputs import fixed_inputs
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
-from penstock.model.replay.plan import StagePlan, plan_stages, torn_by
+from penstock.model.replay.plan import StagePlan, plan_stages, state_across
 from penstock.model.replay.recording.calls import Leaf, Recording
 from penstock.model.replay.recording.record import record
-from penstock.model.replay.recording.units import find_units
+from penstock.model.replay.recording.units import find_units, smaller_units
+from penstock.model.replay.repeatable import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
-from penstock.model.replay.twice import same_twice
 from penstock.model.split import Split
 from penstock.model.use_names import name_and_use
-
-__all__ = ["split_by_replay"]
 
 
 def split_by_replay(
@@ -49,8 +49,7 @@ def split_by_replay(
         args,
         {**defaults, **kwargs},
         optimizer=balance.optimizer,
-        running=balance.runs,
-        measured=balance.measures,
+        measured=balance.runs and balance.measures,
         agree=balance.agree if balance.runs else None,
     )
     cuts = _cuts(modules, recording, weights, wanted, balance, split_at)
@@ -75,17 +74,19 @@ def _assemble(
     parts = tuple(
         ReplayPart(index, model, plan, shapes, owned[index], loose[index], defaults) for index in range(plan.stages)
     )
-    counts = ", ".join(str(len(plan.units_of(index))) for index in range(plan.stages))
+    starts = _starts(modules, recording)
+    balance = counts_between(cuts, starts)
     return Split(
         parts,
         plan.topology,
-        f"replay of the model's own forward, units a stage: {counts}",
+        f"replay of the model's own forward, units with parameters per stage: {', '.join(map(str, balance))}",
         model,
         _aliases(model),
         _repeated(model, parts),
         weights=tuple(weights),
+        balance=balance,
         cuts=tuple(cuts),
-        allowed=tuple(_starts(modules, recording)[1:]),
+        allowed=tuple(starts[1:]),
         recut=lambda others: _assemble(model, units, recording, weights, others, defaults, shapes),
         order=tuple(model.state_dict(keep_vars=True)),
         origin=origin_of(model),
@@ -102,34 +103,38 @@ def _recorded(
 ) -> tuple[list[str], Recording]:
     """The units and their calls; where too few calls are made, larger units are opened and it is run again."""
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
-    units = find_units(model, 1, tuple(split_at))
+    units = find_units(model, split_at)
     while True:
         once = partial(record, model, units, args, kwargs, instead)
-        run = once if instead else partial(same_twice, once)
+        run = once if instead else partial(check_repeatable, once)
         recording = _with_full_caches(once)
-        recording = recording if instead else same_twice(once, recording)
+        recording = recording if instead else check_repeatable(once, recording)
         also_in_training(list(modules.values()), recording, run)
         count = len(_starts(modules, recording))
         if split_at or count >= wanted:
             return units, recording
-        try:
-            units = find_units(model, len(units) + 1, tuple(split_at))
-        except ModelError as error:
-            torn = dict.fromkeys(torn_by(recording, number) for number in range(len(recording.calls)))
-            why = ", ".join(filter(None, torn))
-            if not count:
-                raise ModelError(
-                    f"{type(model).__name__}'s forward calls none of its modules with parameters "
-                    f"({', '.join(units[:8])}{', ...' if len(units) > 8 else ''}), so that there is nowhere to cut"
-                ) from error
-            raise ModelError(
-                f"{type(model).__name__} calls units with parameters {'once' if count == 1 else f'{count} times'} "
-                f"({', '.join(unit or 'the model as a whole' for unit in units[:8])}"
-                f"{', ...' if len(units) > 8 else ''})"
-                + (f" where no cut would part {why} from code that reads or changes it" if why else "")
-                + f", too few for {wanted} stages; pass stages={count} or fewer"
-                + (", or let the units that change it return it; use one norm per place" if why else "")
-            ) from error
+        smaller = smaller_units(model, units)
+        if smaller is None:
+            raise _too_few(model, units, recording, count, wanted)
+        units = smaller
+
+
+def _too_few(model: nn.Module, units: list[str], recording: Recording, count: int, wanted: int) -> ModelError:
+    """The model calls too few units with parameters, and all of them were opened."""
+    names = ", ".join(unit or "the model as a whole" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
+    if not count:
+        return ModelError(
+            f"{type(model).__name__}'s forward calls none of its modules with parameters ({names}), so that there is "
+            f"nowhere to cut"
+        )
+    across = dict.fromkeys(state_across(recording, number) for number in range(len(recording.calls)))
+    why = ", ".join(filter(None, across))
+    return ModelError(
+        f"{type(model).__name__} calls units with parameters {'once' if count == 1 else f'{count} times'} ({names})"
+        + (f" where no cut would part {why} from code that reads or changes it" if why else "")
+        + f", too few for {wanted} stages; pass stages={count} or fewer"
+        + (", or let the units that change it return it; use one norm per place" if why else "")
+    )
 
 
 def _with_full_caches(once: Callable[[], Recording]) -> Recording:
@@ -175,8 +180,8 @@ def _cuts(
 
 
 def _starts(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
-    """The calls with which a stage may begin: those of units that own parameters, where no unit is torn."""
-    return [number for number in _with_parameters(modules, recording) if not torn_by(recording, number)]
+    """The calls with which a stage may begin: of units that own parameters, and where no state lies across."""
+    return [number for number in _with_parameters(modules, recording) if not state_across(recording, number)]
 
 
 def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
@@ -203,8 +208,6 @@ def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> li
 def _cuts_at(
     recording: Recording, stages: int, split_at: Sequence[str], starts: list[int], owning: list[int]
 ) -> list[int]:
-    import difflib
-
     calls = recording.calls
     if len(split_at) != stages - 1:
         raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")

@@ -16,8 +16,6 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.replay.recording.calls import STATE, Mark, Recording, Untried
 
-__all__ = ["also_in_training"]
-
 
 def also_in_training(modules: Sequence[nn.Module], recording: Recording, record: Callable[[], Recording]) -> None:
     """Let a recording hold for training mode too; where that cannot be, it says for which modules not, and why."""
@@ -25,7 +23,7 @@ def also_in_training(modules: Sequence[nn.Module], recording: Recording, record:
     if not still:
         return
     try:
-        with _training(still):
+        with in_modes(still, [True] * len(still)):
             reason = _join(recording, record())
     except (ModelError, UsageError) as error:
         reason = str(error)
@@ -34,14 +32,16 @@ def also_in_training(modules: Sequence[nn.Module], recording: Recording, record:
 
 
 @contextmanager
-def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
+def in_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> Iterator[None]:
+    """Inside, each module is in training mode or not, as `modes` says."""
+    before = [module.training for module in modules]
     try:
-        for module in modules:
-            module.training = True
+        for module, mode in zip(modules, modes, strict=True):
+            module.training = mode
         yield
     finally:
-        for module in modules:
-            module.training = False
+        for module, mode in zip(modules, before, strict=True):
+            module.training = mode
 
 
 def _join(recording: Recording, other: Recording) -> str:

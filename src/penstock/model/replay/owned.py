@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["Outside", "StageUnits"]
-
 
 class StageUnits(nn.Module):
     """The units that a stage owns, as one module: what is trained, moved, saved."""
@@ -88,7 +86,6 @@ class Outside:
         }
 
     def follow_buffers(self) -> None:
-        """Before a step."""
         for (name, leaf), (holder, seen) in self._buffers.items():
             now = holder._buffers.get(leaf)
             if now is not seen:
@@ -96,7 +93,6 @@ class Outside:
                 self._buffers[name, leaf] = holder, now
 
     def look(self) -> None:
-        """Before the glue runs."""
         for holder, name, owner, own_name, first in self._places:
             now = owner._parameters[own_name]
             if now is not first and holder._parameters[name] is not now:

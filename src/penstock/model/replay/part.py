@@ -30,26 +30,24 @@ from penstock.model.original.placeholders import is_away, noted
 from penstock.model.original.settings import Change, Settings
 from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
 from penstock.model.recent import Recent
-from penstock.model.replay.checkpointed import check_reentrant, not_again
-from penstock.model.replay.keeping.guard import Guard
-from penstock.model.replay.keeping.sinks import Sinks
+from penstock.model.replay.checkpointed import cannot_repeat, check_reentrant
+from penstock.model.replay.divergence import check_returned, diverged, stale
 from penstock.model.replay.owned import Outside, StageUnits
-from penstock.model.replay.paths import diverged, stale
 from penstock.model.replay.plan import GLUE, StagePlan
 from penstock.model.replay.recording.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.recording.marks import Absent
-from penstock.model.replay.recording.tensors import differ, flatten, tensors_in, unflatten
+from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
 from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.tree import Twins, stage_tree
-
-__all__ = ["ReplayPart"]
+from penstock.model.replay.unit_state.guard import Guard
+from penstock.model.replay.unit_state.sinks import Sinks
 
 
 class _Abandoned(BaseException):
     """The rest of the forward is of no use to this stage. No `except Exception` may stop it."""
 
 
-class _Run:
+class _Replay:
     """One microbatch on its way through the model's forward."""
 
     __slots__ = ("absent", "arrived", "checkpoint", "emitted", "inside", "number", "with_gradients")
@@ -72,7 +70,7 @@ class ReplayPart:
     """A stage, as the runtime sees it."""
 
     takes: frozenset[str] | None = None  # every keyword argument: the glue may read any of them
-    whole_batch = True  # and all positional ones
+    reads_inputs = True  # and all positional ones
     captured = False
     stream = WHOLE
 
@@ -197,7 +195,7 @@ class ReplayPart:
         self._outside.look()
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (not self._followed.get(kind) and not self.filling)  # a check looks by itself
-        run = self._local.run = _Run(received, Absent(stale) if follow else None)
+        run = self._local.run = _Replay(received, Absent(stale) if follow else None)
         noted.add = None if run.absent is None else run.absent.add
         if self._plan.recording.writes_inputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
@@ -232,7 +230,7 @@ class ReplayPart:
         return shapes_of((args, dict(kwargs)), (modes, torch.is_grad_enabled()))
 
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], by_call: bool) -> Any:
-        run: _Run | None = getattr(self._local, "run", None)
+        run: _Replay | None = getattr(self._local, "run", None)
         if run is None:
             return self._again(name, own, args, kwargs, by_call)
         if run.inside:
@@ -261,11 +259,11 @@ class ReplayPart:
         if stages == {GLUE}:
             return own(*args, **kwargs)
         if stages != {self.index} or len(numbers) > 1:  # which of its calls it is, nothing says
-            raise not_again(name)
+            raise cannot_repeat(name)
         with self.around(numbers[0]):
             return own(*args, **kwargs)
 
-    def _own(self, run: _Run, number: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _own(self, run: _Replay, number: int, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
         if run.absent is not None and run.absent.touches((args, kwargs)):
             raise stale(f"{call.unit} needs a value that it did not need with the example")
@@ -288,7 +286,7 @@ class ReplayPart:
             raise stale(f"{call.unit} adds to a list that it left alone with the example")
         leaves, spec = flatten((output, sinks.added()) if sinks is not None and call.adds else output)
         if expected is not None:
-            self._check_leaves(number, leaves, spec, *expected)
+            check_returned(self._plan.recording.calls, number, leaves, spec, *expected)
         for place, leaf in enumerate(leaves):
             if (number, place) in self._wanted:
                 run.emitted[number, place] = leaf
@@ -302,24 +300,7 @@ class ReplayPart:
         leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return self._handed(number, unflatten(leaves, spec), sinks)
 
-    def _check_leaves(self, number: int, leaves: list[Any], spec: Any, known: list[Any], expected: Any) -> None:
-        """Stages after this one go by what they expect the call to return; it must be what it did return."""
-        call = self._plan.recording.calls[number]
-        if spec != expected:
-            raise self._diverged(f"{call.unit} returned values in another structure", number)
-        for place, (leaf, other) in enumerate(zip(leaves, known, strict=True)):
-            if isinstance(leaf, Tensor) != isinstance(other, Leaf):
-                raise self._diverged(f"{call.unit} returned {_named(leaf)} as value {place}", number)
-            if isinstance(leaf, Tensor) and tuple(leaf.shape) != other.shape:
-                raise self._diverged(f"{call.unit} returned a tensor of shape {tuple(leaf.shape)}", number)
-            if not isinstance(leaf, Tensor) and differ(leaf, other):
-                raise self._diverged(
-                    f"{call.unit} returned {_named(leaf)} instead of {_named(other)} as value {place}, which is no "
-                    f"tensor and so not sent",
-                    number,
-                )
-
-    def _ghost(self, run: _Run, number: int, args: Any, kwargs: Any) -> Any:
+    def _ghost(self, run: _Replay, number: int, args: Any, kwargs: Any) -> Any:
         call = self._plan.recording.calls[number]
         known, spec = self._shapes_of(run, number, args, kwargs)
         leaves: list[Any] = []
@@ -335,7 +316,7 @@ class ReplayPart:
                     run.absent.add(leaves[-1:])
         return self._handed(number, unflatten(leaves, spec), Sinks(args, kwargs) if call.adds else None)
 
-    def _shapes_of(self, run: _Run, number: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+    def _shapes_of(self, run: _Replay, number: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """What a call returns for such arguments; to find out, the unit may have to run, and decide by their values."""
         call = self._plan.recording.calls[number]
         with run.not_followed():
@@ -354,7 +335,7 @@ class ReplayPart:
         """The model's code checkpoints a unit's call: here the checkpoint goes into the call, around the unit only."""
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            run: _Run = self._local.run
+            run: _Replay = self._local.run
             before, run.checkpoint = run.checkpoint, original
             try:
                 return function(*args, **kwargs)
@@ -365,7 +346,3 @@ class ReplayPart:
 
     def _diverged(self, what: str, number: int) -> ModelError:
         return diverged(self._plan.recording.calls, what, number)
-
-
-def _named(value: Any) -> str:
-    return repr(value) if isinstance(value, (int, float, str)) or value is None else f"a {type(value).__name__}"

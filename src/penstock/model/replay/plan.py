@@ -14,16 +14,15 @@ from dataclasses import dataclass
 
 from penstock.errors import ModelError
 from penstock.model.replay.recording.calls import PARAMETER, STATE, KeptState, Mark, Recording
+from penstock.model.use_names import joined
 from penstock.schedule.topology import Topology
-
-__all__ = ["GLUE", "StagePlan", "min_max_cuts", "plan_stages", "torn_by"]
 
 GLUE = -1  # in the place of a stage: every stage makes the call
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Who makes and who needs what."""
+    """Which stage makes which call, and which values cross from stage to stage."""
 
     recording: Recording
     stage_of: tuple[int, ...]  # of each call
@@ -65,12 +64,12 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> StagePlan:
     return StagePlan(recording, tuple(stage_of), stages, ordered, topology, tuple(map(tuple, read)))
 
 
-def torn_by(recording: Recording, cut: int) -> str:
+def state_across(recording: Recording, cut: int) -> str:
     """What units keep from call to call and is needed on both sides of a cut; empty: there is nothing."""
     before = {call.unit: call.keeps for call in recording.calls[:cut] if call.keeps}
-    torn = next((call.unit for call in recording.calls[cut:] if call.unit in before), None)
-    if torn is not None:
-        return f"{torn}.{before[torn]}" if torn else before[torn]
+    unit = next((call.unit for call in recording.calls[cut:] if call.unit in before), None)
+    if unit is not None:
+        return joined(unit, before[unit])
     for number, state in enumerate(recording.states):
         readers = [place for place, call in enumerate(recording.calls) if (STATE, number) in call.needs]
         readers += [len(recording.calls)] if (STATE, number) in recording.output else []
@@ -101,34 +100,3 @@ def _check_kept(recording: Recording, stage_of: Sequence[int]) -> None:
                 f"at each call; on two stages the order of updates would be another. Cut before its first or after its "
                 f"last call, use a copy for each place, or put it in eval mode"
             )
-
-
-def min_max_cuts(weights: Sequence[float], stages: int, allowed: Sequence[int], crossing: Sequence[float]) -> list[int]:
-    """Cut `weights` into contiguous stages so that the heaviest is as light as can be, exactly.
-
-    Cuts may stand only before the entries in `allowed`; among equals, the fewest bytes cross.
-    Dynamic programming over (stages left, first entry).
-    """
-    count = len(weights)
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    starts = [place for place in allowed if 0 < place < count]
-    if len(starts) < stages - 1:
-        raise ModelError(
-            f"{len(starts) + 1} pieces cannot make {stages} stages; pass stages={len(starts) + 1} or fewer"
-        )
-    best: dict[int, tuple[float, float, tuple[int, ...]]]
-    best = {place: (sums[count] - sums[place], 0.0, ()) for place in [0, *starts]}
-    for _ in range(stages - 1):
-        better: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for first in [0, *starts]:
-            options = [
-                (max(sums[cut] - sums[first], best[cut][0]), crossing[cut] + best[cut][1], (cut, *best[cut][2]))
-                for cut in starts
-                if cut > first and cut in best
-            ]
-            if options:
-                better[first] = min(options)
-        best = better
-    return list(best[0][2])

@@ -17,12 +17,10 @@ from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.original.placeholders import blank, is_away
 from penstock.model.recent import Recent
-from penstock.model.replay.keeping.sinks import Sinks
 from penstock.model.replay.recording.calls import Leaf, UnitCall, shapes_of
 from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
-
-__all__ = ["Shapes", "shapes_only", "stand_in", "stand_in_parameter"]
+from penstock.model.replay.unit_state.sinks import Sinks
 
 _FAILURES = (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError, IndexError)
 

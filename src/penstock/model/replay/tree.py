@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from penstock.model.original.settings import Change, Settings
 
-__all__ = ["OWN", "Answer", "Twins", "hollow_copy", "stage_tree"]
-
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
 OWN = frozenset(nn.Module().__dict__)  # what every module has

@@ -17,8 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 if TYPE_CHECKING:
     from penstock.runtime.backward.split import DeferredWeights
 
-__all__ = ["Cut", "Formula", "Use", "bmm_gradients", "convolution_gradients", "linear_gradients", "matmul_gradients"]
-
 Add: TypeAlias = Callable[[Tensor, Tensor], None]
 Formula: TypeAlias = Callable[["Use", Tensor, Add], None]
 

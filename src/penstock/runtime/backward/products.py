@@ -4,8 +4,8 @@ While a stage's forward is recorded, a mode sees every torch function that it ca
 (`linear`, a convolution, `matmul`, `addmm`, `bmm`) is computed by the same kernel, but on an alias of the parameter
 that autograd does not follow. So autograd's own node, in C++, yields the gradient of the input and no other; a
 pre-hook on that node keeps the gradient that arrives. Input and arrived gradient are all that the weight's gradient
-needs later, and the formulas in `uses` take it with the products that autograd would have taken, operand by operand
-and stride by stride: that is why the result has the same bits.
+needs later, and the formulas in `parameter_uses` take it with the products that autograd would have taken, operand by
+operand and stride by stride: that is why the result has the same bits.
 
 Where the input needs no gradient (the first layer of the first stage, an embedding) there is nothing to do now: the
 operation is left to autograd as it is, and the output is *cut* from it, to be joined again later.
@@ -40,8 +40,6 @@ from penstock.runtime.backward.parameter_uses import (
 
 if TYPE_CHECKING:
     from penstock.runtime.backward.split import DeferredWeights
-
-__all__ = ["HANDLERS", "PLAIN", "cast"]
 
 PLAIN = (Tensor, torch.nn.Parameter)
 

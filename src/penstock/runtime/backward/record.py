@@ -8,21 +8,24 @@ each leaf therefore keeps what would not be taken over as it is.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
+from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.split import DeferredWeights
-from penstock.runtime.state.memory import LINE, is_dense
+from penstock.runtime.state.memory import LINE, copy_like, holders, is_dense, is_plain, storage_of, with_copies
 
-__all__ = ["GraphRecord", "tensors_with_gradient"]
-
+_ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 
 
@@ -31,29 +34,31 @@ class GraphRecord:
 
     __slots__ = (
         "_hooks",
-        "_strange",
-        "again",
+        "_unaligned",
         "deferred",
         "extra",
+        "gathered",
         "leaves",
         "loss",
+        "microbatch",
+        "recompute",
         "roots",
         "total",
         "wants",
-        "whole",
     )
 
-    def __init__(self, arrived: Mapping[int, Any]) -> None:
+    def __init__(self, microbatch: int, arrived: Mapping[int, Any]) -> None:
+        self.microbatch = microbatch
         # by producing stage: the arrived tensors that want a gradient
         self.leaves = leaves = {stage: tensors_with_gradient(payload) for stage, payload in arrived.items()}
-        self._strange: dict[int, Tensor] = {}  # by id of the leaf: gradients that do not lie as autograd would lay them
-        self._hooks = [_watch(leaf, self._strange) for group in leaves.values() for leaf in group]
+        self._unaligned: dict[int, Tensor] = {}  # by id of the leaf: gradients whose strides autograd would change
+        self._hooks = [_watch(leaf, self._unaligned) for group in leaves.values() for leaf in group]
         self.roots: dict[int, list[GradientEdge]] = {}  # by consuming stage
         self.loss: GradientEdge | None = None
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
-        self.again: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
-        self.whole = False  # all microbatches in one
+        self.recompute: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
+        self.gathered = False  # all microbatches in one
         # of a stage that takes its batch in one piece: by producer and microbatch, which tensors want a gradient
         self.wants: dict[int, list[list[bool]]] = {}
         self.total: Tensor | None = None  # and its loss
@@ -80,43 +85,94 @@ class GraphRecord:
         """The forward will run again: drop what it has recorded."""
         self.roots, self.loss, self.extra, self.deferred = {}, None, [], None
 
-    def begin_backward(self) -> None:
-        """Hooks of the stage's own, which may change a gradient, go first."""
-        self._strange.clear()  # the forward may have taken gradients itself
+    def backward(
+        self,
+        gradients: Mapping[int, Sequence[Tensor | None]],
+        loss_seed: Tensor | None,
+        extra_seed: Tensor | None,
+        run: RunBackward,
+    ) -> dict[int, list[Tensor | None]]:
+        """Gradients by consumer in, gradients by producer out (None where there is none)."""
+        roots, seeds = self._seeds(gradients, loss_seed, extra_seed)
+        self._unaligned.clear()  # the forward may have taken gradients itself
         for hooks in self._hooks:
-            if len(hooks) > 1:
-                hooks[_OURS] = hooks.pop(_OURS)  # torch takes them as a plain dict has them
+            if len(hooks) > 1:  # hooks of the stage's own, which may change a gradient, go first
+                hooks[_OUR_HOOK] = hooks.pop(_OUR_HOOK)  # torch takes them as a plain dict has them
+        if roots:
+            run(self, roots, seeds)
+        back = self._take_gradients()
+        _fit_gradients(back, seeds)
+        return back
 
-    def take_gradients(self) -> dict[int, list[Tensor | None]]:
+    def _seeds(
+        self,
+        gradients: Mapping[int, Sequence[Tensor | None]],
+        loss_seed: Tensor | None,
+        extra_seed: Tensor | None,
+    ) -> tuple[list[GradientEdge], list[Tensor]]:
+        """The graph's roots and the gradient that enters at each; without one a root takes no part."""
+        roots: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        # a value with several readers gets their gradients in the order of a plain loop: the last reader's first
+        readers = sorted(self.roots, reverse=True) if len(self.roots) > 1 else self.roots
+        for target in readers:
+            arrived, edges = gradients[target], self.roots[target]
+            if len(arrived) != len(edges):
+                raise RunError(
+                    f"microbatch {self.microbatch}: {len(arrived)} gradients came back from stage {target} for "
+                    f"{len(edges)} tensors that want one"
+                )
+            for edge, gradient in zip(edges, arrived, strict=True):
+                if gradient is not None:
+                    roots.append(edge)
+                    seeds.append(gradient)
+        if self.loss is not None and loss_seed is not None:
+            roots.append(self.loss)
+            seeds.append(loss_seed)
+        for edge in self.extra:
+            assert extra_seed is not None
+            roots.append(edge)
+            seeds.append(extra_seed.clone())  # one of all would be added to by a leaf that adopts it
+        return roots, seeds
+
+    def _take_gradients(self) -> dict[int, list[Tensor | None]]:
         """What goes back to each producing stage, by its leaves; None where there is none."""
-        strange, back = self._strange, dict[int, list[Tensor | None]]()
+        unaligned, back = self._unaligned, dict[int, list[Tensor | None]]()
         for stage, leaves in self.leaves.items():
-            back[stage] = [strange.pop(id(leaf), leaf.grad) if strange else leaf.grad for leaf in leaves]
+            back[stage] = [unaligned.pop(id(leaf), leaf.grad) if unaligned else leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None
         return back
 
 
-_OURS = -1  # among the hooks of a tensor, which are numbered from 0 on
+RunBackward = Callable[[GraphRecord, list[GradientEdge], list[Tensor]], None]  # of what was recorded, roots and seeds
+
+_OUR_HOOK = -1  # among the hooks of a tensor, which are numbered from 0 on
 
 
-class _Watch:
+class _KeepGradient:
     """The hook of one leaf."""
 
-    __slots__ = ("place", "strange", "stride")
+    __slots__ = ("place", "stride", "unaligned")
     __torch_unserializable__ = True  # a stage may save what it is given, and is not warned that hooks stay behind
 
-    def __init__(self, place: int, stride: tuple[int, ...] | None, strange: dict[int, Tensor]) -> None:
-        self.place, self.stride, self.strange = place, stride, strange
+    def __init__(self, place: int, stride: tuple[int, ...] | None, unaligned: dict[int, Tensor]) -> None:
+        self.place, self.stride, self.unaligned = place, stride, unaligned
 
     def __call__(self, gradient: Tensor) -> None:
         if gradient.layout is torch.strided and (gradient.stride() != self.stride or gradient.data_ptr() % LINE):
-            self.strange[self.place] = gradient
+            self.unaligned[self.place] = gradient
 
 
-def _watch(leaf: Tensor, strange: dict[int, Tensor]) -> OrderedDict[int, _Watch]:
+def _watch(leaf: Tensor, unaligned: dict[int, Tensor]) -> OrderedDict[int, _KeepGradient]:
     """As `register_hook` does, which takes three times as long."""
-    hooks = OrderedDict({_OURS: _Watch(id(leaf), leaf.stride() if is_dense(leaf) else None, strange)})
+    hooks = OrderedDict(
+        {
+            _OUR_HOOK: _KeepGradient(
+                id(leaf), leaf.stride() if leaf.is_contiguous() or is_dense(leaf) else None, unaligned
+            )
+        }
+    )
     leaf._backward_hooks = hooks  # type: ignore[assignment]
     return hooks
 
@@ -134,3 +190,109 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
     if node is None or isinstance(node, _WRITTEN_IN_PYTHON):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
+
+
+# -- whose memory a gradient is in: see `state/ownership`
+
+
+class FreshGradients:
+    """The parameters of a stage that have no gradient yet: the one that they get must be in memory of their own.
+
+    Autograd lets a parameter adopt the gradient that arrives, also a view of one that is kept or sent elsewhere, and
+    the gradients of later microbatches are then added into that memory.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.by_hook: set[nn.Parameter] = set()  # parameters that are seen to by `own_by_hook`
+        self._trained: list[nn.Parameter] | None = None  # None: this step has not gone back yet
+        self._waiting: list[nn.Parameter] = []
+
+    def begin_step(self) -> None:
+        """Parameters may have been replaced or frozen since the last step."""
+        self._trained = None
+
+    def before(self) -> None:
+        """Ahead of a backward. Each time, because hooks of the user's own may clear gradients within a step."""
+        if self._trained is None:
+            trained = (each for each in self._module.parameters() if each.requires_grad)
+            self._trained = [each for each in trained if each not in self.by_hook]
+        self._waiting = [each for each in self._trained if each.grad is None]
+
+    def after(self) -> None:
+        """Behind it: copy what the parameters have adopted from others."""
+        for parameter in self._waiting:
+            gradient = parameter.grad
+            if gradient is not None and _has_others(gradient):
+                parameter.grad = copy_like(gradient)
+
+    def run_backward(self, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+        """`torch.autograd.backward`, without its questions about tensors that are edges here."""
+        self.before()
+        _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        self.after()
+
+
+def own_by_hook(fresh: Sequence[FreshGradients]) -> list[RemovableHandle]:
+    """The same, for stages on several threads, of the parameters that they share.
+
+    Between a look at a gradient and its copy another thread could add to it, so these are copied on their way in.
+    """
+    uses = Counter(each for one in fresh for each in one._module.parameters())
+    shared = {parameter for parameter, count in uses.items() if count > 1}
+    for one in fresh:
+        one.by_hook = shared
+    trained = [parameter for parameter in shared if parameter.requires_grad]
+    return [parameter.register_hook(_own) for parameter in trained]  # type: ignore[no-untyped-call]
+
+
+def _own(gradient: Tensor) -> Tensor | None:
+    return copy_like(gradient) if _has_others(gradient) else None
+
+
+def _has_others(gradient: Tensor) -> bool:
+    return is_plain(gradient) and (holders(gradient) > 1 or _is_a_part(gradient))
+
+
+def _is_a_part(tensor: Tensor) -> bool:
+    """Whether the storage holds more than this tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _references_of_listed() -> int:
+    """How many references Python counts where `_fit_gradients` looks at a gradient that nothing else refers to."""
+    gradients = [torch.empty(0)]
+    for gradient in gradients:
+        return sys.getrefcount(gradient)
+    raise AssertionError
+
+
+_LISTED = _references_of_listed()
+
+
+def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Tensor]) -> None:
+    """Copy those of the gradients that go back which others hold; `arrived`: those that this backward began with."""
+    for gradients in back.values():
+        for gradient in gradients:
+            if is_plain(gradient) and (sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1):
+                break
+        else:
+            continue
+        break
+    else:
+        return
+    del gradient
+    passed = {id(each): each for each in arrived if is_plain(each)}
+    leaving = {id(each): each for each in (*chain(*back.values()), *arrived) if is_plain(each)}
+    known = Counter(map(storage_of, leaving.values()))
+    del leaving
+    for gradients in back.values():
+        places = []
+        for place, gradient in enumerate(gradients):
+            if is_plain(gradient) and (
+                holders(gradient) > known[storage_of(gradient)]
+                or (id(gradient) not in passed and sys.getrefcount(gradient) > _LISTED)
+            ):
+                places.append(place)
+        if places:
+            gradients[:] = with_copies(gradients, places)[0]

@@ -38,8 +38,6 @@ from penstock.errors import RunError
 from penstock.runtime.backward.parameter_uses import Cut, Use
 from penstock.runtime.backward.products import HANDLERS, PLAIN, cast
 
-__all__ = ["DeferredWeights", "StageParameters", "backward_full", "backward_input", "leaves_in_graph"]
-
 # Weight gradients that wait together for one pass of accumulation: few passes for small weights, and never many bytes
 # of gradients beside the accumulated ones.
 BYTES_PER_PASS = 2**20
@@ -49,22 +47,8 @@ _ENGINE = torch.autograd.Variable._execution_engine
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-def backward_full(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """B: gradients of inputs and weights. An output without gradient, or that needs none, takes no part."""
-    roots = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    if roots:
-        torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
-
-
-def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], deferred: DeferredWeights) -> None:
-    """I: gradients of the inputs, left as `.grad` on the received leaves, and of all weights that were not deferred."""
-    deferred.learn(outputs)
-    deferred.begin_input()
-    backward_full(outputs, gradients)
-
-
 class StageParameters:
-    """Which parameters of a stage can wait for `W`: those that no operation uses but those that wait. One a stage."""
+    """Which parameters of a stage can wait for `W`: those that no operation uses but those that wait. One per stage."""
 
     def __init__(self) -> None:
         self._deferrable: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
@@ -154,7 +138,7 @@ class DeferredWeights:
     # --- the forward ---
 
     def recording(self) -> AbstractContextManager[object]:
-        """Wrap the forward of this microbatch in it. Afterwards run `backward_input`, then `run`."""
+        """The context for this microbatch's forward; then come `begin_input`, the backward, and `run`."""
         if self._phase != "new":
             raise RunError(f"a forward is recorded once; this one is {self._phase}; take a new DeferredWeights")
         self._phase = "recorded"
@@ -198,7 +182,7 @@ class DeferredWeights:
         return found
 
     def learn(self, outputs: Sequence[Tensor]) -> None:
-        """Find out which parameters can wait. `backward_input` does it; right after the forward is the earliest."""
+        """After the forward: find out which parameters can be deferred."""
         if self._candidates:
             self.parameters.learn(self._candidates, self._seen, outputs)
             self._candidates.clear()
@@ -213,7 +197,7 @@ class DeferredWeights:
 
     def arrived(self, use: Use | Cut, gradient: Tensor) -> None:
         if self._phase != "in I":
-            raise RunError(f"a gradient reached a split operation outside of backward_input, while {self._phase}")
+            raise RunError(f"a gradient reached a split operation outside of I, while {self._phase}")
         self._arrived.append((use, gradient))
         self._versions.append(gradient._version)
 

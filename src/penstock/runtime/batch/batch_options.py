@@ -12,8 +12,6 @@ from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.state.batch_norm import BATCH_NORMS
 
-__all__ = ["BatchOptions"]
-
 
 def _is_dim(value: Any) -> bool:
     if isinstance(value, Mapping):
@@ -36,6 +34,7 @@ RULES = {
         "cut_options=)",
     ),
     "dims": ArgumentRule(_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
+    "order": choice("given", "size"),
     "inputs": choice("every", "first"),
     "batch_norm": choice(*BATCH_NORMS),
     "batch_norm_group": ArgumentRule(
@@ -46,17 +45,23 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """How batches are split: `Pipeline(..., batch_options=BatchOptions(dims={"mask": 1}))`.
+    """How batches are split into microbatches: `Pipeline(..., batch_options=BatchOptions(dims={"mask": 1}))`.
 
-    Batches are split by rows, or by length with `split=by_tokens(...)`. `dims` names the dimension of the rows where
-    it is not 0, by the argument's name or position, `"target"` and `"output"` among them; None: every microbatch gets
-    the whole value. With `inputs="first"` only the first stage's rank is given batches. `batch_norm="deferred"` keeps
-    the running statistics of whole batches, `"exact"` normalises over whole batches, over those of all replicas or of
-    the ranks in `batch_norm_group`.
+    Args:
+        split: `by_tokens(...)` to split by length. By default, batches are split by rows.
+        dims: The dimension of the rows where it is not 0, by the argument's name or position; `"target"` and
+            `"output"` count as names. `None` as the dimension: every microbatch gets the whole value.
+        order: `"given"`: microbatches run in their order. `"size"`: those of `by_tokens` run in an order made for the
+            sizes of each batch; gradients are then summed in that order.
+        inputs: `"every"`: all ranks are given the batch. `"first"`: only the rank of the first stage is.
+        batch_norm: What batch norm layers see. `"microbatch"`: each microbatch, as torch does. `"deferred"`: running
+            statistics follow whole batches. `"exact"`: they also normalise over whole batches.
+        batch_norm_group: With `"exact"`, the process group of replicas whose batches count as one.
     """
 
     split: ByTokens | None = None
     dims: Mapping[str | int, Any] = field(default_factory=dict)
+    order: str = "given"
     inputs: str = "every"
     batch_norm: str = "microbatch"
     batch_norm_group: Any = None

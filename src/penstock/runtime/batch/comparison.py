@@ -13,8 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from penstock.runtime.batch.fingerprint import Detail, Key, Seen, alike
 from penstock.runtime.transport.failure.blame import name_ranks
 
-__all__ = ["BatchFingerprint", "Readers", "different_batches", "fingerprint_of", "left_out", "unlike"]
-
 BatchFingerprint = tuple[bool, dict[Key, int]]  # whether all numbers count, and the checksum of each argument
 Readers = Callable[[Key], Collection[int]]  # the ranks whose stages read an argument
 NUMBERS = 3  # of a tensor, in an error
@@ -104,6 +102,8 @@ def _listed(found: Sequence[tuple[str, Sequence[int]]]) -> str:
 def left_out(fingerprints: Sequence[BatchFingerprint | None], readers: Readers) -> str:
     """An argument that some rank was given and a rank that reads it was not, in words; empty where there is none."""
     given = [set() if each is None else set(each[1]) for each in fingerprints]
+    if all(names == given[0] for names in given):
+        return ""
     for name in dict.fromkeys(name for each in fingerprints if each is not None for name in each[1]):
         giver = next(rank for rank, names in enumerate(given) if name in names)
         lacking = [

@@ -9,7 +9,7 @@ of whole numbers as it is, that of fractions by whether it is finite, so that a 
 device than the CPU are read at the end of the step, when nothing waits for it.
 
 Where checksums differ, `Seen.details` has what is behind them: fractions may differ by what devices round differently
-(a teacher's output, for one). See `agreement`.
+(a teacher's output, for one). See `comparison`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.messages import plain
 from penstock.runtime.batch.microbatch import Shared
-
-__all__ = ["Detail", "Key", "Seen", "alike", "look", "sample"]
 
 WHOLE = 1 << 16  # bytes of a tensor that are looked at in every step
 SAMPLE = 256  # numbers of a larger one

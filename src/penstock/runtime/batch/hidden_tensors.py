@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["hides_tensors", "is_array"]
-
 DEPTH = 3  # objects in objects: further down, nothing is meant as a batch
 PLAIN = (int, float, str, bytes, bool, type(None))
 

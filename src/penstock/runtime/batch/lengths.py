@@ -24,8 +24,6 @@ from penstock.messages import plain
 from penstock.rules import is_count
 from penstock.runtime.batch.microbatch import Dims, Splitter, merge
 
-__all__ = ["ByTokens", "LengthPlan", "PlanSplitter", "by_tokens", "merge_by_plan"]
-
 Label = str | int
 
 
@@ -124,12 +122,13 @@ def by_tokens(
 ) -> ByTokens:
     """Split batches by length: `Pipeline(..., batch_options=BatchOptions(split=by_tokens(4096)))`.
 
-    `max_tokens` is the most that a microbatch may have, rows times its longest row; there are then as many
-    microbatches as it takes, and at least `microbatches=`. Without it there are just as many as `microbatches=` says.
-    `lengths` names the argument with each row's length (one number per row) or with a mask (one per token), or is a
-    function of the batch's arguments. `sequences` are the arguments that are padded, and may be cut to a microbatch's
-    width: names or positions, `"target"` and `"output"` among them, with their dimension where it is not 1:
-    `{"ids": 1, "target": 1}`.
+    Args:
+        max_tokens: The most tokens per microbatch: its rows times its longest row. Batches get as many microbatches as
+            that takes, and at least `microbatches=`. Without it, there are exactly `microbatches=`.
+        lengths: The argument that holds each row's length (one number per row) or a mask (one per token), by name or
+            position; or a function of the batch's arguments.
+        sequences: The padded arguments, which may be cut to a microbatch's width: names or positions, `"target"` and
+            `"output"` included, with their dimension where it is not 1: `{"ids": 1, "target": 1}`.
     """
     return ByTokens(max_tokens, lengths, sequences)
 

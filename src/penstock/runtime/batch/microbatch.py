@@ -25,31 +25,26 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.hidden_tensors import hides_tensors, is_array
 from penstock.runtime.batch.rowed import cut_rowed, is_rowed, rows_of_rowed
 
-__all__ = [
-    "Batch",
-    "Microbatches",
-    "Shared",
-    "Splitter",
-    "check_labels",
-    "count_for",
-    "dims_of_leaves",
-    "merge",
-    "plain_example",
-    "split_batch",
-]
-
 Dims = Mapping[str | int, Any]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Marks a value that every microbatch gets whole, at any depth: `pipe.step(x, table=Shared(table))`."""
+    """Marks a value that every microbatch gets in full, at any depth: `pipe.step(x, table=Shared(table))`.
+
+    Args:
+        value: The value to pass.
+    """
 
     value: Any
 
 
 class Microbatches(list[Any]):
-    """Marks an argument that the user has split: one item for each microbatch, of any sizes."""
+    """Marks an argument that you have split yourself: a list with one item per microbatch, of any sizes.
+
+    Args:
+        iterable: The items, in the order of the microbatches.
+    """
 
 
 @dataclass

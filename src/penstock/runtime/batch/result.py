@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -11,12 +11,17 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 
-__all__ = ["StepResult", "loss_value"]
-
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step or an evaluation says, the same on every rank but for `output`."""
+    """What a step or an evaluation returns: the same on every rank, except for `output`.
+
+    Attributes:
+        loss: The loss of the whole batch, over all replicas. It has no graph: gradients are already computed.
+        losses: One loss per microbatch of this replica, in order.
+        extra_losses: The mean of each loss that stages passed to `add_loss`, by name.
+        output: The model's output for the batch, if it was asked for, on the rank of the last stage.
+    """
 
     loss: Tensor | None  # of the whole batch, over all replicas
     losses: tuple[Tensor, ...] = ()  # of each microbatch of this replica, by its number
@@ -48,6 +53,6 @@ class _Value(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def loss_value(value: Tensor) -> Tensor:
-    """A loss that knows why it has no backward."""
-    return value.as_subclass(_Value)
+def loss_values(values: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Losses that know why they have no backward."""
+    return tuple(value.as_subclass(_Value) for value in values)

@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-__all__ = ["cut_rowed", "is_rowed", "rows_of_rowed"]
-
 FLEX = "torch.nn.attention.flex_attention"  # slow to import; who has a mask of it has imported it
 
 

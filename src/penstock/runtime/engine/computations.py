@@ -15,21 +15,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
-from penstock.model.split import OUTPUT
+from penstock.model.part import OUTPUT
+from penstock.runtime.engine.gathered_batch import GatheredBatch
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.report import StepInput, StepReport
-from penstock.runtime.engine.stage import LossOf, Stage, StageInput
-from penstock.runtime.engine.whole_batch import WholeBatch
-from penstock.runtime.loss.losses import own_loss, with_graph
+from penstock.runtime.engine.stage import Stage, StageInput
+from penstock.runtime.loss.losses import StepLosses
 from penstock.runtime.loss.shares import Seeds, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
 from penstock.schedule import Op
 
-__all__ = ["Computations", "StageHooks", "Waits"]
 
-
-class Waits:
+class ActionWait:
     """How long the action that runs has waited for messages, and when its last wait ended."""
 
     def __init__(self) -> None:
@@ -69,16 +67,17 @@ class Computations:
         self.mailbox = mailbox
         self.hooks: StageHooks | None = None
         self.given: StepInput
+        self.step_losses: StepLosses
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
         self.split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
-        self.waits: Waits | None = None  # where the step is recorded
+        self.waits: ActionWait | None = None  # where the step is recorded
         self.fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
         self._joined: Any = None  # one of all of them
         self._seeds: Seeds | None = None
-        self._whole_batch = WholeBatch(self)
+        self._gathered = GatheredBatch(self)
 
     def seed_of(self, microbatch: int, loss: Tensor) -> Tensor | None:
         """What enters the backward at the loss of a microbatch."""
@@ -92,6 +91,7 @@ class Computations:
     def begin(self, given: StepInput) -> None:
         """A step begins, on this input."""
         self.given = given
+        self.step_losses = StepLosses(given.batch, given.loss_fn, given.shares, given.check, given.training)
         self.report.steps = given.steps
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         self._seeds = None
@@ -123,17 +123,17 @@ class Computations:
         return found
 
     def forward(self, stage: int, microbatch: int) -> None:
-        """F."""
+        """F: run a stage's forward on one microbatch and hand its outputs to the mailbox."""
         given, owner = self.given, self.stages[stage]
         arrived = self._await(Op.F, stage, microbatch)
         if self.hooks is not None:
             arrived = self.hooks.unpack(arrived)
             self.hooks.before(stage)
-        if owner.gathers and len(given.batch.args) > 1:
-            self._whole_batch.forward(stage, microbatch, arrived)
+        if owner.gathering and len(given.batch.args) > 1:
+            self._gathered.forward(stage, microbatch, arrived)
             return
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
-        loss_of = self.loss_of(microbatch) if owner.is_last and not given.returns else None
+        loss_of = self.step_losses.of(microbatch) if owner.is_last and not given.returns else None
         if not given.training:
             graph = loss_of is not None and given.loss_fn is None and given.shares.wants_graph
             emitted, loss, extra = owner.infer(StageInput(microbatch, arrived, args, kwargs, loss_of), graph)
@@ -174,30 +174,8 @@ class Computations:
             emitted = self.hooks.pack(emitted)
         self.mailbox.put_outputs(stage, microbatch, emitted)
 
-    def loss_of(self, microbatch: int) -> LossOf | None:
-        """None in an inference that has nothing to compare with. Without a loss_fn, a scalar output is the loss."""
-        given = self.given
-        if given.loss_fn is not None and not (given.training or given.batch.has_target):
-            return None
-        target, extra = given.batch.targets[microbatch], given.batch.loss_kwargs[microbatch]
-
-        def loss_of(output: Any) -> Any:
-            if given.loss_fn is None:
-                loss = _scalar(output)
-            elif given.shares.wants_graph and not given.training:
-                loss = with_graph(given.loss_fn, output, target, extra)
-            else:
-                loss = given.loss_fn(output, target, **extra)
-            if isinstance(loss, Tensor):
-                given.shares.saw(microbatch, loss)
-                if given.check is not None:
-                    given.check.saw(microbatch, output, loss)
-            return loss
-
-        return loss_of
-
     def backward(self, stage: int, microbatch: int) -> None:
-        """B, or I where the program has an I of this microbatch."""
+        """B: run a stage's backward on one microbatch; or I, where the program has an I of this microbatch."""
         split = (stage, microbatch) in self.split
         gradients = self._await(Op.I if split else Op.B, stage, microbatch)
         if self.hooks is not None:
@@ -206,8 +184,8 @@ class Computations:
         owner, seeds, seed = self.stages[stage], self._seeds or self._seeded(), None
         if owner.is_last and self.given.returns:
             gradients[OUTPUT] = self.given.output_gradients[microbatch]
-        if 0 in owner.records and owner.records[0].whole:
-            self._whole_batch.backward(stage, microbatch, gradients)
+        if 0 in owner.records and owner.records[0].gathered:
+            self._gathered.backward(stage, microbatch, gradients)
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             seed = seeds.of(microbatch, loss)
@@ -223,7 +201,7 @@ class Computations:
         self.mailbox.put_gradients(stage, microbatch, back)
 
     def weights(self, stage: int, microbatch: int) -> None:
-        """W."""
+        """W: compute the weight gradients that I deferred."""
         if self.hooks is not None:
             self.hooks.before(stage)
         self.stages[stage].weights(microbatch)
@@ -265,6 +243,7 @@ class Computations:
     def forget_batch(self) -> None:
         """Hold nothing of what the step was given."""
         self.__dict__.pop("given", None)
+        self.__dict__.pop("step_losses", None)
         self._seeds = None
 
     def clear(self) -> None:
@@ -274,17 +253,12 @@ class Computations:
         self._outputs.clear()
         self._kept.clear()
         self._joined = None
-        self._whole_batch.clear()
+        self._gathered.clear()
         self.losses = {}
         self.report = StepReport()
         self.forget_batch()
         for stage in self.stages.values():
             stage.clear()
-
-
-def _scalar(output: Any) -> Tensor | None:
-    loss = own_loss(output)
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
 
 
 def _detached(value: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
+from logging import DEBUG
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from torch.autograd import profiler
 from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers, different_batches, fingerprint_of, unlike
 from penstock.runtime.batch.fingerprint import Seen
-from penstock.runtime.engine.computations import Computations, Waits
+from penstock.runtime.engine.action_log import LOG, log_program, logged
+from penstock.runtime.engine.computations import ActionWait, Computations
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.recorder import Begun
@@ -33,24 +35,25 @@ from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of, what_went_wrong
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.base import with_report
+from penstock.runtime.transport.channel import Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.schedule import Action, Op, Schedule, Span
 
-__all__ = ["Context", "Executor", "Handler", "StepInput", "StepReport"]
-
+KEPT = 64  # programs that are prepared: batches of many sizes may each have their own
 TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
 
 Entry = tuple[Callable[[Any, Any], Any], Any, Any]
 
 
 class _Plan(NamedTuple):
-    """What can be worked out about a program before its first step."""
+    """What can be worked out about a program before its first step; entries once its channels are open."""
 
     program: Schedule
     actions: list[Action]
     entries: list[Entry]
     split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
+    done: str  # where a rank is that has run all of it, in words
 
 
 class Executor:
@@ -69,7 +72,9 @@ class Executor:
         self.context = Context(self)
         self.report = StepReport()
         self._plans: dict[int, _Plan] = {}
-        self._actions: list[Action] = []  # of the program that runs
+        self.program: Schedule | None = None  # that runs, or ran last
+        self._actions: list[Action] = []  # of that program
+        self._done = "done with nothing"
         self._position = 0
         self._part: Action | None = None  # the half of a pair that failed
         self._ready = False
@@ -92,7 +97,10 @@ class Executor:
             actions = [action for action in program.rows[self.rank] if action is not None]
             parts = [part for action in actions for part in action.parts()]
             split = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
-            plan = _Plan(program, actions, [self._entry(action) for action in actions], split)
+            done = f"done with all {len(actions)} actions, last {actions[-1] if actions else 'nothing'}"
+            plan = _Plan(program, actions, [], split, done)
+            while len(self._plans) >= KEPT:
+                del self._plans[next(iter(self._plans))]
             self._plans[id(program)] = plan
         return plan
 
@@ -106,7 +114,9 @@ class Executor:
         op, stage, microbatch = action.op, action.stage, action.microbatch
         if op.is_transfer:
             channel = self.mailbox.channel(action)
-            return (self.mailbox.send if op in (Op.SEND_F, Op.SEND_B) else self.mailbox.post), channel, microbatch
+            if op in (Op.SEND_F, Op.SEND_B):
+                return Outgoing.send, self.mailbox.ends.sending(channel), microbatch
+            return Incoming.post, self.mailbox.ends.receiving(channel), microbatch
         if op.is_pair:
             return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
@@ -145,7 +155,8 @@ class Executor:
         self.seen = self.readers = None
         computations.losses = {}
         plan = self._plan(program)
-        self._actions, computations.split = plan.actions, plan.split
+        self.program = program
+        self._actions, self._done, computations.split = plan.actions, plan.done, plan.split
         self._position = 0
         self._part = None
         self._ready = False
@@ -159,18 +170,26 @@ class Executor:
                 raise given.error
             self.seen, self.readers = given.seen, given.readers
             computations.begin(given)
-            self.mailbox.open()
+            if self.mailbox.open():
+                for other in self._plans.values():
+                    other.entries.clear()
+            if not plan.entries:
+                plan.entries.extend(map(self._entry, plan.actions))
             self._ready = True
+            entries = plan.entries
+            if LOG.isEnabledFor(DEBUG):
+                log_program(program, self.rank)
+                entries = list(logged(self.rank, plan.actions, entries))
             if record or profiler._is_profiler_enabled:  # on any thread of this process
-                self._loop_watched(plan.entries, record)
+                self._loop_watched(entries, record)
             else:
-                self._loop(plan.entries)
+                self._loop(entries)
             if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
                 self._part = part
                 raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
-            CTRL_C.held = True
             self.transport.flush()
-            CTRL_C.release()
+            if CTRL_C.since:
+                CTRL_C.look()
             self.report.ended = perf_counter()
             computations.join_outputs()
             computations.sum_losses()
@@ -182,7 +201,7 @@ class Executor:
         except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again below
             lost = self.replication.explain(error)
             own, failure = error, self._describe(error) if lost is None else lost
-        if self.transport.torn:
+        if self.transport.holds_interrupts:
             CTRL_C.end_step()
         try:
             if failure is not None:
@@ -201,13 +220,15 @@ class Executor:
             self._position = position
             if news:
                 raise copy(news[0])
+            if CTRL_C.since:
+                CTRL_C.look()
             function(first, second)
         self._position = len(plan)
 
     def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
         self.report.spans = [] if record else None
-        self.computations.waits = Waits()
+        self.computations.waits = ActionWait()
         try:
             for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
                 self._position = position
@@ -220,7 +241,7 @@ class Executor:
 
     def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
-        outer, waits = self.computations.waits, Waits()
+        outer, waits = self.computations.waits, ActionWait()
         self.computations.waits = waits
         begin = perf_counter()
         with torch.profiler.record_function(f"penstock {action}"):
@@ -267,7 +288,7 @@ class Executor:
         actions, position = self._actions, self._position
         last = actions[position - 1] if 0 < position <= len(actions) else None
         if position >= len(actions):
-            return f"done with all {len(actions)} actions, last {last or 'nothing'}"
+            return self._done
         waited = self.mailbox.waited_for
         waiting = "" if waited is None else f", waiting for rank {waited[1]} in {waited[0]}"
         return f"at {actions[position]}, last finished {last or 'nothing'}{waiting}"
@@ -281,7 +302,7 @@ class Executor:
         if not self._ready:
             self.mailbox.open()
         self.replication.fail(failure)
-        pending = self.mailbox.pending
+        ends = self.mailbox.ends
         for position, action in enumerate(self._actions[self._position :], self._position):
             if not action.op.is_transfer:
                 for part in action.parts():
@@ -289,18 +310,17 @@ class Executor:
                 continue
             channel = self.mailbox.channel(action)
             if action.op in (Op.SEND_F, Op.SEND_B):
-                if position > self._position or self.mailbox.owes(channel, action.microbatch):
+                if position > self._position or action.microbatch in ends.sending(channel).ready:
                     self.transport.send_failure(channel, action.microbatch, failure)
-            elif (channel, action.microbatch) not in pending:
+            elif action.microbatch not in ends.receiving(channel).posted:
                 self.transport.post(channel, action.microbatch)
-                pending[channel, action.microbatch] = None
-        for channel, microbatch in list(pending):
+        for channel, microbatch in self.mailbox.pending:
             self.transport.discard(channel, microbatch)
 
     def _finish(self, failure: PeerFailure | None, own: BaseException | None) -> list[StepReport]:
         self.report.failure = failure
         if failure is None:
-            self.report.progress = self.progress()
+            self.report.progress = self._done
         if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
             self.report.fingerprint = fingerprint_of(self.seen)
         try:

@@ -28,8 +28,6 @@ from penstock.runtime.backward.split import leaves_in_graph
 from penstock.runtime.engine.stage import Stage
 from penstock.schedule import Placement
 
-__all__ = ["watch_leaves"]
-
 LOOKS = 2  # graphs of each stage
 
 
@@ -49,7 +47,7 @@ def watch_leaves(
     for stage in stages.values():
         # with replicas, a stage's gradients are reduced after its own last backward
         beside = () if replicated else [other for other in stages.values() if other is not stage]
-        stage.look = partial(_look, stage, beside, homes, loss_fn, replicated, {})
+        stage.inspect_graph = partial(_look, stage, beside, homes, loss_fn, replicated, {})
 
 
 def _look(
@@ -68,11 +66,11 @@ def _look(
             name = _name_in(loss_fn, leaf) if stage.is_last else ""
             _tell(stage, f"{name or 'a tensor'} of shape {tuple(leaf.shape)}", homes.get(id(leaf)), replicated)
         seen[id(leaf)] = leaf  # held, so that its id stays its own
-    stage.looks += 1
-    if stage.looks == LOOKS:
+    stage.graphs_inspected += 1
+    if stage.graphs_inspected == LOOKS:
         later = {} if not stage.is_last else {id(leaf): name for name, leaf in _at_hand(loss_fn) if leaf.requires_grad}
         later = {key: name for key, name in later.items() if key not in homes and key not in seen}
-        stage.look = partial(_look_for, stage, later, replicated) if later else None
+        stage.inspect_graph = partial(_look_for, stage, later, replicated) if later else None
 
 
 def _look_for(stage: Stage, later: dict[int, str], replicated: bool, record: GraphRecord) -> None:

@@ -9,20 +9,17 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.batch.microbatch import Batch
-from penstock.schedule import Action
+from penstock.schedule import Action, Schedule
 
 if TYPE_CHECKING:
     from penstock.runtime.engine.executor import Executor
 
-__all__ = ["Context", "Handler"]
-
 
 class Context:
-    """What a user's handler is given: the step's data, and the default ways to run an action.
+    """What your own handler is given: the step's data, and the default ways to run an action.
 
-    `fetch(action)` waits for what a compute needs; `compute(action)` then runs it, which is
-    also safe on another thread or stream beside the other half of an overlapped pair.
-    `run(action)` is the default for any action.
+    `fetch(action)` waits for what a compute needs. `compute(action)` then runs it, which is also safe on another thread
+    or stream beside the other half of an overlapped pair. `run(action)` is the default for any action.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -31,7 +28,7 @@ class Context:
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """The rank that the handler runs on."""
         return self._executor.rank
 
     @property
@@ -50,23 +47,51 @@ class Context:
         return self._executor.computations.losses
 
     @property
+    def schedule(self) -> Schedule:
+        """The program that runs: the schedule with its transfers."""
+        program = self._executor.program
+        assert program is not None, "a handler is called in a step"
+        return program
+
+    @property
+    def sends(self) -> tuple[tuple[int, int], ...]:
+        """Sends under way: (channel, microbatch), oldest first in each channel.
+
+        Their memory is still read, and must not be written to. Where a send copies at once, as between processes of
+        one host, there are none.
+        """
+        return tuple(self._executor.mailbox.sends)
+
+    @property
     def transfers(self) -> tuple[tuple[int, int], ...]:
         """Receives under way: (channel, microbatch), oldest first."""
         return tuple(self._executor.mailbox.pending)
 
     def fetch(self, action: Action) -> None:
-        """Wait until everything that the computes of `action` need is on this rank."""
+        """Wait until everything that the computes of `action` need is on this rank.
+
+        Args:
+            action: The action, or an overlapped pair.
+        """
         for part in action.parts():
             self._executor.computations.fetch(part.op, part.stage, part.microbatch)
 
     def compute(self, action: Action) -> None:
-        """Run the computes of `action`, in order."""
+        """Run the computes of `action`, in order.
+
+        Args:
+            action: The action, or an overlapped pair.
+        """
         for part in action.parts():
             self._executor.compute(part)
             self._done.add(part)
 
     def run(self, action: Action) -> None:
-        """The default way to run any action."""
+        """Run any action in the default way.
+
+        Args:
+            action: The action.
+        """
         self._executor.run_default(action)
         own = self._executor.handlers if action.op.is_pair else ()  # a half's own handler is asked for that half
         self._done.update(part for part in action.parts() if part.op not in own)

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
+from penstock.runtime.transport.channel import Ends, Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.handover import Rewritten, arrive, rewritten, share
 from penstock.schedule import Link, Placement, Topology, links
 from penstock.schedule.action import Action, Op
-
-__all__ = ["Mailbox", "channels_of"]
 
 
 class _Route(NamedTuple):
@@ -36,22 +35,21 @@ def channels_of(placement: Placement, topology: Topology) -> tuple[list[Channel]
     for link in links(placement, topology):
         there = Channel(link.source, link.target, "F", link.source_rank, link.target_rank)
         back = Channel(link.target, link.source, "B", link.target_rank, link.source_rank)
-        for channel in (there, back):
+        for channel in (there, back):  # the way back always has the next number
             numbers[channel.source_stage, channel.target_stage, channel.direction] = len(channels)
             channels.append(channel)
     return channels, numbers
 
 
 class Mailbox:
-    """The boxes of one rank."""
+    """Values between the stages of one rank and their neighbours, here or on other ranks."""
 
     def __init__(self, rank: int, placement: Placement, topology: Topology, transport: Transport) -> None:
         self._transport = transport
         self._channels, self._numbers = channels_of(placement, topology)
         self.channels = tuple(self._channels)
+        self.ends: Ends[Incoming, Outgoing] = Ends()
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
-        self._out: dict[tuple[int, int], Any] = {}  # channel, microbatch
-        self.pending: dict[tuple[int, int], None] = {}  # posted and not yet taken, in order
         self.waited_for: tuple[str, int] | None = None  # the receive that brought a failure, and from which rank
         crossing = links(placement, topology)
         self._inputs: dict[int, list[_Route]] = {}
@@ -74,60 +72,42 @@ class Mailbox:
         direction = "F" if action.op in (Op.SEND_F, Op.RECV_F) else "B"
         return self._numbers[(near, far, direction) if sends else (far, near, direction)]
 
-    def open(self) -> None:
-        """Tell the transport which channels this pipeline has."""
+    def open(self) -> bool:
+        """Have the transport serve this pipeline's channels; whether `ends` has others than before."""
+        before = self.ends
         self._transport.open(self.channels)
+        self.ends = self._transport.ends
+        return self.ends is not before
+
+    @property
+    def pending(self) -> list[tuple[int, int]]:
+        """The receives under way, as channel and microbatch."""
+        return [(number, microbatch) for number, end in self.ends.incoming.items() for microbatch in end.posted]
+
+    @property
+    def sends(self) -> list[tuple[int, int]]:
+        """The sends under way, as channel and microbatch."""
+        return [(number, microbatch) for number, end in self.ends.outgoing.items() for microbatch in end.under_way]
 
     def clear(self) -> None:
         """Drop everything, as after a failed step."""
         self._values.clear()
-        self._out.clear()
-        self.pending.clear()
+        for end in self.ends.outgoing.values():
+            end.ready.clear()
         self.waited_for = None
 
-    # -- transfers
-
-    def post(self, channel: int, microbatch: int) -> None:
-        """RECV: make ready for a message."""
-        CTRL_C.held = True
-        self.pending[channel, microbatch] = None
-        self._transport.post(channel, microbatch)
-        CTRL_C.release()
-
-    def send(self, channel: int, microbatch: int) -> None:
-        """SEND: what was put up for this message leaves."""
-        key = channel, microbatch
-        if key not in self._out:
-            self._out[key] = None  # still owed
-            action = self.channels[channel].send_action(microbatch)
-            raise RunError(f"{action}: nothing was put up to be sent; has a handler left out its compute?")
-        CTRL_C.held = True
-        self._transport.send(channel, microbatch, self._out[key])
-        del self._out[key]
-        CTRL_C.release()
-
-    def owes(self, channel: int, microbatch: int) -> bool:
-        """Whether what was put up for this message has yet to leave."""
-        return (channel, microbatch) in self._out
-
     def _receive(self, channel: int, microbatch: int) -> Any:
-        CTRL_C.held = True
-        key = channel, microbatch
-        came = True
+        edge = self.channels[channel]
         try:
-            return self._transport.receive(channel, microbatch)
-        except KeyboardInterrupt:
-            came = not self._transport.awaits(channel, microbatch)
-            raise
+            value = self.ends.incoming[channel].receive(microbatch)
         except PeerFailure:
-            self.waited_for = self.channels[channel].receive_action(microbatch), self.channels[channel].source_rank
+            self.waited_for = edge.receive_action(microbatch), edge.source_rank
             raise
         except Rewritten:
-            raise rewritten(self.channels[channel].source_stage, microbatch) from None
-        finally:
-            if came:  # also where what came is a failure, it has come
-                self.pending.pop(key, None)
-            CTRL_C.release()
+            raise rewritten(edge.source_stage, microbatch) from None
+        if CTRL_C.since:
+            CTRL_C.look()
+        return value
 
     # -- forward
 
@@ -167,10 +147,11 @@ class Mailbox:
     # -- one message may be for, or from, several stages of a rank
 
     def _put_up(self, channel: int, route: _Route, reader: int, microbatch: int, payload: Any) -> None:
+        ready = self.ends.outgoing[channel].ready
         if route.alone:
-            self._out[channel, microbatch] = payload
+            ready[microbatch] = payload
         else:
-            self._out.setdefault((channel, microbatch), {})[reader] = payload
+            ready.setdefault(microbatch, {})[reader] = payload
 
     def _take(self, direction: str, stage: int, route: _Route, microbatch: int) -> Any:
         if route.channel is not None:

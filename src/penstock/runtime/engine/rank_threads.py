@@ -10,8 +10,7 @@ from time import monotonic
 from typing import Any
 
 from penstock.runtime.engine.report import StepReport
-
-__all__ = ["Workers"]
+from penstock.runtime.transport import ThreadTransport, Transport
 
 
 class Workers:
@@ -50,3 +49,23 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         except BaseException as error:
             future.set_exception(error)
         del entry, job, future  # an idle worker holds nothing of a step
+
+
+class GeneratorTimeout:
+    """A rank waits for the generator as for a message: within the timeout, and not in a step that is lost."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.ranks: dict[int, int] = {}  # by thread
+        self._transports = {each.rank: each for each in transports if isinstance(each, ThreadTransport)}
+        self._since: dict[int, float] = {}
+
+    def waits(self, inside: list[int] | None) -> None:
+        """The threads that have the generator now, while this one waits; None when it waits no more."""
+        rank = self.ranks.get(threading.get_ident())
+        if rank is None:
+            return
+        if inside is not None:
+            peer = next((self.ranks[thread] for thread in inside if thread in self.ranks), None)
+            self._transports[rank].waits_elsewhere(peer, monotonic() - self._since.setdefault(rank, monotonic()))
+        elif self._since.pop(rank, None) is not None:
+            self._transports[rank].waits_elsewhere(None, 0.0)

@@ -8,14 +8,12 @@ context variables.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from contextvars import Context, copy_context
 from functools import partial
-from time import monotonic
 from typing import Any
 
 import torch
@@ -25,23 +23,29 @@ from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.split import Split
 from penstock.optim.precision import Precision, caller_precision, empty_cache
-from penstock.runtime.engine.executor import Executor, StepInput, StepReport
+from penstock.runtime.backward.record import own_by_hook
+from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.rank_threads import Workers
+from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.report import Refused
+from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.engine.stage import Stage
-from penstock.runtime.state.ownership import own_by_hook
-from penstock.runtime.state.randomness import Clock, Room, Turns, held, seeded, unit_stream
+from penstock.runtime.state.randomness import (
+    Clock,
+    GeneratorLock,
+    StageRandomness,
+    ThreadRandomness,
+    held,
+    seeded,
+    unit_stream,
+)
 from penstock.runtime.state.transaction import Transaction, modules_of
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.base import whole_again
 from penstock.runtime.transport.failure.compiling import may_compile
+from penstock.runtime.transport.failure.peer_failures import whole_again
 from penstock.schedule import Placement, Schedule
 
-__all__ = ["LocalRanks"]
-
-ROOM = Room()  # torch has one generator in a process, so there is one of these
+GENERATOR_LOCK = GeneratorLock()  # torch has one generator in a process, so there is one of these
 GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
 
 
@@ -66,9 +70,9 @@ class LocalRanks:
         self.transports = list(transports)
         self._threads = len(transports) > 1
         self._inside = False
-        self._patience = _Patience(transports)
+        self._patience = GeneratorTimeout(transports)
         self._takes_turns = self._threads or stage_type.returns
-        self.turns = Turns(ROOM, clock.seed_for, self._patience.waits)
+        self.turns = ThreadRandomness(GENERATOR_LOCK, clock.seed_for, self._patience.waits)
         self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
         self._transaction: Transaction | None = None
         self.executors: dict[int, Executor] = {}
@@ -84,8 +88,8 @@ class LocalRanks:
                 for index in placement.stages_of(rank)
             }
             for index, stage in stages.items():
-                others = (part for part in split.parts if part.index != index and not part.whole_batch)
-                stage.others_take = () if stage.part.whole_batch else [part.takes for part in others]
+                others = (part for part in split.parts if part.index != index and not part.reads_inputs)
+                stage.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         self._workers: Workers | None = None
@@ -109,7 +113,7 @@ class LocalRanks:
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
-    def _turn(self, part: StagePart, device: torch.device | None) -> Callable[[str, int], Any]:
+    def _turn(self, part: StagePart, device: torch.device | None) -> StageRandomness:
         part.around = unit_stream
         if self._takes_turns:
             return self.turns.of(part.index, part.stream, part.module, device)
@@ -126,7 +130,7 @@ class LocalRanks:
         self._inside = True
         may_compile()  # from now on, it is known when
         try:
-            room = ROOM.here()
+            room = GENERATOR_LOCK.here()
             with room.kept(), self.precise():
                 if self._takes_turns:
                     self.turns.begin(room, alone)
@@ -238,7 +242,7 @@ class LocalRanks:
         self._late = {rank: future for rank, future in self._late.items() if not future.done()}
         return self._late
 
-    def settle(self) -> None:
+    def wait_for_late_ranks(self) -> None:
         """Before anything that uses the stages: no rank may be in a step that failed, and what one did is undone."""
         if not self._late:
             return
@@ -250,7 +254,7 @@ class LocalRanks:
             )
         self.reset()
         if self._transaction is not None:
-            self._transaction.settle()
+            self._transaction.undo_late()
 
     def guard(self, loss: Callable[[], Any], atomic: bool) -> Transaction:
         """The transaction that steps of these ranks are: of what they compute with, and of a loss that is a module."""
@@ -336,23 +340,3 @@ def _rank_of_error(error: BaseException) -> int:
     if not isinstance(error, PeerFailure):
         return 0
     return 1 if error.__cause__ is not None else 2
-
-
-class _Patience:
-    """A rank waits for the generator as for a message: within the timeout, and not in a step that is lost."""
-
-    def __init__(self, transports: Sequence[Transport]) -> None:
-        self.ranks: dict[int, int] = {}  # by thread
-        self._transports = {each.rank: each for each in transports if isinstance(each, ThreadTransport)}
-        self._since: dict[int, float] = {}
-
-    def waits(self, inside: list[int] | None) -> None:
-        """The threads that have the generator now, while this one waits; None when it waits no more."""
-        rank = self.ranks.get(threading.get_ident())
-        if rank is None:
-            return
-        if inside is not None:
-            peer = next((self.ranks[thread] for thread in inside if thread in self.ranks), None)
-            self._transports[rank].waits_elsewhere(peer, monotonic() - self._since.setdefault(rank, monotonic()))
-        elif self._since.pop(rank, None) is not None:
-            self._transports[rank].waits_elsewhere(None, 0.0)

@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim import optimizer as optimizers
 
 from penstock.schedule import Timeline
-from penstock.schedule.timeline import Span, Wall
+from penstock.schedule.timing.timeline import Span, Wall
 
 if TYPE_CHECKING:
-    from penstock.runtime.engine.executor import StepReport
+    from penstock.runtime.engine.report import StepReport
     from penstock.runtime.transport import Transport
-
-__all__ = ["Begun", "Recorder", "host_name", "offsets"]
 
 ROUNDS = 16
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # ranks with the same one share the monotonic clock

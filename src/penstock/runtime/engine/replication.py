@@ -22,8 +22,6 @@ from penstock.optim.norms import norm_of
 from penstock.runtime.engine.report import StepReport
 from penstock.schedule import Action, Schedule
 
-__all__ = ["Alone", "ReplicaReport", "replica_report"]
-
 
 @dataclass
 class ReplicaReport:

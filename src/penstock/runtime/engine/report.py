@@ -18,10 +18,8 @@ from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.loss.check import PairCheck
 from penstock.runtime.loss.shares import Shares
-from penstock.runtime.transport.base import with_report
+from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.schedule import Action, Span
-
-__all__ = ["Refused", "StepInput", "StepReport", "failure_of", "what_went_wrong"]
 
 
 @dataclass

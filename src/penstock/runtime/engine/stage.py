@@ -15,36 +15,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
-from penstock.runtime.backward.record import GraphRecord
+from penstock.runtime.backward.record import FreshGradients, GraphRecord, RunBackward
 from penstock.runtime.backward.split import DeferredWeights, StageParameters
-from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
-from penstock.runtime.state.ownership import (
-    FreshGradients,
-    OutgoingValues,
-    Received,
-    Watched,
-    check_unwritten,
-    fit_gradients,
-    versions,
-)
-from penstock.runtime.state.phase import Phase
+from penstock.runtime.state.ownership import OutgoingValues, Received, Watched, check_unwritten, versions
+from penstock.runtime.state.phase import NOW, Phase
+from penstock.runtime.state.randomness import StageRandomness
 
-__all__ = ["LossOf", "Stage", "StageInput"]
-
-LossOf = Callable[[Any], Any]  # the output of the last stage -> its loss
+LossOf = Callable[[Any], Tensor | None]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
 Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
-Turn = Callable[[str, int], AbstractContextManager[None] | None]  # (F or B, microbatch); None: nothing to enter
 
 
 class StageInput(NamedTuple):
@@ -58,7 +47,7 @@ class StageInput(NamedTuple):
     split: bool = False  # its backward comes as I and W
     recompute: bool = False  # its forward runs again when the backward is due
 
-    def afresh(self, split: bool) -> StageInput:
+    def with_own_containers(self, split: bool) -> StageInput:
         """The same tensors in containers of their own."""
         value = (dict(self.arrived), self.args, dict(self.kwargs))
         arrived, args, kwargs = pytree.tree_map(lambda leaf: leaf, value)
@@ -66,7 +55,6 @@ class StageInput(NamedTuple):
 
 
 _NOTHING = nullcontext()
-_ENGINE = torch.autograd.Variable._execution_engine
 
 
 class Stage:
@@ -74,7 +62,7 @@ class Stage:
 
     returns = False  # whether its output goes back to the user's graph, and the output's gradient comes from there
 
-    def __init__(self, part: StagePart, turn: Turn, *, is_last: bool, loss: nn.Module | None = None) -> None:
+    def __init__(self, part: StagePart, turn: StageRandomness, *, is_last: bool, loss: nn.Module | None = None) -> None:
         self.part = part
         self.module = part.module
         self.holds = part.module if loss is None else StageAndLoss(part.module, loss)
@@ -83,8 +71,8 @@ class Stage:
         self.precision: Precision | None = None  # that of the step which runs
         self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
         self.others_take: Sequence[frozenset[str] | None] = ()  # the keyword arguments of other stages
-        self.look: Callable[[GraphRecord], None] | None = None  # at what a forward has recorded
-        self.looks = 0  # so far
+        self.inspect_graph: Callable[[GraphRecord], None] | None = None  # at what a forward has recorded
+        self.graphs_inspected = 0  # so far
         self.records: dict[int, GraphRecord] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
@@ -96,6 +84,7 @@ class Stage:
         self._received = Received(part.index)
         self._entered = Received(part.index, "the model's input")
         self.fresh = FreshGradients(self.holds)
+        self.gathering = False  # `gathers`, in the step that runs
 
     @property
     def gathers(self) -> bool:
@@ -109,6 +98,7 @@ class Stage:
     def begin_step(self) -> None:
         """A program begins."""
         self.fresh.begin_step()
+        self.gathering = self.gathers
 
     def clear(self) -> None:
         """Forget all microbatches, as after a failed step."""
@@ -122,27 +112,27 @@ class Stage:
     def infer(self, given: StageInput, graph: bool = False) -> Forward:
         """A forward that keeps nothing; the loss has a graph only if that is asked for."""
         phase = Phase("forward", given.microbatch, self.statistics)
-        with torch.set_grad_enabled(graph), self.turn("F", given.microbatch) or _NOTHING, phase:
+        with torch.set_grad_enabled(graph), self.turn.forward(given.microbatch) or _NOTHING, phase:
             emitted, loss = self._compute(given)
         return emitted, loss, phase.extra
 
     def forward(self, given: StageInput) -> Forward:
-        """Leaves a record for the backward."""
+        """Run a microbatch forward and keep its graph for the backward."""
         if given.microbatch in self.records:
             raise RunError(
                 f"stage {self.part.index} has run microbatch {given.microbatch} forward already in this step"
             )
-        self.records[given.microbatch] = record = GraphRecord(given.arrived)
+        self.records[given.microbatch] = record = GraphRecord(given.microbatch, given.arrived)
         if given.recompute:
-            return self._run_to_forget(record, given)
-        if not self._attributes.in_use or not any(other.again for other in self.records.values()):
+            return self._run_for_recompute(record, given)
+        if not self._attributes.in_use or not any(other.recompute for other in self.records.values()):
             return self._run(record, given)
         attributes = self._attributes.before()  # what this forward changes, others that run again must not see
         results = self._run(record, given)
         self._attributes.after(attributes)
         return results
 
-    def _run_to_forget(self, record: GraphRecord, given: StageInput) -> Forward:
+    def _run_for_recompute(self, record: GraphRecord, given: StageInput) -> Forward:
         """A forward that will run again: on the same tensors, in containers of its own, and on the same state."""
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
@@ -151,7 +141,7 @@ class Stage:
         buffers, watched = self._buffers.before(), versions((dict(given.arrived), given.args, dict(given.kwargs)))
         attributes = self._attributes.before()
         with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
-            results = self._run(record, given.afresh(split=learns), "checkpointing")
+            results = self._run(record, given.with_own_containers(split=learns), "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
         record.forget_graph()
@@ -162,14 +152,16 @@ class Stage:
             what = f"what stage {self.part.index} was given for microbatch {given.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
             with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
-                self._run(record, given.afresh(split=given.split), "recomputing")
+                self._run(record, given.with_own_containers(split=given.split), "recomputing")
 
-        record.again = again
+        record.recompute = again
         return results
 
     def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
-        turn = self.turn("F", given.microbatch)
-        with Phase(kind, given.microbatch, self.statistics) as phase:
+        turn = self.turn.forward(given.microbatch)
+        phase = Phase(kind, given.microbatch, self.statistics)
+        outer, NOW.phase = NOW.phase, phase
+        try:
             if turn is None and not given.split:  # the plain way, without managers that do nothing
                 emitted, loss = self._compute(given)
             else:
@@ -179,14 +171,16 @@ class Stage:
                     recording = record.deferred.recording()
                 with turn or _NOTHING, recording:
                     emitted, loss = self._compute(given)
+        finally:
+            NOW.phase = outer
         record.end_forward(emitted, loss, phase.extra, self.returns)
-        self._look_at_graph(record, kind)
+        self._inspect_graph(record, kind)
         return emitted, loss, phase.extra
 
-    def _look_at_graph(self, record: GraphRecord, kind: str) -> None:
+    def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
-        if self.look is not None:
-            self.look(record)
+        if self.inspect_graph is not None:
+            self.inspect_graph(record)
 
     def _compute(self, given: StageInput) -> tuple[dict[int, Any], Tensor | None]:
         if self.precision is None:
@@ -196,7 +190,7 @@ class Stage:
             with self.precision():
                 emitted = self._call(given)
                 loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
-        return emitted, None if loss is None else check_loss(loss)
+        return emitted, loss
 
     def _call(self, given: StageInput) -> dict[int, Any]:
         """Run the part on what it may write to, and see to it that what it emits may leave."""
@@ -206,7 +200,7 @@ class Stage:
         entered: Watched = []
         if arrived:
             arrived, received = self._received.hand(arrived)
-        if not arrived or kwargs or self.part.whole_batch:
+        if not arrived or kwargs or self.part.reads_inputs:
             (args, kwargs), entered = self._entered.hand((args, kwargs))
         try:
             emitted = run(arrived, args, kwargs)
@@ -246,58 +240,22 @@ class Stage:
         record = self.records.pop(microbatch, None)
         if record is None:
             raise RunError(f"stage {self.part.index} has no forward of microbatch {microbatch} to go back through")
-        if record.again is not None:
-            record.again()
-        roots, seeds = self._seeds(record, microbatch, gradients, loss_seed, extra_seed)
+        if record.recompute is not None:
+            record.recompute()
         if split and record.deferred is not None:
             record.deferred.begin_input()
             self._waiting[microbatch] = record.deferred
-        record.begin_backward()
-        if roots:
-            with self.turn("B", microbatch) or _NOTHING, Phase("backward", microbatch, self.statistics):
-                self._go_back(microbatch, record, roots, seeds)
-        back = record.take_gradients()
-        fit_gradients(back, seeds)
-        return back
+        turn = None if self.turn.backward is None else self.turn.backward(microbatch)
+        outer, NOW.phase = NOW.phase, Phase("backward", microbatch, self.statistics)
+        try:
+            with turn or _NOTHING:
+                return record.backward(gradients, loss_seed, extra_seed, self._runs_backward())
+        finally:
+            NOW.phase = outer
 
-    def _seeds(
-        self,
-        record: GraphRecord,
-        microbatch: int,
-        gradients: Mapping[int, Sequence[Tensor | None]],
-        loss_seed: Tensor | None,
-        extra_seed: Tensor | None,
-    ) -> tuple[list[GradientEdge], list[Tensor]]:
-        """The graph's roots and the gradient that enters at each; without one a root takes no part."""
-        roots: list[GradientEdge] = []
-        seeds: list[Tensor] = []
-        # a value with several readers gets their gradients in the order of a plain loop: the last reader's first
-        readers = sorted(record.roots, reverse=True) if len(record.roots) > 1 else record.roots
-        for target in readers:
-            arrived, edges = gradients[target], record.roots[target]
-            if len(arrived) != len(edges):
-                raise RunError(
-                    f"stage {self.part.index}, microbatch {microbatch}: {len(arrived)} gradients came back from "
-                    f"stage {target} for {len(edges)} tensors that want one"
-                )
-            for edge, gradient in zip(edges, arrived, strict=True):
-                if gradient is not None:
-                    roots.append(edge)
-                    seeds.append(gradient)
-        if record.loss is not None and loss_seed is not None:
-            roots.append(record.loss)
-            seeds.append(loss_seed)
-        for edge in record.extra:
-            assert extra_seed is not None
-            roots.append(edge)
-            seeds.append(extra_seed.clone())  # one of all would be added to by a leaf that adopts it
-        return roots, seeds
-
-    def _go_back(self, _: int, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
-        """`torch.autograd.backward`, without its questions about tensors that are edges here."""
-        self.fresh.before()
-        _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        self.fresh.after()
+    def _runs_backward(self) -> RunBackward:
+        """How autograd is run: gradients of parameters are added to their `.grad`."""
+        return self.fresh.run_backward
 
     def weights(self, microbatch: int) -> None:
         """W: the weight gradients that were put off."""
@@ -310,7 +268,7 @@ class Stage:
 
 
 def _save_nothing(tensor: Tensor) -> Tensor | None:
-    """But for what a loss can be understood by: its targets, and what it is divided by."""
+    """Save only small or integer tensors, from which it can be read what a loss is divided by."""
     return tensor.detach() if tensor.dim() < 2 or not tensor.is_floating_point() else None
 
 

@@ -12,29 +12,24 @@ of a loss that is a module are put back; what else a function does when it is ca
 
 from __future__ import annotations
 
-import functools
 import math
-import random
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.undo import random_state, restore_random, undone
 from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
 from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
+from penstock.runtime.loss.pair_loss import CannotJoinError, first_rows, join_leaf, untouched
 from penstock.runtime.loss.shares import BatchShares, Weighing
 from penstock.runtime.loss.weights import Label, at, marks, telling
-
-__all__ = ["LossChecks", "PairCheck", "disagreement"]
 
 BYTES = 32 * 2**20  # of an output that is kept until the next one: of larger ones, fewer rows are looked at
 KINDS = 16  # of batches by their shapes; where these change at every step, they are not asked for ever
@@ -98,10 +93,6 @@ def _uneven(batch: Batch, place: Label) -> Iterator[Mark]:
                 yield place, kind
 
 
-class _Apart(Exception):
-    """Two microbatches that cannot be joined."""
-
-
 Given = tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords
 
 
@@ -144,7 +135,7 @@ class PairCheck:
             if self._before is not None:
                 self._compare(self._before, rows)
             self._before = rows
-        except _Apart:
+        except CannotJoinError:
             self.is_open, self._before = True, None
 
     def end(self) -> bool:
@@ -166,7 +157,7 @@ class PairCheck:
         """What is kept of a microbatch until the next has come: all, or of large outputs as many rows as are small."""
         batch = self._batch
         if batch.rows is None:
-            raise _Apart
+            raise CannotJoinError
         rows = batch.rows[number]
         size = sum(each.numel() * each.element_size() for each in _tensors(output))
         few = rows if size <= BYTES else max(1, rows * BYTES // size)
@@ -207,7 +198,7 @@ class PairCheck:
             None if label == "output" else self._value(label, number - 1 if number else 1), is_rowed
         )
         others += [None] * len(leaves)
-        cut = [_first_rows(leaf, other, dim, rows, few) for leaf, other, dim in zip(leaves, others, dims, strict=False)]
+        cut = [first_rows(leaf, other, dim, rows, few) for leaf, other, dim in zip(leaves, others, dims, strict=False)]
         return pytree.tree_unflatten(cut, spec)
 
     def _value(self, label: str | int, number: int) -> Any:
@@ -224,7 +215,7 @@ class PairCheck:
         loss_fn = self._checks.loss_fn
         assert loss_fn is not None
         output, target, extra = given
-        with torch.no_grad(), _untouched(loss_fn) as drew:
+        with torch.no_grad(), untouched(loss_fn) as drew:
             loss = check_loss(loss_fn(output, target, **extra)).item()
         if not drew():
             return float(loss)
@@ -249,7 +240,7 @@ class PairCheck:
         try:
             found = self._loss(together)
         except FAILURES:
-            raise _Apart from None
+            raise CannotJoinError from None
         if not math.isfinite(found) or found == expected:
             return
         scale = max(abs(one.loss) if one.weight != 0 else 0.0, abs(two.loss) if two.weight != 0 else 0.0, abs(found))
@@ -288,15 +279,15 @@ class PairCheck:
 
     def _join(self, one: _Rows, two: _Rows) -> tuple[Any, Any, dict[str, Any]]:
         if one.given[2].keys() != two.given[2].keys():
-            raise _Apart
+            raise CannotJoinError
         rows, dims = (one.rows, two.rows), self._checks.dims
 
         def joined(label: str, a: Any, b: Any) -> Any:
             leaves, specs = zip(*(pytree.tree_flatten(each, is_leaf=is_rowed) for each in (a, b)), strict=True)
             if specs[0] != specs[1]:
-                raise _Apart
+                raise CannotJoinError
             places = dims_of_leaves(label, dims.get(label, 0), a, len(leaves[0]))
-            found = [_join_leaf(x, y, dim, rows) for x, y, dim in zip(*leaves, places, strict=True)]
+            found = [join_leaf(x, y, dim, rows) for x, y, dim in zip(*leaves, places, strict=True)]
             return pytree.tree_unflatten(found, specs[0])
 
         names = one.given[2]
@@ -370,77 +361,3 @@ class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         self.seen.update(each.dtype for each in _tensors(made))
         return made
-
-
-def _same_memory(one: Any, two: Any, dim: int) -> bool:
-    """What all microbatches share; pieces of an expanded row are at one place, too."""
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor) or one.shape != two.shape or not one.numel():
-        return False
-    return one.data_ptr() == two.data_ptr() and one.stride(dim) != 0
-
-
-def _blocks(leaf: Tensor, dim: int, rows: int) -> int:
-    """How many entries along its dimension of rows a leaf has for each row; 0 where it has none."""
-    whole, left = divmod(leaf.shape[dim], rows)
-    return 0 if left else whole
-
-
-def _first_rows(leaf: Any, other: Any, dim: int | None, rows: int, few: int) -> Any:
-    if not isinstance(leaf, Tensor) or dim is None or not leaf.dim() or _same_memory(leaf, other, dim):
-        return leaf
-    return leaf.narrow(dim, 0, _blocks(leaf, dim, rows) * few) if _blocks(leaf, dim, rows) else leaf
-
-
-def _join_leaf(one: Any, two: Any, dim: int | None, rows: tuple[int, int]) -> Any:
-    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
-        if one is two or (type(one) is type(two) and isinstance(one, (int, float, str)) and one == two):
-            return one
-        raise _Apart
-    if one.is_nested or two.is_nested or one.layout is not torch.strided:
-        raise _Apart
-    blocks = [0, 0]
-    if dim is not None and one.dim() and one.dim() == two.dim() and not _same_memory(one, two, dim):
-        blocks = [_blocks(leaf, dim, count) for leaf, count in zip((one, two), rows, strict=True)]
-    if blocks != [1, 1] and type(one) is type(two) is Tensor and one.shape == two.shape and torch.equal(one, two):
-        return one  # (to compare spread tensors, all ranks would have to)
-    if blocks[0] != blocks[1] or not blocks[0] or one.narrow(dim or 0, 0, 0).shape != two.narrow(dim or 0, 0, 0).shape:
-        raise _Apart
-    return torch.cat([one, two], dim or 0)
-
-
-@contextmanager
-def _untouched(loss_fn: Callable[..., Any]) -> Iterator[Callable[[], bool]]:
-    """Around a call of the loss that nobody shall see: its state and random numbers are put back.
-
-    Yields a question: whether it has drawn any.
-    """
-    numpy = sys.modules.get("numpy")
-
-    def elsewhere() -> Any:
-        return random.getstate(), None if numpy is None else numpy.random.get_state(legacy=False)
-
-    before, others = random_state(), elsewhere()
-    drawn = False
-    with ExitStack() as stack:
-        for module in _modules_of(loss_fn):
-            stack.enter_context(undone(module))
-        try:
-            yield lambda: drawn
-        finally:
-            now = random_state()
-            if not all(map(torch.equal, (before[0], *before[1]), (now[0], *now[1]))):
-                drawn = True
-                restore_random(before)
-            if repr(elsewhere()) != repr(others):
-                drawn = True
-                random.setstate(others[0])
-                if numpy is not None:
-                    numpy.random.set_state(others[1])
-
-
-def _modules_of(loss_fn: Any) -> list[nn.Module]:
-    """The modules whose state a call may change: the loss itself, or what it is a method of."""
-    while isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    owner = getattr(loss_fn, "__self__", None)
-    return [each for each in (loss_fn, owner) if isinstance(each, nn.Module)]

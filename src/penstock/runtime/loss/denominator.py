@@ -15,8 +15,6 @@ from torch import Tensor
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.weights import Entries, integers
 
-__all__ = ["LossReading", "find_entries", "is_constant", "read_loss"]
-
 NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 SCALED = frozenset({"DivBackward0", "MulBackward0"})
 ANOTHER_TYPE = "ToCopyBackward0"

@@ -9,8 +9,6 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.rules import ArgumentRule, check_rules, choice
 
-__all__ = ["LossOptions"]
-
 RULES = {
     "weight": ArgumentRule(
         callable,
@@ -23,13 +21,17 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """How losses count: `Pipeline(..., loss_options=LossOptions(weight=...))`.
+    """How the losses of microbatches make the loss of the batch: `Pipeline(..., loss_options=LossOptions(weight=...))`.
 
     By default the loss of a batch is what a plain loop over the whole batch would compute; where that cannot be known,
-    the first step says so. `weight` counts what a microbatch's loss is a mean over: a function of the target, or of
-    anything that `step()` is passed, by name, such as `lambda labels: (labels != -100).sum()`. `reduction="sum"` adds
-    losses up. `per_microbatch=True` means: each microbatch's own loss counts by its rows, although the loss of the
-    batch taken together is another one.
+    the first step says so.
+
+    Args:
+        weight: A function that counts what a microbatch's loss is a mean over. Its arguments are the target, or
+            anything that `step()` is passed, by name: `lambda labels: (labels != -100).sum()`.
+        reduction: `"mean"` or `"sum"`, where the loss function does not show which it is.
+        per_microbatch: Whether the batch's loss is the mean of its microbatches' losses by rows, although the loss of
+            the batch in one piece would be another number.
     """
 
     weight: Callable[..., Any] | None = None

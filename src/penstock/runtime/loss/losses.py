@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,14 +12,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.counted_runs import DRY, EVERYWHERE, run_kind
-from penstock.runtime.state.phase import here
+from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.loss.shares import Shares
+from penstock.runtime.state.phase import NOW
 
-__all__ = [
-    "add_loss",
-    "check_loss",
-    "trained_loss",
-    "with_graph",
-]
+if TYPE_CHECKING:
+    from penstock.runtime.loss.check import PairCheck
 
 
 def check_loss(loss: Any) -> Tensor:
@@ -29,6 +28,37 @@ def check_loss(loss: Any) -> Tensor:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ModelError(f"the loss is {what}; loss_fn(output, target) must return a scalar tensor, such as its mean")
     return loss
+
+
+class StepLosses:
+    """The losses of the microbatches of one step, on the rank of the last stage."""
+
+    def __init__(
+        self, batch: Batch, loss_fn: Callable[..., Any] | None, shares: Shares, check: PairCheck | None, training: bool
+    ) -> None:
+        self._batch, self._loss_fn, self._shares, self._check = batch, loss_fn, shares, check
+        self._training = training
+
+    def of(self, microbatch: int) -> Callable[[Any], Tensor | None] | None:
+        """The loss as a function of the output; None in an inference that has nothing to compare with."""
+        if self._loss_fn is not None and not (self._training or self._batch.has_target):
+            return None
+        return partial(self._loss_of, microbatch)
+
+    def _loss_of(self, microbatch: int, output: Any) -> Tensor | None:
+        target, extra = self._batch.targets[microbatch], self._batch.loss_kwargs[microbatch]
+        if self._loss_fn is None:  # a scalar output is the loss
+            loss = own_loss(output)
+            loss = loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+        elif not self._training and self._shares.wants_graph:
+            loss = _with_graph(self._loss_fn, output, target, extra)
+        else:
+            loss = self._loss_fn(output, target, **extra)
+        if isinstance(loss, Tensor):
+            self._shares.saw(microbatch, loss)
+            if self._check is not None:
+                self._check.saw(microbatch, output, loss)
+        return None if loss is None else check_loss(loss)
 
 
 def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -87,7 +117,7 @@ def _no_loss(output: Any, target: Any) -> str:
     return f"there is no loss_fn, and the model returned {shape}, which is no loss{beside}; {own}"
 
 
-def with_graph(loss_fn: Callable[..., Any], output: Any, target: Any, extra: Mapping[str, Any]) -> Any:
+def _with_graph(loss_fn: Callable[..., Any], output: Any, target: Any, extra: Mapping[str, Any]) -> Any:
     """A loss of an evaluation with its graph, which says what it was divided by."""
     with torch.inference_mode(False), torch.enable_grad():
 
@@ -116,10 +146,14 @@ def own_loss(output: Any) -> Any:
 
 
 def add_loss(name: str, value: Tensor) -> None:
-    """Add a loss from inside any stage's forward, such as an expert balance; by name.
+    """Add a loss from inside any stage's forward, such as a balance loss of experts.
 
-    The batch's loss of that name is the mean over microbatches, whatever `LossOptions` says (and the sum
-    over the calls in one microbatch); its gradient flows, and `result.extra_losses` reports it on every rank.
+    Its gradient flows, and `result.extra_losses` reports it on every rank. The batch's loss of that name is the mean
+    over microbatches, whatever `LossOptions` says, and the sum over the calls within one microbatch.
+
+    Args:
+        name: The name to report it under.
+        value: A tensor with one element.
     """
     kind = run_kind()
     if kind == DRY:
@@ -129,7 +163,7 @@ def add_loss(name: str, value: Tensor) -> None:
             f"add_loss({name!r}) was called between the units of a model that is cut by its forward; every stage runs "
             f"that code, so the loss would count several times: call it in the forward of a submodule with parameters"
         )
-    phase = here()
+    phase = NOW.phase
     if phase is None or phase.kind == "backward":
         raise RunError(f"add_loss({name!r}) was called outside of a pipeline's forward")
     if not isinstance(value, Tensor) or value.dim() != 0:

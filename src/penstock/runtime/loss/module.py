@@ -17,8 +17,6 @@ from penstock.errors import ModelError
 from penstock.model.part import state_names
 from penstock.model.split import Holding, Split
 
-__all__ = ["LOSS", "StageAndLoss", "loss_holding", "module_of"]
-
 LOSS = "loss_fn"  # what the names of its parameters and buffers begin with
 
 

@@ -3,7 +3,7 @@
 What microbatches weigh is told by the user (`LossOptions`), known of the loss (torch's own
 cross-entropy), or else found out when the first loss of the step has been computed: before the first backward needs a
 share. If that loss is a cross-entropy of something in the batch, its entries are what counts; if it is a sum, losses
-add up; else rows count, and whether that is right is for `loss_check` to say. What was found out holds for later
+add up; else rows count, and whether that is right is for `check` to say. What was found out holds for later
 steps, in which every loss that shows what it was divided by must agree.
 
 A gradient is right when its seed is: each microbatch's loss is seeded with its share of the batch, and `.grad` is never
@@ -36,8 +36,6 @@ from penstock.runtime.loss.weights import (
     from_plain,
     torch_reduction,
 )
-
-__all__ = ["BatchShares", "Seeds", "Shares", "Weighing", "sum_in_order"]
 
 REMEDY = (
     "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
@@ -119,7 +117,7 @@ def _consists_of(batch: Batch, replicas: int) -> Hashable:
 
 
 class Shares:
-    """All alike, and given: of ranks that have no loss."""
+    """Equal shares, for ranks that compute no loss."""
 
     wants_graph = False  # of a loss that is computed without one
 
@@ -142,7 +140,7 @@ class Shares:
 
 
 class BatchShares(Shares):
-    """As the microbatches of a batch weigh."""
+    """The shares of one batch's microbatches, from their weights."""
 
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)

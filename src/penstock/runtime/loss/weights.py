@@ -22,24 +22,6 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 
-__all__ = [
-    "ROWS",
-    "SUM",
-    "Counted",
-    "CrossEntropy",
-    "Entries",
-    "Label",
-    "Measure",
-    "as_plain",
-    "at",
-    "cross_entropy",
-    "from_plain",
-    "integers",
-    "marks",
-    "telling",
-    "torch_reduction",
-]
-
 Label = tuple[str, str | int, int]  # where in a microbatch: the field, the name or position there, the leaf
 
 

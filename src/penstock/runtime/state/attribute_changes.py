@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from penstock.model.replay.recording.undo import CONTAINERS, DEPTH
 from penstock.model.replay.tree import OWN
 
-__all__ = ["ABSENT", "Box", "Deep", "Drawn", "Key", "Look", "ModuleSeen", "is_trained"]
-
 ABSENT = object()
 Key = tuple[int, str]  # the table of a module's attributes, and a name there
 

@@ -23,8 +23,6 @@ from penstock.runtime.state.attribute_changes import ABSENT, Box, Deep, Drawn, K
 from penstock.runtime.state.buffers import SMALL_BYTES
 from penstock.runtime.state.memory import copy_like, version_of
 
-__all__ = ["Attributes", "Seen"]
-
 
 class _Tensor(Deep):
     """A tensor as it was; a copy only where it may be written to."""

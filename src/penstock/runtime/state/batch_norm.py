@@ -7,7 +7,7 @@ the notes are pooled (counts, means and squared deviations, in double precision:
 difference of two large numbers) and the running statistics are updated once, as if it had gone through in one piece.
 
 An exact one normalises by the statistics of the whole batch. That needs the batch in one piece: its stage takes it so
-(`schedule.gather`), and layer and numbers are those of the plain model.
+(`schedule.lowering.gather`), and layer and numbers are those of the plain model.
 
 A layer is converted by a change of its class alone. It stays the same object with the same names, parameters, buffers
 and hooks, and outside of a pipeline it is the plain layer. Nothing is kept in it: the notes belong to the stage.
@@ -26,19 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.errors import ModelError, UsageError
 from penstock.model.counted_runs import DRY, run_kind
 from penstock.model.part import StagePart
-from penstock.runtime.state.phase import Phase, here
+from penstock.runtime.state.phase import NOW, Phase
 from penstock.runtime.state.replica_batch_norm import ReplicaGroup, over_replicas, track
-
-__all__ = [
-    "BATCH_NORMS",
-    "Statistics",
-    "defer_batch_norm",
-    "exact_batch_norm",
-    "prepare_batch_norm",
-    "restore_batch_norm",
-    "whole_norms",
-    "whole_stages",
-]
 
 BATCH_NORMS = ("microbatch", "deferred", "exact")
 
@@ -59,7 +48,7 @@ class Deferred(Converted):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ever, but for running statistics while a pipeline computes: these are noted, or left alone."""
-        phase = here()
+        phase = NOW.phase
         if phase is None or phase.statistics is None or not self.training or not self.track_running_stats:
             return super().forward(input)
         if run_kind() == DRY:
@@ -125,14 +114,15 @@ class Statistics:
         notes, self._notes = self._notes, {}
         for key in sorted(notes, key=lambda each: each[1]):
             layer, by_microbatch = notes[key]
-            _update(layer, [by_microbatch[number] for number in sorted(by_microbatch)])
+            update_statistics(layer, [by_microbatch[number] for number in sorted(by_microbatch)])
 
     def discard(self) -> None:
         """The batch failed."""
         self._notes = {}
 
 
-def _update(layer: Deferred, notes: list[Note]) -> None:
+def update_statistics(layer: _BatchNorm, notes: list[Note]) -> None:
+    """Take a batch that went through in pieces into the running statistics, as if it had been one."""
     assert layer.running_mean is not None
     counts = torch.tensor([count for count, _, _ in notes], dtype=torch.float64, device=layer.running_mean.device)
     means = torch.stack([mean for _, mean, _ in notes]).to(torch.float64)
@@ -179,15 +169,21 @@ def _convert(model: nn.Module, kind: type[Converted]) -> list[_BatchNorm]:
 
 
 def defer_batch_norm(model: nn.Module) -> nn.Module:
-    """Convert all batch norms of a model, in place: running statistics follow whole batches. Returns the model."""
+    """Convert all batch norm layers of a model, in place, so that their running statistics follow whole batches.
+
+    Args:
+        model: The model, which is also returned.
+    """
     _convert(model, Deferred)
     return model
 
 
 def exact_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
-    """Convert all batch norms of a model, in place: they normalise by whole batches. Returns the model.
+    """Convert all batch norm layers of a model, in place, so that they normalise over whole batches.
 
-    `group` is a process group of replicas of the stage, whose batches then count as one.
+    Args:
+        model: The model, which is also returned.
+        group: A process group of replicas of the stage, whose batches then count as one.
     """
     for layer in _convert(model, Exact):
         if group is not None:
@@ -196,7 +192,11 @@ def exact_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
 
 
 def restore_batch_norm(model: nn.Module) -> nn.Module:
-    """Make converted batch norms what they were, in place. Returns the model."""
+    """Turn converted batch norm layers back into what they were, in place.
+
+    Args:
+        model: The model, which is also returned.
+    """
     for _, layer in batch_norms(model):
         if isinstance(layer, Converted):
             layer.__dict__.pop("group", None)

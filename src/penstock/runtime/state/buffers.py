@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.runtime.state.memory import copy_like, version_of
 
-__all__ = ["SMALL_BYTES", "Buffers", "Key", "Then"]
-
 SMALL_BYTES = 64 * 1024  # up to here a copy is kept, whether or not the buffer is known to change
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.memory import elements_in, version_of
 
-__all__ = ["LARGE_BYTES", "Contents"]
-
 LARGE_BYTES = 16 * 2**20
 
 

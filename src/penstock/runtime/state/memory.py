@@ -17,31 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = [
-    "LINE",
-    "Region",
-    "blank",
-    "blank_like",
-    "copies",
-    "copy_like",
-    "elements_in",
-    "is_dense",
-    "is_plain",
-    "more_than_numbers",
-    "once",
-    "phase_of",
-    "regions",
-    "same_bits",
-    "storage_of",
-    "version_of",
-]
-
+_use_count = torch._C._storage_Use_Count
 LINE = 64  # bytes: a cache line, the widest alignment that kernels ask for; what torch allocates starts at one
 
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to; tensors of inference mode do not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors are in this tensor's storage, itself included; what a graph has saved counts too."""
+    return int(_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one holder
 
 
 def phase_of(tensor: Tensor) -> int:
@@ -218,6 +205,13 @@ def copies(tensors: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
                     found[place] = again
             places = rest
     return found, parted
+
+
+def with_copies(leaves: list[Any], places: Sequence[int]) -> tuple[list[Any], bool]:
+    """The leaves with copies in some places, and whether these were parted."""
+    copied, parted = copies([leaves[place] for place in places])
+    exchanged = dict(zip(places, copied, strict=True))
+    return [exchanged.get(place, leaf) for place, leaf in enumerate(leaves)], parted
 
 
 def _reach(tensor: Tensor) -> tuple[bool, int]:

@@ -12,8 +12,9 @@ there would change what a neighbour still reads. The rule goes by storage, and a
                              whatever else has it: a backward's own     it leaves as a copy
                              memory, a tensor that is no parameter
 
-Tensors in one storage are copied together, so that they share memory in the copies as well. Nothing is copied in the
-common case: an output, or a gradient, that one tensor alone holds (torch counts the holders of a storage).
+(The rows of gradients are in `backward/record`.) Tensors in one storage are copied together, so that they share memory
+in the copies as well. Nothing is copied in the common case: an output, or a gradient, that one tensor alone holds
+(torch counts the holders of a storage).
 
 Whatever else may write, such as a global that a stage returns, is seen by the version counter that all tensors of a
 storage share: after the reader's forward, before a recomputation, before `W`, and by autograd itself for what a graph
@@ -24,10 +25,9 @@ graph has saved is seen by nobody, as in any program that runs two forwards befo
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
@@ -35,148 +35,29 @@ import torch
 from torch import Tensor, nn
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ModelError, RunError
 from penstock.runtime.state.memory import (
-    copies,
-    copy_like,
+    holders,
     is_plain,
     more_than_numbers,
     same_bits,
     storage_of,
     version_of,
+    with_copies,
 )
-
-__all__ = [
-    "FreshGradients",
-    "OutgoingValues",
-    "Received",
-    "Watched",
-    "check_unwritten",
-    "fit_gradients",
-    "holders",
-    "own_by_hook",
-    "versions",
-]
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
 _PLAIN = (int, float, complex, bool, str, bytes, Enum, type, PurePath, torch.dtype, torch.device, torch.Size)
 _DEPTH = 4  # of objects in objects that are searched for tensors
-_use_count = torch._C._storage_Use_Count
-
-
-def holders(tensor: Tensor) -> int:
-    """How many tensors are in this tensor's storage, itself included; what a graph has saved counts too."""
-    return int(_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one holder
-
-
-# -- gradients
-
-
-class FreshGradients:
-    """The parameters of a stage that have no gradient yet: the one that they get must be in memory of their own.
-
-    Autograd lets a parameter adopt the gradient that arrives, also a view of one that is kept or sent elsewhere, and
-    the gradients of later microbatches are then added into that memory.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self.by_hook: set[nn.Parameter] = set()  # parameters that are seen to by `own_by_hook`
-        self._trained: list[nn.Parameter] | None = None  # None: this step has not gone back yet
-        self._waiting: list[nn.Parameter] = []
-
-    def begin_step(self) -> None:
-        """Parameters may have been replaced or frozen since the last step."""
-        self._trained = None
-
-    def before(self) -> None:
-        """Ahead of a backward. Each time, because hooks of the user's own may clear gradients within a step."""
-        if self._trained is None:
-            trained = (each for each in self._module.parameters() if each.requires_grad)
-            self._trained = [each for each in trained if each not in self.by_hook]
-        self._waiting = [each for each in self._trained if each.grad is None]
-
-    def after(self) -> None:
-        """Behind it: copy what the parameters have adopted from others."""
-        for parameter in self._waiting:
-            gradient = parameter.grad
-            if gradient is not None and _has_others(gradient):
-                parameter.grad = copy_like(gradient)
-
-
-def own_by_hook(fresh: Sequence[FreshGradients]) -> list[RemovableHandle]:
-    """The same, for stages on several threads, of the parameters that they share.
-
-    Between a look at a gradient and its copy another thread could add to it, so these are copied on their way in.
-    """
-    uses = Counter(each for one in fresh for each in one._module.parameters())
-    shared = {parameter for parameter, count in uses.items() if count > 1}
-    for one in fresh:
-        one.by_hook = shared
-    trained = [parameter for parameter in shared if parameter.requires_grad]
-    return [parameter.register_hook(_own) for parameter in trained]  # type: ignore[no-untyped-call]
-
-
-def _own(gradient: Tensor) -> Tensor | None:
-    return copy_like(gradient) if _has_others(gradient) else None
-
-
-def _has_others(gradient: Tensor) -> bool:
-    return is_plain(gradient) and (holders(gradient) > 1 or _is_a_part(gradient))
-
-
-def _is_a_part(tensor: Tensor) -> bool:
-    """Whether the storage holds more than this tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
-def _references_of_listed() -> int:
-    """How many references Python counts where `fit_gradients` looks at a gradient that nothing else refers to."""
-    gradients = [torch.empty(0)]
-    for gradient in gradients:
-        return sys.getrefcount(gradient)
-    raise AssertionError
-
-
-_LISTED = _references_of_listed()
-
-
-def fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Tensor]) -> None:
-    """Copy those of the gradients that go back which others hold; `arrived`: those that this backward began with."""
-    for gradients in back.values():
-        for gradient in gradients:
-            if is_plain(gradient) and (sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1):
-                break
-        else:
-            continue
-        break
-    else:
-        return
-    del gradient
-    passed = {id(each): each for each in arrived if is_plain(each)}
-    leaving = {id(each): each for each in (*chain(*back.values()), *arrived) if is_plain(each)}
-    known = Counter(map(storage_of, leaving.values()))
-    del leaving
-    for gradients in back.values():
-        places = []
-        for place, gradient in enumerate(gradients):
-            if is_plain(gradient) and (
-                holders(gradient) > known[storage_of(gradient)]
-                or (id(gradient) not in passed and sys.getrefcount(gradient) > _LISTED)
-            ):
-                places.append(place)
-        if places:
-            gradients[:] = _with_copies(gradients, places)[0]
 
 
 # -- what leaves a stage
 
 
 def _references_of_bare() -> int:
-    """How many references Python counts where `Outgoing.fit` looks at an output that nothing else refers to."""
+    """How many references Python counts where `OutgoingValues.fit` looks at an output that nothing else refers to."""
     emitted = {0: torch.empty(0)}
     for target in emitted:
         payload = emitted[target]
@@ -242,7 +123,7 @@ class OutgoingValues:
         """The leaves, with copies of those that are in the stage's buffers, parameters or attributes."""
         own = {storage_of(tensor) for tensor in _tensors_of(self._module)}
         places = [place for place, leaf in enumerate(leaves) if is_plain(leaf) and storage_of(leaf) in own]
-        return _with_copies(leaves, places)[0] if places else leaves
+        return with_copies(leaves, places)[0] if places else leaves
 
     def _check_leaves(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -339,7 +220,7 @@ class Received:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if not writes:
             self._originals = [leaves[place] for place in places]
-        leaves, self._parted = _with_copies(leaves, places)
+        leaves, self._parted = with_copies(leaves, places)
         if writes:
             self._check_together()
         value = pytree.tree_unflatten(leaves, spec)
@@ -376,13 +257,6 @@ class Received:
             f"forward: by the stage itself, or by the one that made the value and uses its memory again; clone() it "
             f"before it is written to"
         )
-
-
-def _with_copies(leaves: list[Any], places: Sequence[int]) -> tuple[list[Any], bool]:
-    """The leaves with copies in some places, and whether these were parted."""
-    copied, parted = copies([leaves[place] for place in places])
-    exchanged = dict(zip(places, copied, strict=True))
-    return [exchanged.get(place, leaf) for place, leaf in enumerate(leaves)], parted
 
 
 def versions(value: Any) -> Watched:

@@ -7,60 +7,60 @@ keeps statistics has to tell these apart. Each thread has its own answer, becaus
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Phase", "current_microbatch", "here", "is_checkpointing", "is_recomputing"]
 
-_now = threading.local()
-
-
+@dataclass(slots=True)
 class Phase:
     """One compute: entered by a stage around it, read by the layers in it."""
 
-    __slots__ = ("_outer", "calls", "extra", "kind", "microbatch", "statistics")
-
-    def __init__(self, kind: str, microbatch: int, statistics: Any = None) -> None:
-        self.kind = kind  # "forward", "checkpointing", "recomputing" or "backward"
-        self.microbatch = microbatch
-        self.statistics = statistics  # of the stage's batch norms, where they are collected
-        self.calls: dict[int, int] = {}  # how often each layer that asked was called so far
-        self.extra: list[tuple[str, Tensor]] = []  # what `add_loss` was given, by name
+    kind: str  # "forward", "checkpointing", "recomputing" or "backward"
+    microbatch: int
+    statistics: Any = None  # of the stage's batch norms, where they are collected
+    calls: dict[int, int] = field(default_factory=dict)  # how often each layer that asked was called so far
+    extra: list[tuple[str, Tensor]] = field(default_factory=list)  # what `add_loss` was given, by name
+    _outer: Phase | None = None
 
     def __enter__(self) -> Phase:
-        self._outer = getattr(_now, "phase", None)
-        _now.phase = self
+        self._outer, NOW.phase = NOW.phase, self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _now.phase = self._outer
+        NOW.phase = self._outer
 
 
-def here() -> Phase | None:
-    """The compute that this thread is in, if it is in one."""
-    return getattr(_now, "phase", None)
+class _Now(threading.local):
+    """The compute that each thread is in, if it is in one."""
+
+    phase: Phase | None = None
+
+
+NOW = _Now()
 
 
 def is_checkpointing() -> bool:
-    """In a layer's forward: whether what it saves is thrown away, because it will run again for the backward."""
-    phase = here()
+    """In a layer's forward: whether its activations are dropped, because it will run again for the backward."""
+    phase = NOW.phase
     return phase is not None and phase.kind == "checkpointing"
 
 
 def is_recomputing() -> bool:
-    """In a layer's forward: whether this is the second run of a microbatch that was checkpointed."""
-    phase = here()
+    """In a layer's forward: whether this is the second run of a microbatch, for its backward."""
+    phase = NOW.phase
     return phase is not None and phase.kind == "recomputing"
 
 
 def current_microbatch() -> int | None:
-    """In a layer's forward: the number of the microbatch; None outside of a pipeline.
+    """In a layer's forward: the number of the microbatch, or `None` outside a pipeline.
 
-    A layer that counts batches, not microbatches, counts where it is None or 0 and `is_recomputing()` is false.
+    A layer that counts batches rather than microbatches counts where this is `None` or 0 and `is_recomputing()` is
+    false.
     """
-    phase = here()
+    phase = NOW.phase
     return None if phase is None else phase.microbatch

@@ -5,8 +5,8 @@ stage). So dropout masks are the same under every schedule, on threads and on pr
 recomputed forward, and in a plain loop that uses `randomness` around each stage's call.
 
 Torch has one generator for all threads of a process. Where ranks are threads, a compute that
-draws from it must therefore have it alone: a readers-writer lock (`Room`) lets computes that
-draw nothing run side by side and those that draw take turns (`Turns` knows which). That a
+draws from it must therefore have it alone: a readers-writer lock (`GeneratorLock`) lets computes that
+draw nothing run side by side and those that draw take turns (`ThreadRandomness` knows which). That a
 compute draws after all is noticed and refused, because then masks would depend on timing.
 """
 
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,11 @@ from torch import Tensor
 from penstock.errors import RunError
 from penstock.model.replay.recording.undo import random_state, restore_random
 
-__all__ = ["Clock", "Room", "Turns", "held", "randomness", "seed_of", "seeded", "unit_stream"]
-
 _MASK = 2**64 - 1
 RESTING = 0  # the seed of the generator while nothing draws; `seed_of` never gives it
 BEAT = 0.25  # seconds: how often a thread that waits for the generator looks whether that is still worth it
 
-Waits = Callable[[list[int] | None], None]  # the threads that one waits for, by ident; None: no more
+WhileWaiting = Callable[[list[int] | None], None]  # the threads that one waits for, by ident; None: no more
 
 
 def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
@@ -53,7 +51,16 @@ def seed_generators(value: int, device: torch.device | None) -> None:
 
 @contextmanager
 def randomness(seed: int, step: int, microbatch: int, stage: int) -> Iterator[None]:
-    """Draw inside as the pipeline does in that compute; the generators are put back after."""
+    """Draw random numbers inside the `with` block exactly as the pipeline does in one forward.
+
+    Use it to compare your own loop with a pipeline. The generators are restored afterwards.
+
+    Args:
+        seed: The pipeline's seed.
+        step: The number of the step.
+        microbatch: The number of the microbatch.
+        stage: The stage.
+    """
     before = random_state()
     try:
         torch.default_generator.manual_seed(seed_of(seed, step, microbatch, stage))
@@ -104,7 +111,7 @@ def held(quietly: bool) -> Iterator[None]:
         _holding.quietly = before
 
 
-class Room:
+class GeneratorLock:
     """Who may use the one generator of this process now: one compute alone, or several that draw nothing.
 
     While computes run beside each other the generator rests in one known state. So that it is still there after each
@@ -124,10 +131,10 @@ class Room:
         self._inside = 0
         self._users: Tensor
 
-    def here(self) -> Room:
+    def here(self) -> GeneratorLock:
         """This room; or, in a compute that has it, one for a pipeline inside that compute, which has it no less."""
         quietly = getattr(_holding, "quietly", None)
-        return self if quietly is None else Room(quietly)
+        return self if quietly is None else GeneratorLock(quietly)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -145,7 +152,7 @@ class Room:
                 if not self._inside:
                     torch.set_rng_state(self._users)
 
-    def _wait(self, is_taken: Callable[[], bool], waits: Waits) -> None:
+    def _wait(self, is_taken: Callable[[], bool], waits: WhileWaiting) -> None:
         """Until there is room; `waits` hears from time to time who is inside, and gives up by raising."""
         try:
             while is_taken():
@@ -160,7 +167,7 @@ class Room:
         self._changed.notify_all()
 
     @contextmanager
-    def alone(self, waits: Waits) -> Iterator[None]:
+    def alone(self, waits: WhileWaiting) -> Iterator[None]:
         """For what draws, or may draw."""
         with self._changed:
             self._writers_waiting += 1
@@ -179,7 +186,7 @@ class Room:
                 self._leave()
 
     @contextmanager
-    def beside(self, waits: Waits) -> Iterator[Callable[[], bool]]:
+    def beside(self, waits: WhileWaiting) -> Iterator[Callable[[], bool]]:
         """For what draws nothing; yields a question: whether something here drew after all."""
         with self._changed:
             self._wait(lambda: self._writing or self._writers_waiting > 0, waits)
@@ -220,21 +227,27 @@ class Clock:
         return seed_of(~self.seed, self.evaluations, microbatch, stage)
 
 
-def seeded(clock: Clock, stream: int, device: torch.device | None) -> Callable[[str, int], None]:
-    """`turn(kind, microbatch)` for the computes of a stage on a rank that has the process's generator to itself."""
+class StageRandomness(NamedTuple):
+    """What surrounds the computes of a stage, by microbatch, with their random numbers; None: nothing to enter."""
+
+    forward: Callable[[int], AbstractContextManager[None] | None]
+    backward: Callable[[int], AbstractContextManager[None]] | None
+
+
+def seeded(clock: Clock, stream: int, device: torch.device | None) -> StageRandomness:
+    """For the computes of a stage on a rank that has the process's generator to itself."""
     on_cpu = device is None or device.type != "cuda"
     seed: Callable[[int], object] = (
         torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
     )
 
-    def turn(kind: str, microbatch: int) -> None:
-        if kind == "F":
-            seed(clock.seed_for(microbatch, stream))
+    def forward(microbatch: int) -> None:
+        seed(clock.seed_for(microbatch, stream))
 
-    return turn
+    return StageRandomness(forward, None)
 
 
-class Turns:
+class ThreadRandomness:
     """The computes of a pipeline's stages, each with its random numbers, where ranks are threads.
 
     Which forwards draw is found out by running the first alone and looking whether the generator moved, again for
@@ -242,7 +255,7 @@ class Turns:
     inside may draw again.
     """
 
-    def __init__(self, room: Room, seed_for: Callable[[int, int], int], waits: Waits) -> None:
+    def __init__(self, room: GeneratorLock, seed_for: Callable[[int, int], int], waits: WhileWaiting) -> None:
         self._room = room
         self._waits = waits
         self._seed_for = seed_for  # (microbatch, stage)
@@ -252,14 +265,14 @@ class Turns:
         self.alone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward had the generator alone
         self._suspect = False
 
-    def of(
-        self, stage: int, stream: int, module: torch.nn.Module, device: torch.device | None
-    ) -> Callable[[str, int], Any]:
-        """`turn(kind, microbatch)` for the computes of a stage; `kind` is F or B."""
+    def of(self, stage: int, stream: int, module: torch.nn.Module, device: torch.device | None) -> StageRandomness:
+        """For the computes of a stage."""
         self._modules[stage] = list(module.modules())
-        return partial(self._turn, stage, stream, device)
+        return StageRandomness(
+            partial(self._turn, stage, stream, device, "F"), partial(self._turn, stage, stream, device, "B")
+        )
 
-    def begin(self, room: Room, alone: Iterable[tuple[int, int]] = ()) -> None:
+    def begin(self, room: GeneratorLock, alone: Iterable[tuple[int, int]] = ()) -> None:
         """Before a step, or the second half of one: `alone` is then what the first half left."""
         self._room = room
         self._modes = {stage: tuple([m.training for m in modules]) for stage, modules in self._modules.items()}

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["ReplicaGroup", "over_replicas", "track"]
-
 
 class ReplicaGroup:
     """A process group as an attribute of a layer: copies of the layer share it, and it cannot be written to a file."""

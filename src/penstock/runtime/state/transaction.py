@@ -30,8 +30,6 @@ from penstock.runtime.state.contents import Contents
 from penstock.runtime.state.memory import version_of
 from penstock.runtime.state.randomness import Clock
 
-__all__ = ["Transaction", "modules_of"]
-
 
 def modules_of(function: Any) -> list[nn.Module]:
     """The modules that a function is, is a method of, or names in its code."""
@@ -45,7 +43,10 @@ def modules_of(function: Any) -> list[nn.Module]:
 
 
 class Transaction:
-    """Of the ranks that live in this process. `late`: the ranks that have not left a step that failed."""
+    """Restores the model's state on this process's ranks when a step fails.
+
+    `late`: the ranks that have not left a step that failed.
+    """
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Transaction:
         if again is not None:
             raise again
 
-    def settle(self) -> None:
+    def undo_late(self) -> None:
         """The ranks that were late have left the step that failed by now; what they have changed is put back."""
         late, self._versions = self._versions, {}
         for number, versions in late.items():
@@ -186,7 +187,7 @@ class _Rank:
                 if module._buffers:
                     buffers[id(module._buffers)] = module._buffers
                 for parameter in module._parameters.values():
-                    if parameter is not None and not is_away(parameter):
+                    if type(parameter) is nn.Parameter or not (parameter is None or is_away(parameter)):
                         parameters[id(parameter)] = parameter
         self._tables = [(table, dict(table.items())) for table in buffers.values()]
         self._buffers.take(each for _, entries in self._tables for each in entries.values() if each is not None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from penstock.runtime.transport.base import Channel, Transport
+from penstock.runtime.transport.base import Transport
+from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.threads import ThreadTransport
 
 if TYPE_CHECKING:

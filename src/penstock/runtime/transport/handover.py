@@ -22,8 +22,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 
-__all__ = ["Ready", "Rewritten", "alias", "arrive", "rewritten", "share"]
-
 Events = list[tuple[torch.device, "torch.cuda.Event"]]
 
 

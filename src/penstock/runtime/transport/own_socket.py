@@ -19,8 +19,6 @@ from contextlib import suppress
 from penstock.errors import UsageError
 from penstock.runtime.transport.failure.forks import close_in_forks
 
-__all__ = ["OwnSocket", "path_of"]
-
 MEMORY = "/dev/shm"  # a file system of this host, which takes sockets; a temporary folder may be on another one
 
 

@@ -16,32 +16,20 @@ of that chain rather than to the neighbour, which may be waiting as well.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from penstock.errors import MessageError, PeerFailure, UsageError
-from penstock.runtime.transport.base import (
-    Channel,
-    Transport,
-    Where,
-    check_channels,
-    located,
-    lost_source,
-    lost_target,
-    nowhere,
-    with_report,
-    wrong_message,
-)
+from penstock.errors import PeerFailure, UsageError
+from penstock.runtime.transport.base import Transport, Where, nowhere
+from penstock.runtime.transport.channel import Channel, Ends, Outgoing, QueuedIncoming, check_channels, wrong_message
 from penstock.runtime.transport.failure.compiling import last_compiled
+from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
-
-__all__ = ["ThreadTransport"]
 
 
 class Message(NamedTuple):
@@ -52,8 +40,8 @@ class Message(NamedTuple):
     failure: PeerFailure | None
 
 
-class Link:
-    """The shared half of one channel: messages forwards, permits backwards."""
+class Wire:
+    """What the two ends of a channel share: messages forwards, permits backwards."""
 
     __slots__ = ("messages", "permits")
 
@@ -84,14 +72,14 @@ class Board:
         self.failure: PeerFailure | None = None
         self.news.clear()
         self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}  # by turn, and the ranks that have yet to
-        self.links: dict[tuple[Channel, ...], list[Link]] = {}
+        self.wires: dict[tuple[Channel, ...], list[Wire]] = {}
         self.waiting: list[int | None] = [None] * self.ranks  # for whom each rank waits
         self.mail: list[list[SimpleQueue[Any]]] = [
             [SimpleQueue() for _ in range(self.ranks)] for _ in range(self.ranks)
         ]
 
-    def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[Link]:
-        """The links of this program; the `turn`-th open of every rank must name the same channels."""
+    def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[Wire]:
+        """The wires of this program; the `turn`-th open of every rank must name the same channels."""
         with self.lock:
             first, others = self.opened.setdefault(turn, (channels, set(range(self.ranks))))
             if first != channels:
@@ -99,20 +87,20 @@ class Board:
             others.discard(rank)
             if not others:
                 del self.opened[turn]
-            if channels not in self.links:
-                self.links[channels] = [Link(self.capacity) for _ in channels]
-            return self.links[channels]
+            if channels not in self.wires:
+                self.wires[channels] = [Wire(self.capacity) for _ in channels]
+            return self.wires[channels]
 
     def abort(self, failure: PeerFailure) -> PeerFailure:
         """The first failure stays; every waiter is woken."""
         with self.lock:
             if self.failure is None:
                 self.failure = failure if failure.report else with_report(failure, self.report())
-            for links in self.links.values():
-                for link in links:
-                    link.messages.put(None)
-                    if link.permits is not None:
-                        link.permits.put(False)
+            for wires in self.wires.values():
+                for wire in wires:
+                    wire.messages.put(None)
+                    if wire.permits is not None:
+                        wire.permits.put(False)
             for row in self.mail:
                 for queue in row:
                     queue.put(None)
@@ -131,6 +119,58 @@ class Board:
             if following in path[:-1]:
                 break
         return path
+
+
+class ThreadIncoming(QueuedIncoming[Message]):
+    """The receiving end of a channel between threads."""
+
+    def __init__(self, edge: Channel, wire: Wire, transport: ThreadTransport) -> None:
+        super().__init__(edge)
+        self._wire = wire
+        self._transport = transport
+
+    def _post(self, microbatch: int) -> None:
+        self.due.append(microbatch)
+        if self._wire.permits is not None:
+            self._wire.permits.put(True)
+
+    def receive(self, microbatch: int) -> Any:
+        message = self._take(microbatch)
+        if message.failure is not None:
+            raise copy(message.failure)
+        return arrive(message.value, message.ready, self._transport.device)
+
+    def discard(self, microbatch: int) -> PeerFailure | None:
+        return self._take(microbatch).failure
+
+    def _next(self, expected: int, ordinal: int, wanted: int) -> Message:
+        message: Message = self._transport.wait_for(self._wire.messages, self.edge.source_rank, self.edge, wanted)
+        if message.microbatch != expected or message.step != self._transport.step:
+            self._transport.refuse(self.edge, expected, message)
+        return message
+
+
+class ThreadOutgoing(Outgoing):
+    """The sending end of a channel between threads."""
+
+    def __init__(self, edge: Channel, wire: Wire, transport: ThreadTransport) -> None:
+        super().__init__(edge)
+        self._wire = wire
+        self._transport = transport
+
+    def _send(self, microbatch: int, value: Any) -> None:
+        shared, ready = share(value)
+        self._put(Message(self._transport.step, microbatch, shared, ready, None))
+
+    def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
+        self._put(Message(self._transport.step, microbatch, None, None, failure))
+
+    def _put(self, message: Message) -> None:
+        if self._wire.permits is None:
+            self._transport.check_not_broken()
+        else:
+            self._transport.wait_for(self._wire.permits, self.edge.target_rank, self.edge, message.microbatch)
+        self._wire.messages.put(message)
 
 
 class ThreadTransport(Transport):
@@ -173,101 +213,51 @@ class ThreadTransport(Transport):
 
     def _clear(self) -> None:
         self._generation = self._board.generation
-        self._step = 0
+        self.step = 0
         self._turn = 0
-        self._channels: tuple[Channel, ...] = ()
-        self._links: list[Link] = []
-        self._due: list[deque[int]] = []  # per channel: microbatches posted and not yet come
-        self._came: list[dict[int, Message]] = []  # per channel: come before they were asked for
+        self.ends = Ends((), self.rank)
 
     def open(self, channels: Sequence[Channel]) -> None:
-        self._check_whole()
-        if channels is self._channels or tuple(channels) == self._channels:
+        self._check_not_broken()
+        if channels is self.ends.channels or tuple(channels) == self.ends.channels:
             return
         checked = check_channels(channels, self.ranks)
-        if any(self._due) or any(self._came):
-            raise UsageError("open() while receives are posted; receive or discard them first")
-        self._links = self._board.open(self.rank, self._turn, checked)
+        self.ends.check_idle("open()")
+        wires = self._board.open(self.rank, self._turn, checked)
         self._turn += 1
-        self._channels = checked
-        self._due = [deque() for _ in checked]
-        self._came = [{} for _ in checked]
+        both = list(enumerate(zip(checked, wires, strict=True)))
+        self.ends = Ends(
+            checked,
+            self.rank,
+            {i: ThreadIncoming(edge, wire, self) for i, (edge, wire) in both if edge.target_rank == self.rank},
+            {i: ThreadOutgoing(edge, wire, self) for i, (edge, wire) in both if edge.source_rank == self.rank},
+        )
 
-    def post(self, channel: int, microbatch: int) -> None:
-        due = self._due[channel]
-        if microbatch in due or microbatch in self._came[channel]:
-            raise UsageError(f"{self._channels[channel].receive_action(microbatch)} is posted already")
-        due.append(microbatch)
-        permits = self._links[channel].permits
-        if permits is not None:
-            permits.put(True)
-
-    def receive(self, channel: int, microbatch: int) -> Any:
-        message = self._take(channel, microbatch)
-        if message.failure is not None:
-            raise copy(message.failure)
-        return arrive(message.value, message.ready, self.device)
-
-    def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
-        if self.broken is not None:
-            return self.broken
-        return self._take(channel, microbatch).failure
-
-    def send(self, channel: int, microbatch: int, value: Any) -> None:
-        shared, ready = share(value)
-        self._put(channel, Message(self._step, microbatch, shared, ready, None))
-
-    def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
-        if self.broken is None:
-            self._put(channel, Message(self._step, microbatch, None, None, failure))
-
-    def _put(self, channel: int, message: Message) -> None:
+    def check_not_broken(self) -> None:
+        """Raise the loss that has broken the group, if one has."""
         if self._board.failure is not None:
-            self._check_whole()
-        link = self._links[channel]
-        if link.permits is not None:
-            edge = self._channels[channel]
-            if not self._wait(link.permits, edge.target_rank, edge, message.microbatch):
-                self._check_whole()
-        link.messages.put(message)
+            self._check_not_broken()
 
-    def _take(self, channel: int, microbatch: int) -> Message:
-        """The message that the receive of this microbatch was posted for."""
-        due, came = self._due[channel], self._came[channel]
-        if microbatch in came:
-            return came.pop(microbatch)
-        if microbatch not in due:
-            self.post(channel, microbatch)
-        edge = self._channels[channel]
-        messages = self._links[channel].messages
-        while True:
-            if self._board.failure is not None:
-                self._check_whole()
-            message = self._wait(messages, edge.source_rank, edge, microbatch)
-            if message is None:
-                self._check_whole()
-            expected = due.popleft()
-            if message.microbatch != expected or message.step != self._step:
-                self._refuse(edge, expected, message)
-            if expected == microbatch:
-                return message  # type: ignore[no-any-return]
-            came[expected] = message
-
-    def _wait(self, queue: SimpleQueue[Any], peer: int, edge: Channel | None, microbatch: int) -> Any:
-        """The next item of the queue, or the blame for there being none."""
+    def wait_for(self, queue: SimpleQueue[Any], peer: int, edge: Channel | None, microbatch: int) -> Any:
+        """The next item of the queue, or the blame for there being none; `None` or `False` wake whoever waits."""
+        self.check_not_broken()
         waiting = self._board.waiting
         waiting[self.rank] = peer
         patience = self.timeout
         try:
             while True:
                 try:
-                    return queue.get(True, patience)
+                    item = queue.get(True, patience)
+                    break
                 except Empty:
                     patience = last_compiled() + self.timeout - monotonic()
                     if patience <= 0:
                         raise copy(self._board.abort(self._blame(peer, edge, microbatch))) from None
         finally:
             waiting[self.rank] = None
+        if not item:
+            self._check_not_broken()
+        return item
 
     def _blame(self, peer: int, edge: Channel | None, microbatch: int) -> PeerFailure:
         path = self._board.chain(self.rank)
@@ -282,9 +272,10 @@ class ThreadTransport(Transport):
             failure = (lost_source if edge.source_rank == peer else lost_target)(edge, microbatch, cause)
         return failure if closed else located(failure, self._board.where[failure.rank]())
 
-    def _refuse(self, edge: Channel, expected: int, message: Message) -> None:
-        due = f"step {self._step} microbatch {expected}"
-        error: MessageError = wrong_message(edge, due, f"step {message.step} microbatch {message.microbatch}")
+    def refuse(self, edge: Channel, expected: int, message: Message) -> NoReturn:
+        """Another message came than the one that is due."""
+        due = f"step {self.step} microbatch {expected}"
+        error = wrong_message(edge, due, f"step {message.step} microbatch {message.microbatch}")
         self.abort(PeerFailure(self.rank, f"MessageError: {error}", stage=edge.target_stage, microbatch=expected))
         raise error
 
@@ -292,20 +283,18 @@ class ThreadTransport(Transport):
         """Nothing to do: what was sent is in the receiver's hands."""
 
     def exchange(self, value: Any) -> list[Any]:
-        self._check_whole()
+        self._check_not_broken()
         for target in range(self.ranks):
             if target != self.rank:
-                self._board.mail[target][self.rank].put((self._step, value))
+                self._board.mail[target][self.rank].put((value,))
         values = []
         for source in range(self.ranks):
             if source == self.rank:
                 values.append(value)
                 continue
-            item = self._wait(self._board.mail[self.rank][source], source, None, -1)
-            if item is None:
-                self._check_whole()
-            values.append(item[1])
-        self._step += 1
+            values.append(self.wait_for(self._board.mail[self.rank][source], source, None, -1)[0])
+        self.step += 1
+        self.ends.end_step()
         return values
 
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
@@ -315,7 +304,7 @@ class ThreadTransport(Transport):
         """This rank waits for another by other means than a message: see whether that is still worth it."""
         self._board.waiting[self.rank] = peer
         if peer is not None:
-            self._check_whole()
+            self._check_not_broken()
             if min(seconds, monotonic() - last_compiled()) > self.timeout:
                 raise copy(self._board.abort(self._blame(peer, None, -1)))
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from penstock.errors import UsageError
 from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.align import align
 from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
-from penstock.schedule.lower import lower
+from penstock.schedule.lowering.align import align
+from penstock.schedule.lowering.lower import lower
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.topology import Topology
@@ -29,7 +29,16 @@ Order = list[list[Action]]
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table of schedules."""
+    """A named recipe for schedules: one entry of `FAMILIES`.
+
+    Attributes:
+        name: The name, such as `"zb-v"`.
+        order: The function that gives each rank's order of actions.
+        layout: Where a rank's stages are: `"block"`, `"loop"` or `"v"`; see `Placement`.
+        summary: What it is, in a few words.
+        aliases: Other names, as other libraries use them.
+        stages_per_rank: The number of stages per rank unless another one is asked for.
+    """
 
     name: str
     order: Callable[..., Order]
@@ -40,7 +49,7 @@ class Family:
 
     @property
     def placed(self) -> Callable[[int, int], Placement]:
-        """(ranks, stages per rank) to the placement."""
+        """The function from (ranks, stages per rank) to the placement."""
         return {"block": Placement.block, "loop": Placement.loop, "v": Placement.v}[self.layout]
 
 
@@ -100,7 +109,11 @@ def is_auto(name: str) -> bool:
 
 
 def family(name: str) -> Family:
-    """The family of that name, in any case or under one of its usual aliases."""
+    """The family of that name, in any case, or under one of its usual aliases.
+
+    Args:
+        name: The name, such as `"zb-v"` or `"Interleaved1F1B"`.
+    """
     found = _BY_NAME.get(_plain(name))
     if found is None and is_auto(name):
         raise UsageError(
@@ -121,12 +134,24 @@ def build(
     stages_per_rank: int | None = None,
     *,
     skips: Iterable[tuple[int, int]] = (),
+    overlap_b_f: bool = False,
 ) -> Schedule:
-    """The aligned schedule of a family, for any number of ranks, microbatches and stages per rank.
+    """Build the schedule of a family, for any number of ranks, microbatches and stages per rank.
 
-    `skips` are edges (from stage, to stage) that the model has beside the chain. "auto" is what a short search
-    finds for equal costs within 1F1B's memory; `search` takes the costs and the cap that there are.
+    Args:
+        name: The family, in any case; or `"auto"`, what a short search finds for equal costs within 1F1B's memory.
+        ranks: Number of ranks.
+        microbatches: Number of microbatches.
+        stages_per_rank: Number of stages per rank. By default, what the family is defined for.
+        skips: Edges (from stage, to stage) that the model has in addition to the chain.
+        overlap_b_f: In interleaved-1f1b, make each backward and the forward after it a pair, which a handler may run
+            at the same time.
+
+    Returns:
+        A `Schedule` with idle slots where a rank waits.
     """
+    if overlap_b_f and (is_auto(name) or family(name).name != "interleaved-1f1b"):
+        raise UsageError(f"overlap_b_f=True makes pairs in interleaved-1f1b, not in {name}; leave it out")
     if is_auto(name):
         return _searched(ranks, microbatches, stages_per_rank, skips)
     entry = family(name)
@@ -146,6 +171,8 @@ def build(
         order = entry.order(ranks, microbatches)
         if entry.layout == "block" and stages_per_rank > 1:
             order = [_in_blocks(row, stages_per_rank) for row in order]
+    if overlap_b_f:
+        order = [one_f_one_b.overlap_b_f(row) for row in order]
     return align(
         Schedule(
             order,

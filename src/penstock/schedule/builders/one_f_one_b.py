@@ -71,3 +71,14 @@ def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> l
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         order += (backward, forward)
     return order + backwards[len(forwards) - warmup :]
+
+
+def overlap_b_f(row: list[Action]) -> list[Action]:
+    """Each backward and the forward that follows it as one pair, `OVERLAP_B_F`; no forward needs that backward."""
+    paired: list[Action] = []
+    for action in row:
+        if action.op is Op.F and paired and paired[-1].op is Op.B:
+            paired[-1] = Action.overlap(paired[-1], action)
+        else:
+            paired.append(action)
+    return paired

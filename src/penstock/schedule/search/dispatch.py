@@ -92,7 +92,7 @@ class _Dispatch:
         self.owed: list[deque[int]] = [deque() for _ in range(ranks)]
         self.held, self.free = [0.0] * ranks, [0.0] * ranks
         self.last = [(-1, True)] * ranks  # the stage of the last F or I, and whether it was an I
-        self.events = [(0.0, 0)]
+        self.events = [(0.0, self.home[0])]
         self.orders: Orders = [[] for _ in range(ranks)]
 
     def step(self, rank: int, now: float) -> None:

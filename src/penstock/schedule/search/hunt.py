@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from penstock.schedule.bounds import lower_bound
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.dispatch import Rule, dispatch
 from penstock.schedule.search.evaluate import Candidate, Score, complete, price
 from penstock.schedule.search.improve import OVERRUNS, improve
 from penstock.schedule.search.problem import Orders, Problem
+from penstock.schedule.timing.bounds import lower_bound
 
 __all__ = ["Hunt"]
 

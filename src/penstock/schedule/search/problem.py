@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.align import align
-from penstock.schedule.costs import Costs, memory_by_op
 from penstock.schedule.dependencies import Value, needs
+from penstock.schedule.lowering.align import align
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology
 
 __all__ = ["ROUNDING", "Orders", "Problem", "stage_costs"]
@@ -34,15 +35,19 @@ SHARED = ("forward", "input", "weight", "activation", "held", "kept")
 
 
 def stage_costs(costs: Costs, stages_per_rank: int) -> Costs:
-    """The costs of one stage, from those of a whole rank; what is given stage by stage stays.
+    """The costs of one stage, from those of a whole rank. What is given per stage stays as it is.
 
     A hop costs the same however small the stages are.
+
+    Args:
+        costs: Costs of all stages of a rank together.
+        stages_per_rank: Number of stages per rank.
     """
     values = {name: getattr(costs, name) for name in SHARED}
-    return replace(
-        costs,
-        **{name: value / stages_per_rank for name, value in values.items() if isinstance(value, (int, float))},
-    )
+    shared: dict[str, Any] = {
+        name: value / stages_per_rank for name, value in values.items() if isinstance(value, (int, float))
+    }
+    return replace(costs, **shared)
 
 
 class Problem:
@@ -116,7 +121,8 @@ class Problem:
                     maker = source + (0 if value is Value.OUTPUT else stages)
                     shift[maker] = half * stages + stage - maker
                     if home[source] != home[stage]:
-                        times = self.costs.wire(min(source, stage), max(source, stage))
+                        way = (home[source], home[stage])
+                        times = self.costs.wire(min(source, stage), max(source, stage), way)
                         wire[maker] = (*times, home[source] * self.ranks + home[stage])
         feeds, wires = [], []
         for place in range(3 * stages):

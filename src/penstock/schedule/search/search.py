@@ -19,14 +19,12 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from penstock.errors import UsageError
 from penstock.rules import check_count
-from penstock.schedule.bounds import caps_of
-from penstock.schedule.costs import Costs, is_number
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.effort import Effort, Progress
@@ -41,9 +39,12 @@ from penstock.schedule.search.space import (
     problems_for,
     stages_to_recompute,
 )
+from penstock.schedule.search.uneven.layers import Hosts, Layer, Request
 from penstock.schedule.search.unsplit import Unsplit, best_unsplit
-from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.timing.bounds import caps_of
+from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.timing.simulate import simulate
+from penstock.schedule.timing.timeline import Timeline
 
 __all__ = ["Found", "Progress", "Tried", "search", "search_report"]
 
@@ -69,7 +70,17 @@ class Tried:
 
 @dataclass(frozen=True)
 class Found:
-    """The best schedule found, and how good it is."""
+    """The best schedule that a search found, and how good it is.
+
+    Attributes:
+        schedule: The schedule.
+        costs: The costs of one stage, as `simulate` takes them.
+        objective: What was minimised: `"makespan"` or `"span"`.
+        value: The value of the objective.
+        lower_bound: A value that no allowed schedule can beat.
+        tried: What was tried: each number of stages per rank, placement and choice of recomputing stages.
+        seconds: How long the search took.
+    """
 
     schedule: Schedule
     costs: Costs  # of one stage, as `simulate` takes them
@@ -86,12 +97,12 @@ class Found:
 
     @property
     def proved(self) -> bool:
-        """Nothing can be better."""
+        """Whether nothing can be better."""
         return self.value <= self.lower_bound * (1 + ROUNDING)
 
     @property
     def chosen(self) -> Tried:
-        """The entry of `tried` that the schedule is of."""
+        """The entry of `tried` that the schedule comes from."""
         placement = self.schedule.placement
         size, again = placement.stages_per_rank, tuple(sorted(self.schedule.recompute))
         return next(
@@ -108,7 +119,7 @@ class Found:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return self.timeline.makespan
 
     def __repr__(self) -> str:
@@ -127,20 +138,39 @@ def search(
     effort: int | None = None,
     objective: Objective = "makespan",
     recompute: bool = False,
+    layers: Iterable[Layer | float] | None = None,
+    speeds: Sequence[float] | None = None,
+    links: Sequence[Sequence[float]] | Hosts | None = None,
+    skips: Iterable[tuple[int, int]] = (),
+    vocabulary: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Schedule:
-    """The best schedule found within about `seconds`; never worse than any family that fits into `memory`.
+    """Search for the best schedule under costs and a memory cap; never worse than any family that fits.
 
-    costs      of a whole rank: with v stages per rank each takes 1/v. Given stage by stage, only the number of
-               stages that they are for is tried
-    memory     the cap on a rank's peak memory, one number or one for each rank, in the unit of `costs.activation`:
-               microbatches of a whole rank where that is 1. What F takes is held until I, `costs.held` until W
-    effort     how many orders to price, in place of `seconds`: the same answer on every machine
-    objective  "makespan", or "span" for the longest time from a rank's own first start to its own end
-    recompute  also try to run the forwards of some or all stages again in their backwards, which then keep only
-               `costs.kept` until there; the schedule's `recompute` names these stages
-    progress   called with (seconds so far, or orders where `effort` is given; best value so far; lower bound)
+    Args:
+        ranks: Number of ranks.
+        microbatches: Number of microbatches.
+        costs: Costs of a whole rank: with v stages per rank, each takes 1/v. If given per stage, only that number of
+            stages is tried.
+        memory: The cap on a rank's peak memory, one number or one per rank, in the unit of `costs.activation`:
+            microbatches of a whole rank where that is 1. What `F` takes is held until `I`, `costs.held` until `W`.
+        stages_per_rank: The numbers of stages per rank to try.
+        placements: The placements to try: `"loop"`, `"v"`.
+        seconds: About how long to search.
+        effort: How many orders to price, instead of `seconds`: the same answer on every machine.
+        objective: `"makespan"`, or `"span"`: the longest time from a rank's own start to its own end.
+        recompute: Whether to also try recomputing the forwards of some or all stages. They then keep only `costs.kept`
+            until their backward; the schedule's `recompute` names them.
+        layers: Cut the model as well: its layers, instead of costs per rank. `search_report` then has the cut as
+            `counts`. A number is a layer whose `F`, `I` and `W` take that long each; `costs` may have a hop or sizes.
+        speeds: How fast each rank is: 0.5 takes twice as long.
+        links: The time of a message from each rank to each other one, or `Hosts`.
+        skips: Pairs (from layer, to layer) where a value skips the layers between them.
+        vocabulary: Whether the last layer is an output layer whose product may be split over all ranks.
+        seed: Where the random numbers start.
+        progress: A function that is called with (seconds so far, or orders if `effort` is given; best value so far;
+            lower bound).
     """
     return search_report(
         ranks,
@@ -153,6 +183,11 @@ def search(
         effort=effort,
         objective=objective,
         recompute=recompute,
+        layers=layers,
+        speeds=speeds,
+        links=links,
+        skips=skips,
+        vocabulary=vocabulary,
         seed=seed,
         progress=progress,
     ).schedule
@@ -170,10 +205,35 @@ def search_report(
     effort: int | None = None,
     objective: Objective = "makespan",
     recompute: bool = False,
+    layers: Iterable[Layer | float] | None = None,
+    speeds: Sequence[float] | None = None,
+    links: Sequence[Sequence[float]] | Hosts | None = None,
+    skips: Iterable[tuple[int, int]] = (),
+    vocabulary: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Found:
-    """As `search`, with what was tried, the lower bound and the gap to it."""
+    """Search as `search` does, and also report what was tried, the lower bound and the gap to it.
+
+    Args:
+        ranks: Number of ranks.
+        microbatches: Number of microbatches.
+        costs: Costs of a whole rank, as for `search`.
+        memory: The cap on a rank's peak memory, as for `search`.
+        stages_per_rank: The numbers of stages per rank to try.
+        placements: The placements to try: `"loop"`, `"v"`.
+        seconds: About how long to search.
+        effort: How many orders to price, instead of `seconds`.
+        objective: `"makespan"` or `"span"`.
+        recompute: Whether to also try recomputing forwards.
+        layers: Cut the model as well, as for `search`.
+        speeds: How fast each rank is.
+        links: The time of a message from each rank to each other one, or `Hosts`.
+        skips: Pairs (from layer, to layer) where a value skips the layers between them.
+        vocabulary: Whether the last layer may be split over all ranks.
+        seed: Where the random numbers start.
+        progress: A function to call with the progress, as for `search`.
+    """
     if not (is_number(seconds) and seconds >= 0):
         raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
     if effort is not None:
@@ -190,6 +250,15 @@ def search_report(
     _check(ranks, microbatches, sizes, kinds)
     span, costs = objective == "span", costs or Costs()
     caps = caps_of(memory, ranks)
+    if links is not None:
+        costs = replace(costs, links=links.matrix() if isinstance(links, Hosts) else links)
+    if layers is not None or speeds is not None or skips or vocabulary or costs.sizes is not None:
+        from penstock.schedule.search.uneven.entry import search_uneven  # which returns a Found
+
+        request = Request(layers, speeds, tuple(skips), vocabulary)
+        return search_uneven(
+            ranks, microbatches, costs, caps, sizes, kinds, request, budget, span, recompute, seed, progress
+        )
     allowed = placements_for(ranks, costs, sizes, kinds)
     choices = stages_to_recompute if recompute and memory is not None else never
     unsplit = best_unsplit(microbatches, costs, caps, allowed, choices, span)

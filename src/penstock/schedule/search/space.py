@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.errors import UsageError
-from penstock.schedule.bounds import caps_of
-from penstock.schedule.costs import Costs
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.problem import SHARED, Problem, stage_costs
+from penstock.schedule.timing.bounds import caps_of
+from penstock.schedule.timing.costs import Costs
 
 __all__ = ["PLACEMENTS", "NoRoom", "never", "placements_for", "problems_for", "stages_to_recompute"]
 
@@ -26,6 +26,10 @@ def placements_for(
     given = {len(value) for name in SHARED if isinstance(value := getattr(costs, name), tuple)}
     if isinstance(costs.bytes, Sequence):
         given.add(len(costs.bytes))
+    elif isinstance(costs.bytes, Mapping):  # an edge for each pair of neighbours, up to the last stage
+        given.add(1 + max((target for _, target in costs.bytes), default=0))
+    if isinstance(costs.overlap, Mapping):
+        given.add(1 + max((max(pair) for pair in costs.overlap), default=0))
     fitting = [size for size in sorted(set(sizes)) if given <= {ranks * size}]
     if not fitting:
         raise UsageError(

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from penstock.schedule.align import align
-from penstock.schedule.bounds import lower_bound
 from penstock.schedule.builders import FAMILIES, build
-from penstock.schedule.costs import Costs
+from penstock.schedule.lowering.align import align
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.problem import ROUNDING, stage_costs
-from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.timing.bounds import lower_bound
+from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.simulate import simulate
+from penstock.schedule.timing.timeline import Timeline
 
 __all__ = ["Unsplit", "best_unsplit"]
 
@@ -44,14 +44,17 @@ def best_unsplit(
     choices: Callable[[Placement], Iterable[frozenset[int]]],
     span: bool,
 ) -> Unsplit | None:
-    """The best family with full backwards that fits; None where none does, or where splitting costs no memory."""
+    """The best family with full backwards that fits; None where none does.
+
+    Also None where splitting costs no memory and overlapped pairs gain no time: then other orders are never worse.
+    """
     best: Unsplit | None = None
     for kind, placement in placements:
         each = stage_costs(costs, placement.stages_per_rank)
         pairs = zip(
             each.per_stage("held", placement.stages), each.per_stage("activation", placement.stages), strict=True
         )
-        if all(held <= activation for held, activation in pairs):
+        if each.overlap is None and all(held <= activation for held, activation in pairs):
             continue
         for name in FULL:
             if FAMILIES[name].layout == "v" and placement.stages_per_rank != 2:

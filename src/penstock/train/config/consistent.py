@@ -10,8 +10,6 @@ from penstock.schedule import Schedule, family
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 
-__all__ = ["check_consistent", "stages_of"]
-
 
 def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
     """UsageError with everything that does not go together."""

@@ -21,8 +21,6 @@ from typing import Any, Literal, TypeVar
 from penstock.errors import UsageError
 from penstock.train.config.settings import TrainConfig
 
-__all__ = ["all_keys", "changes", "checked", "load_config", "override", "to_document"]
-
 Settings = TypeVar("Settings")
 
 
@@ -147,11 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) or _is_union(hint) else (hint,)
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def _fitted(kind: Any, value: Any) -> tuple[bool, Any]:

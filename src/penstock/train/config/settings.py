@@ -12,22 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = [
-    "Checkpoints",
-    "Data",
-    "Evaluation",
-    "GPTOptions",
-    "Launch",
-    "Logging",
-    "Mesh",
-    "Model",
-    "Optimizer",
-    "PipelineOptions",
-    "TrainConfig",
-    "Training",
-    "key",
-]
-
 
 def key(
     default: Any,
@@ -36,10 +20,9 @@ def key(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
-    example: str = "",
 ) -> Any:
-    """One key: its default, what it is, the values it may have, and one that works where the default does not say."""
-    bounds = {"about": about, "least": least, "above": above, "most": most, "example": example}
+    """One key: its default, what it is, and the values it may have."""
+    bounds = {"about": about, "least": least, "above": above, "most": most}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=bounds)
     return field(default=default, metadata=bounds)

@@ -14,8 +14,6 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.train.config.settings import TrainConfig
 
-__all__ = ["HUGGINGFACE", "call_source", "functions_in", "is_function"]
-
 HUGGINGFACE = "huggingface:"  # what follows is the name of a configuration
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 

@@ -25,8 +25,6 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import call_source, is_function
 from penstock.train.data.tokens import Tokens, read_tokens
 
-__all__ = ["DataBatch", "DataBatches", "FunctionBatches", "IterableBatches", "TokenBatches", "open_data"]
-
 TRAINING, VALIDATION = 0, 1  # streams of random places
 MARKED = 256  # numbers of a tensor that a batch's checksum reads
 
@@ -101,11 +99,9 @@ class TokenBatches:
             )
 
     def first(self) -> DataBatch:
-        """One to look at."""
         return self._rows(self._training, 0, TRAINING)
 
     def at(self, number: int) -> DataBatch:
-        """The batch of pass `number`."""
         self._next = number + 1
         return self._rows(self._training, number, TRAINING)
 
@@ -141,16 +137,13 @@ class FunctionBatches:
         self._next = 0
 
     def first(self) -> DataBatch:
-        """One to look at."""
         return as_batch(self._source.batch(0), self.words)
 
     def at(self, number: int) -> DataBatch:
-        """The batch of pass `number`."""
         self._next = number + 1
         return as_batch(self._source.batch(number), self.words)
 
     def validation(self, number: int) -> DataBatch | None:
-        """Where the object has them."""
         ask = getattr(self._source, "validation", None)
         found = None if ask is None else ask(number)
         return None if found is None else as_batch(found, self.words)
@@ -161,7 +154,6 @@ class FunctionBatches:
         return {"next": self._next, "own": None if own is None else own()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
         self._next = int(state["next"])
         if state["own"] is not None:
             self._source.load_state_dict(state["own"])
@@ -213,7 +205,6 @@ class IterableBatches:
         return as_batch(found, self.words)
 
     def validation(self, number: int) -> DataBatch | None:
-        """An iterable has none."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,7 +262,6 @@ def _count(values: Any) -> int:
 
 
 def open_data(config: TrainConfig) -> DataBatches:
-    """The data of a configuration."""
     data = config.data
     if isinstance(data.source, str) and is_function(data.source):
         source = call_source("data.source", data.source, data.options)

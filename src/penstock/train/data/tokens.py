@@ -20,8 +20,6 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 
-__all__ = ["Tokens", "find_files", "read_tokens", "stdlib_files"]
-
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # not text of the library
 PROBE = 4096  # tokens at each end of a mapped file that its fingerprint reads
@@ -39,7 +37,6 @@ class Tokens:
         return self.values.numel()
 
     def part(self, first: int, end: int) -> Tokens:
-        """Some of them."""
         return Tokens(self.values[first:end], self.fingerprint, self.words)
 
 

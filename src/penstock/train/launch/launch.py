@@ -36,12 +36,10 @@ from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
 from penstock.train.config.settings import TrainConfig
-from penstock.train.launch.rendezvous import LOOPBACK, LocalRendezvous
-from penstock.train.run_folder import RunFolder
-from penstock.train.stopping import INTERRUPTED, asking, is_echo
+from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
+from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
+from penstock.train.run.run_folder import RunFolder
 from penstock.train.worker import Job, enter, note_path, read_note, ready_path
-
-__all__ = ["launch", "torchrun_command"]
 
 LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
@@ -73,7 +71,6 @@ class Agent(LocalElasticAgent):
         return all(ready_path(self._folder, attempt, rank).exists() for rank in range(spec.local_world_size))
 
     def signal_ranks(self, number: int) -> None:
-        """Send all ranks a signal."""
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -167,7 +164,7 @@ def launch(job: Job, say: Say) -> int:
     ranks = config.pipeline.ranks * config.mesh.replicas
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["penstock.train.fork_server", "penstock.train.worker"]
+        ["penstock.train.launch.fork_server", "penstock.train.worker"]
     )
     spec = WorkerSpec(
         role="rank",

@@ -18,7 +18,8 @@ from transport_harness import Outcome, run, values
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
 from penstock.runtime.transport import Channel
 from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
-from penstock.runtime.transport.layout.layout import DIRECT_BYTES, Layout, flatten
+from penstock.runtime.transport.layout.layout import Layout, flatten
+from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES
 
 PROCESSES = ["gloo", "shared"]
 LINE = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.state.memory import phase_of
-from penstock.runtime.transport.layout.layout import DIRECT_BYTES, Frame, Layout, flatten
+from penstock.runtime.transport.layout.layout import Frame, Layout, flatten
+from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES
 
 X = torch.arange(60.0).view(5, 12)
 

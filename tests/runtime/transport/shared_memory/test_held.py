@@ -127,7 +127,7 @@ def test_memory_that_cannot_be_mapped_is_an_error_that_says_why() -> None:
 def test_a_receiver_that_cannot_map_a_block_says_so() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        receiver = pair.Pair(3, ours, lambda _: None)
+        receiver = pair.Connection(3, ours, lambda _: None)
         theirs.send(pair.HEAD.pack(pair.BLOCK, 0, 0, 0, 0, 0, 0, 0))  # the kernel drops what finds no descriptor free
         with pytest.raises(MessageError, match="that rank 3 sent cannot be mapped: Too many open files; raise"):
             receiver.read(False)

@@ -23,6 +23,7 @@ from transport_harness import run, values
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport import Channel
+from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.own_socket import path_of
 from penstock.runtime.transport.shared_memory import blocks, meeting
 from penstock.runtime.transport.shared_memory import connection as pair
@@ -187,7 +188,7 @@ def runs_ahead(transport: Any) -> Any:
         thread.start()
         time.sleep(0.3)
         first = len(sent)
-        transport._pairs[1].write(pair.HEAD.pack(pair.NUDGE, *[0] * 7))  # any packet that means nothing
+        transport._connections[1].write(pair.HEAD.pack(pair.WAKE, *[0] * 7))  # any packet that means nothing
         thread.join(10)
         assert len(sent) == 20
         return first
@@ -561,7 +562,8 @@ def test_memory_is_allocated_at_once_and_sealed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = len(os.listdir("/proc/self/fd"))
     ring = blocks.Ring(lambda number, descriptor: None, lambda number: None)
-    assert ring.take(100, 0) is None
+    layout = Layout.of(flatten(torch.zeros(100)), False).all_packed()
+    assert ring.take(layout, 0) is None
     assert ring.refused is not None
     assert ring.refused.strerror == "No space left on device"
     assert len(os.listdir("/proc/self/fd")) == before

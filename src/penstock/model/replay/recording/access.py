@@ -19,13 +19,11 @@ from torch import nn
 
 from penstock.model.replay.tree import OWN
 
-__all__ = ["Tell", "told_of_access"]
-
 Tell = Callable[[nn.Module, str, bool], None]  # (module, attribute, whether it was written)
 
 
 @contextmanager
-def told_of_access(modules: Iterable[nn.Module], tell: Tell) -> Iterator[None]:
+def watch_access(modules: Iterable[nn.Module], tell: Tell) -> Iterator[None]:
     """`tell` hears of each access to an attribute that holds a value: no method, child or parameter."""
     kinds: dict[type, Any] = {}
     before = [(module, type(module)) for module in modules if not isinstance(module, torch.jit.ScriptModule)]

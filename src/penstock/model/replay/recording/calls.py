@@ -10,8 +10,6 @@ from torch import nn
 
 from penstock.model.replay.recording.tensors import flatten, tensors_in
 
-__all__ = ["PARAMETER", "STATE", "KeptState", "Leaf", "Mark", "Recording", "UnitCall", "Untried", "shapes_of"]
-
 Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, number), (STATE, number) for what the glue reads
 PARAMETER, STATE = -1, -2
 
@@ -42,7 +40,6 @@ class UnitCall:
     leaves: list[Any]  # Leaf for tensors, the value itself for the rest
     spec: Any
     given: Any = None  # what decided the shapes: those of its arguments, plain values, the mode
-    seconds: float = 0.0
     glue: bool = False  # a parameter-free module that no unit's value reaches: every stage runs it
     changed_in_place: bool = False  # the glue writes into what it returned
     adds: bool = False  # to lists or dicts, beside what it returns: (what it returns, what it adds) are its leaves

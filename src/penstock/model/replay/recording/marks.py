@@ -25,8 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import ModelError
 from penstock.model.replay.recording.tensors import tensors_in
 
-__all__ = ["Absent", "Follower", "Reads", "Storages", "fresh"]
-
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNSEEN = (  # read memory below every dispatch
     Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr,
@@ -120,7 +118,6 @@ class Absent(Follower):
         self._reads = Reads(self.check_read)
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """These are stand-ins."""
         self._absent.update(map(self.storages.key, tensors))
 
     def touches(self, value: Any) -> bool:

@@ -7,7 +7,7 @@ It fails closed. A tensor that was made inside a unit and reaches the glue by an
 (a loss stashed on a module, a cache that was appended to, an output that a hook collected) has no mark to follow: that
 is a leak, and refused. So are units that change what is not theirs, and glue that changes buffers or draws random
 numbers from elsewhere than torch, which every stage would do once more; and what is carried from one call of the model
-to the next (see `carried`).
+to the next (see `glue_state`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,20 +25,18 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.counted_runs import DRY, EVERYWHERE, run_as
 from penstock.model.replay.checkpointed import check_reentrant
-from penstock.model.replay.keeping.carried import Carried
-from penstock.model.replay.keeping.kept import Kept
-from penstock.model.replay.keeping.sinks import Sinks, install_collectors
 from penstock.model.replay.recording.calls import Recording, UnitCall, shapes_of
 from penstock.model.replay.recording.marks import Reads, fresh
-from penstock.model.replay.recording.snapshot import kept_by, own_state, updates_itself
+from penstock.model.replay.recording.snapshot import changed_by, own_state, updates_itself
 from penstock.model.replay.recording.tensors import tensors_in
 from penstock.model.replay.recording.undo import OutsideChanges, undone
 from penstock.model.replay.recording.watch import UnitMarks
+from penstock.model.replay.repeatable import checksum
 from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.tree import stage_tree
-from penstock.model.replay.twice import checksum
-
-__all__ = ["record"]
+from penstock.model.replay.unit_state.glue_state import GlueState
+from penstock.model.replay.unit_state.shared_state import SharedState
+from penstock.model.replay.unit_state.sinks import Sinks, install_collectors
 
 Instead = Callable[[str], Callable[..., Any]]
 
@@ -76,7 +73,7 @@ class _Recorder:
         self._elsewhere = OutsideChanges(model)
         self.tree = stage_tree(model, {*units, *self._free}, self._answer, apart=False)
         self._without_memory = {} if instead is None else _stand_in(self.tree)
-        self._carried, self._kept = Carried(self.tree), Kept(model, self.tree)
+        self._carried, self._kept = GlueState(self.tree), SharedState(model, self.tree)
         self._left: list[tuple[str, Tensor]] = []  # made in the first run by units, and there when it was over
         self._marks: UnitMarks
 
@@ -99,7 +96,6 @@ class _Recorder:
         return first.recording
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitMarks:
-        """Once through the model."""
         mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
         marks = UnitMarks(Recording(), self.model, tensors_in((mine, named)), self._carried.tensors())
         self._marks = marks
@@ -265,15 +261,13 @@ def _watch(
     marks.enter(name, module)
     with marks.silent():
         before = own_state(unit)
-    begin = perf_counter()
     try:
         with run_as(DRY):
             output = run(*args, **kwargs)
     finally:
         call.needs |= marks.leave(module)
-    call.seconds = perf_counter() - begin
     with marks.silent():
-        changed = list(kept_by(unit, before) if instead is None else updates_itself(module))
+        changed = list(changed_by(unit, before) if instead is None else updates_itself(module))
     call.keeps = next(iter(changed), "")
     added = sinks.added()
     if not added:
@@ -316,7 +310,7 @@ def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: Un
         marks.recording.draws_in_glue = before
         call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
         with marks.silent():
-            call.keeps = next(kept_by(unit, state), "")
+            call.keeps = next(changed_by(unit, state), "")
         return marks.note(call, given, output)
     if has_state:
         raise ModelError(f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.model.replay.tree import OWN
-
-__all__ = ["CONTAINERS", "PLAIN", "changes_in_place", "frozen", "has_fields", "kept_by", "own_state", "updates_itself"]
+from penstock.model.use_names import joined
 
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, deque)
@@ -67,13 +66,13 @@ def own_state(unit: nn.Module) -> dict[str, Any]:
         own = {key: value for key, value in vars(holder).items() if key not in OWN}
         for key, value in {**own, **holder._buffers}.items():
             if isinstance(value, Tensor):
-                found[_joined(name, key)] = value.detach().clone()
+                found[joined(name, key)] = value.detach().clone()
             elif isinstance(value, PLAIN) or changes_in_place(value):
-                found[_joined(name, key)] = frozen(value)
+                found[joined(name, key)] = frozen(value)
     return found
 
 
-def kept_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
+def changed_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
     """The names of what a call has changed on a unit."""
     for name, value in own_state(unit).items():
         old = before.get(name)
@@ -85,11 +84,7 @@ def kept_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
 
 
 def updates_itself(unit: nn.Module) -> Iterator[str]:
-    """As `kept_by`, for a unit that cannot be run: running statistics are known by their kind."""
+    """As `changed_by`, for a unit that cannot be run: running statistics are known by their kind."""
     for name, module in unit.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
-            yield _joined(name, "running_mean")
-
-
-def _joined(name: str, inner: str) -> str:
-    return f"{name}.{inner}" if name else inner
+            yield joined(name, "running_mean")

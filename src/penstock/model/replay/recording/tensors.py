@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Structure", "differ", "flatten", "tensors_in", "unflatten"]
-
 
 @dataclass(frozen=True)
 class Structure:
@@ -49,7 +47,6 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def unflatten(leaves: list[Any], structure: Structure) -> Any:
-    """The value with these leaves."""
     outer, place = [], 0
     records = {record.place: record for record in structure.records}
     for number in range(structure.spec.num_leaves):

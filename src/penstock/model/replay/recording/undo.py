@@ -16,8 +16,6 @@ from penstock.errors import ModelError
 from penstock.model.generators import generators_of, states_of
 from penstock.model.replay.tree import OWN
 
-__all__ = ["CONTAINERS", "DEPTH", "OutsideChanges", "patched", "random_state", "restore_random", "undone"]
-
 CONTAINERS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})
 DEPTH = 4  # of containers in containers that a module has as attributes
 
@@ -86,7 +84,7 @@ def undone(model: nn.Module) -> Iterator[None]:
         for name, value in kept.items()
         for each in ([value] if name in OWN and type(value) in CONTAINERS else _changeable(value, DEPTH))
     ]
-    before = [(each, _contents(each)) for each in {id(each): each for each in inside}.values()]
+    before = [(each, contents_of(each)) for each in {id(each): each for each in inside}.values()]
     state, others, numpy = random_state(), random.getstate(), sys.modules.get("numpy")
     array = None if numpy is None else numpy.random.get_state()
     scripted = []  # their tables are not Python's
@@ -102,7 +100,7 @@ def undone(model: nn.Module) -> Iterator[None]:
             holder.__dict__.clear()
             holder.__dict__.update(kept)
         for each, contents in before:
-            _refill(each, contents)
+            refill(each, contents)
         for holder, name, value in scripted:
             holder._buffers[name] = value
         restore_random(state)
@@ -125,7 +123,8 @@ def _changeable(value: Any, depth: int) -> Iterator[Any]:
             yield from _changeable(each, depth - 1)
 
 
-def _contents(value: Any) -> Any:
+def contents_of(value: Any) -> Any:
+    """What is in something that can be changed in place, for `refill`; of a dict, pairs."""
     if isinstance(value, Tensor):
         return value._version, value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -133,7 +132,8 @@ def _contents(value: Any) -> Any:
     return list(value.items()) if isinstance(value, dict) else list(value)
 
 
-def _refill(value: Any, contents: Any) -> None:
+def refill(value: Any, contents: Any) -> None:
+    """Put back what `contents_of` found."""
     if isinstance(value, Tensor):
         version, copy = contents
         if value._version != version:

@@ -15,19 +15,19 @@ and never inside of another: what has it inside is opened too, so that all its c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.use_names import name_and_use
-
-__all__ = ["find_units", "own_parameters"]
+from penstock.model.use_names import joined, name_and_use
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) -> list[str]:
-    """Names of the units, in the order of the module tree; at least `stages` of them if that can be."""
+def find_units(model: nn.Module, split_at: Sequence[str] = ()) -> list[str]:
+    """Names of the units, in the order of the module tree, where those that `split_at` names are units."""
     names = dict(model.named_modules(remove_duplicate=False))
     found: list[str] = []
     _collect("", model, found, in_list=False)
@@ -35,18 +35,23 @@ def find_units(model: nn.Module, stages: int, split_at: tuple[str, ...] = ()) ->
     for place in split_at:
         _open_for(found, names, name_and_use(place)[0])
         _untangle(found, names)
-    while len(found) < stages:
-        openable = [name for name in found if _openable(names[name])]
-        if not found:
-            raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to cut into stages")
-        if not openable:
-            raise ModelError(
-                f"{type(model).__name__} has {len(found)} units that own parameters ({', '.join(found[:8])}"
-                f"{', ...' if len(found) > 8 else ''}), too few for {stages} stages; pass stages={len(found)} or fewer"
-            )
-        largest = max(openable, key=lambda name: _size(names[name]))
-        _open(found, names, largest)
-        _untangle(found, names)
+    if not found:
+        raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to cut into stages")
+    return found
+
+
+def smaller_units(model: nn.Module, units: Sequence[str]) -> list[str] | None:
+    """The units with the largest of them opened; None where none can be.
+
+    There need not be more of them: a model whose one block is called many times has one unit, and many calls.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    openable = [name for name in units if _openable(names[name])]
+    if not openable:
+        return None
+    found = list(units)
+    _open(found, names, max(openable, key=lambda name: _size(names[name])))
+    _untangle(found, names)
     return found
 
 
@@ -85,10 +90,10 @@ def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -
         return
     if isinstance(module, LISTS) and _count(module) >= 2:
         for child_name, child in module.named_children():
-            _collect(_join(name, child_name), child, found, in_list=True)
-    elif _has_trunk(module):
+            _collect(joined(name, child_name), child, found, in_list=True)
+    elif any(isinstance(part, LISTS) and _count(part) >= 2 for part in module.modules()):  # it has a trunk
         for child_name, child in module.named_children():
-            _collect(_join(name, child_name), child, found, in_list=False)
+            _collect(joined(name, child_name), child, found, in_list=False)
     else:
         found.append(name)
 
@@ -103,7 +108,7 @@ def _open_for(found: list[str], names: dict[str, nn.Module], wanted: str) -> Non
 
 
 def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
-    children = [_join(name, child_name) for child_name, _ in names[name].named_children()]
+    children = [joined(name, child_name) for child_name, _ in names[name].named_children()]
     place = found.index(name)
     found[place : place + 1] = [child for child in children if _owns_parameters(names[child])]
     for child in children:
@@ -113,16 +118,8 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
 
 def _openable(module: nn.Module) -> bool:
     """Its parameters all lie in children, so that its own forward can be glue."""
-    return _count(module) >= 1 and not own_parameters(module) and not isinstance(module, torch.jit.ScriptModule)
-
-
-def own_parameters(module: nn.Module) -> list[str]:
-    """Names of the parameters that hang on the module itself and not on a child."""
-    return [name for name, _ in module.named_parameters(recurse=False)]
-
-
-def _has_trunk(module: nn.Module) -> bool:
-    return any(isinstance(part, LISTS) and _count(part) >= 2 for part in module.modules())
+    own = next(module.parameters(recurse=False), None)
+    return _count(module) >= 1 and own is None and not isinstance(module, torch.jit.ScriptModule)
 
 
 def _count(module: nn.Module) -> int:
@@ -135,7 +132,3 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _join(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child

@@ -18,8 +18,6 @@ from penstock.model.replay.recording.marks import Follower, fresh
 from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
 from penstock.model.replay.tree import OWN
 
-__all__ = ["UnitMarks"]
-
 
 class UnitMarks(Follower):  # type: ignore[no-untyped-call]
     """Follows marks through every operation outside of units, and watches what units do."""
@@ -52,7 +50,6 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
             recording.parameters.append(name)
 
     def put(self, tensor: Tensor, mark: Mark) -> None:
-        """One more mark."""
         key = self.storages.key(tensor)
         self.marks[key] = self.marks.get(key, frozenset()) | {mark}
 

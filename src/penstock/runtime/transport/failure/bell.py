@@ -18,8 +18,6 @@ from time import monotonic
 from penstock.messages.secret import CODE_BYTES, code_of, is_ours
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
 
-__all__ = ["Bell"]
-
 MOST = 1000  # datagrams that are taken for old at once
 _KEY = b"the bell"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from penstock.errors import PeerFailure
 from penstock.messages import plain
-from penstock.runtime.transport.base import Channel, located, lost_source, lost_target
+from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target
 from penstock.schedule import Action
-
-__all__ = ["State", "Waiting", "different_calls", "judge", "name_ranks"]
 
 
 class Waiting(NamedTuple):

@@ -12,8 +12,6 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.failure.blame import State
 from penstock.runtime.transport.failure.notes import Alarm, read, write
 
-__all__ = ["Bulletin"]
-
 
 class Bulletin:
     """One rank's view. `ask` calls the store."""

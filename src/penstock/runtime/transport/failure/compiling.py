@@ -11,8 +11,6 @@ import sys
 from time import monotonic
 from typing import Any
 
-__all__ = ["LONGEST", "is_compiling", "last_compiled", "may_compile"]
-
 LONGEST = 3600.0  # seconds: a compilation that takes longer hangs
 
 

@@ -11,8 +11,6 @@ import os
 import socket
 import weakref
 
-__all__ = ["EPOCH", "close_in_forks"]
-
 EPOCH = [0]  # how many forks lie between this process and the one that first loaded this
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 

@@ -4,8 +4,10 @@ Python raises KeyboardInterrupt between any two instructions: also after a packe
 after a message was sent and before it was counted. The links would be left in disorder, and the step that follows
 would find messages of another. So while a rank on a process of its own runs a step, Ctrl-C is held back for the time
 of a send, a post or a receive, and raised when that is done; a receive that waits is ended by it, with nothing taken.
-Computes, which take long, are interrupted as ever, but not in a finaliser: Python drops what is raised there, so both
-the Ctrl-C and the rest of the finaliser would be lost. It is raised after the next message, or at the end of the step.
+Which functions these are is marked where they are defined (`uninterrupted`): the handler looks for them in the stack,
+so that they themselves pay nothing for it. Computes, which take long, are interrupted as ever, but not in a finaliser:
+Python drops what is raised there, so both the Ctrl-C and the rest of the finaliser would be lost. What was held back is
+raised before the next action, or at the end of the step.
 What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second; the second
 Ctrl-C never waits.
 """
@@ -21,24 +23,26 @@ from time import monotonic
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["CTRL_C", "finaliser"]
-
 GRACE = 1.0
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_FINALISERS: set[CodeType] = set()
+_HOLDING: set[CodeType] = set()
 _WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 
 
 def finaliser(function: _Function) -> _Function:
     """Mark a function that Python calls when something dies."""
-    _FINALISERS.add(function.__code__)
+    _HOLDING.add(function.__code__)
     return function
 
 
-def _finalising(frame: FrameType | None) -> bool:
+uninterrupted = finaliser  # a function that moves a message, which is sent and taken as a whole
+
+
+def _must_end(frame: FrameType | None) -> bool:
+    """Whether something is under way that must come to its end first."""
     while frame is not None:
         code = frame.f_code
-        if code in _FINALISERS or code.co_name == "__del__" or code.co_filename in _WEAK_FILES:
+        if code in _HOLDING or code.co_name == "__del__" or code.co_filename in _WEAK_FILES:
             return True
         frame = frame.f_back
     return False
@@ -87,21 +91,14 @@ class _CtrlC:
         """From here on the step is being ended."""
         self.held = self.ending = True
 
-    def release(self) -> None:
-        """A message is whole again."""
-        if not self.ending:
-            self.held = False
-            if self.since:
-                self._raise()
-
     def look(self) -> None:
-        """Called where a wait may be left with nothing lost; `since` is set."""
+        """Raise what was held back: called between messages, and where a wait may be left with nothing lost."""
         mine = self._before and threading.current_thread() is threading.main_thread()
-        if mine and (not self.ending or monotonic() - self.since > GRACE):
+        if self.since and mine and (not self.ending or monotonic() - self.since > GRACE):
             self._raise()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.since and (self.held or _finalising(frame)):
+        if not self.since and (self.held or _must_end(frame)):
             self.since = monotonic()
         else:
             self.since = 0.0

@@ -16,8 +16,6 @@ from penstock.messages.secret import signed, unsigned
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Action
 
-__all__ = ["STRANGER", "Alarm", "Tampered", "read", "write"]
-
 KEY = b"the store: "
 LONGEST = 1024 * 1024  # characters of a note; texts in it are cut short
 PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by part
@@ -34,7 +32,7 @@ PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by p
 }
 STRANGER = (
     "that no rank of this run has written: the ranks have different secrets, or somebody else writes to it; see "
-    "docs/security.md for how to confine it"
+    "docs/explanations/security.md for how to confine it"
 )
 
 

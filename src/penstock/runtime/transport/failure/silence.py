@@ -13,8 +13,6 @@ from typing import Any
 
 from penstock.runtime.transport.failure.notes import read, write
 
-__all__ = ["Marks"]
-
 
 class Marks:
     """One rank's view. `ask` calls the store, `fresh` is for how many seconds a count may stand still."""

@@ -23,7 +23,7 @@ in the store of the process group:
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
-Only this thread talks to the store, and through another one (`store`), because a call to a store
+Only this thread talks to the store, and through another one (`messages/store`), because a call to a store
 whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
 where it has left, so does that. What is written there (`bulletin`) is plain (`notes`); who is to blame
 follows from what ranks say (`blame`).
@@ -40,15 +40,14 @@ from typing import Any
 
 from penstock.errors import PeerFailure, RunError
 from penstock.messages.store import Asker, NoAnswer
-from penstock.runtime.transport.base import Where, after_loss, nowhere, placed, with_report
+from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.compiling import is_compiling
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
+from penstock.runtime.transport.failure.peer_failures import after_loss, placed, with_report
 from penstock.runtime.transport.failure.silence import Marks
-
-__all__ = ["Watch"]
 
 BEAT = 0.5
 STORE_SECONDS = 3.0  # for the store to answer

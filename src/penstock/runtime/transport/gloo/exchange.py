@@ -19,10 +19,8 @@ from torch import Tensor
 
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
-from penstock.runtime.transport.gloo.links import Links
+from penstock.runtime.transport.channel import Ends
 from penstock.runtime.transport.gloo.operations import Operations
-
-__all__ = ["Exchange", "Exchanged", "Report", "compare"]
 
 FRAME_BYTES = 512
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
@@ -61,10 +59,12 @@ class Exchange:
         self._tag = tag
         self._operations = operations
 
-    def exchange(self, step: int, current: Links, used: Sequence[Links], call: str, value: Any) -> Exchanged:
+    def exchange(
+        self, step: int, current: Ends[Any, Any], used: Sequence[Ends[Any, Any]], call: str, value: Any
+    ) -> Exchanged:
         """The same on every rank. `call` is what this rank's user has called."""
         mine = plain.dumps(value)
-        report = Report(current.program, {links.program: links.counts() for links in used}, call, mine)
+        report = Report(current.program, {ends.program: ends.counts() for ends in used}, call, mine)
         if self.rank == self.coordinator:
             fault, calls, values = self._conduct(step, report, used)
         else:
@@ -74,7 +74,9 @@ class Exchange:
         found = [value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
         return Exchanged(calls, found, fault)
 
-    def _conduct(self, step: int, report: Report, used: Sequence[Links]) -> tuple[str | None, list[str], list[bytes]]:
+    def _conduct(
+        self, step: int, report: Report, used: Sequence[Ends[Any, Any]]
+    ) -> tuple[str | None, list[str], list[bytes]]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         posted = {rank: self._post(rank) for rank in others}
         reports = {self.rank: report}
@@ -127,15 +129,15 @@ class Exchange:
         return f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; all must run the same steps"
 
 
-def compare(reports: Sequence[Report], used: Sequence[Links]) -> str | None:
+def compare(reports: Sequence[Report], used: Sequence[Ends[Any, Any]]) -> str | None:
     """What the ranks disagree on, or None."""
     odd = [rank for rank, report in enumerate(reports) if report.program != reports[0].program]
     if odd:
         return f"ranks {odd} have other channels open than rank 0; open() the same on all"
     faults = []
-    for links in used:
-        counts = [report.counts.get(links.program, ({}, {})) for report in reports]
-        for index, edge in enumerate(links.channels):
+    for ends in used:
+        counts = [report.counts.get(ends.program, ({}, {})) for report in reports]
+        for index, edge in enumerate(ends.channels):
             sent = counts[edge.source_rank][0].get(index, 0)
             taken = counts[edge.target_rank][1].get(index, 0)
             if sent != taken:

@@ -14,26 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.base import Channel
-from penstock.runtime.transport.layout.layout import HEADER_BYTES
-
-__all__ = [
-    "CHANGED",
-    "DATA",
-    "FAILURE",
-    "HEADER",
-    "MAGIC",
-    "Header",
-    "blank_header",
-    "describe",
-    "raw_header",
-    "read_header",
-]
+from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 MAGIC = 0x50454E53  # "PENS"
-DATA = 1  # looks as predicted: the bytes are in this frame and in the direct messages after it
+DATA = 1  # looks as predicted: the bytes are in this frame and in the direct messages before it
 CHANGED = 2  # looks different: a layout and all bytes follow in one message
-FAILURE = 3  # there is no value: the pickled reason follows
+FAILURE = 3  # there is no value: the reason follows, as plain values
 
 HEADER = struct.Struct("<IIIQQIIIii16x")
 assert HEADER.size == HEADER_BYTES

@@ -7,6 +7,7 @@ group as they are.
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from datetime import timedelta
 from time import monotonic
@@ -17,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.base import Channel, after_loss
+from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.compiling import LONGEST, may_compile
+from penstock.runtime.transport.failure.compiling import LONGEST
+from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.gloo.links import End, Part
-
-__all__ = ["Operations", "find_device_backend"]
+from penstock.runtime.transport.gloo.messages import Part
 
 SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort
 
@@ -36,18 +36,18 @@ class Operations:
         self.step = 0
         self.backend = backend
         self.device_backend = device_backend
-        self._watch = watch
+        self.watch = watch
         self._timeout = timeout
         self._limits = [timedelta(seconds=timeout + SLACK), timedelta(seconds=timeout + SLACK + LONGEST)]
 
     @property
     def broken(self) -> PeerFailure | None:
-        return self._watch.verdict
+        return self.watch.verdict
 
-    def check_whole(self) -> None:
+    def check_not_broken(self) -> None:
         """A broken group must not train on."""
-        if self._watch.verdict is not None:
-            raise after_loss(self._watch.verdict)
+        if self.watch.verdict is not None:
+            raise after_loss(self.watch.verdict)
 
     def travels_by_device(self, device: str) -> bool:
         """Whether tensors of this type of device have a link of their own."""
@@ -65,27 +65,27 @@ class Operations:
         except RuntimeError as error:
             self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
 
-    def send_part(self, tensor: Tensor, link: End, microbatch: int) -> Part:
+    def send_part(self, tensor: Tensor, tag: int, edge: Channel, microbatch: int) -> Part:
         """Bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.send([tensor], link.peer, 0), True)
+            return Part(tensor, self.device_backend.send([tensor], edge.target_rank, 0), True)
         tensor = tensor.cpu()
-        return Part(tensor, self.send(tensor, link.peer, link.tag, link.edge, microbatch), False)
+        return Part(tensor, self.send(tensor, edge.target_rank, tag, edge, microbatch), False)
 
-    def receive_part(self, tensor: Tensor, link: End, microbatch: int) -> Part:
+    def receive_part(self, tensor: Tensor, tag: int, edge: Channel, microbatch: int) -> Part:
         """Into memory for bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.recv([tensor], link.peer, 0), True)
-        return Part(tensor, self.receive(tensor, link.peer, link.tag, link.edge, microbatch), False)
+            return Part(tensor, self.device_backend.recv([tensor], edge.source_rank, 0), True)
+        return Part(tensor, self.receive(tensor, edge.source_rank, tag, edge, microbatch), False)
 
     def wait(self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless."""
-        watch = self._watch
+        watch = self.watch
         watch.waiting = waiting = Waiting(peer, edge, microbatch, monotonic())
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            work.wait(self._limits[may_compile()])
+            work.wait(self._limits["torch._dynamo" in sys.modules])
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise
@@ -101,14 +101,14 @@ class Operations:
 
     def abort(self, failure: PeerFailure) -> None:
         """Make this the group's verdict, if there is none yet."""
-        self._watch.settle(failure)
+        self.watch.settle(failure)
 
     def _lose(self, error: RuntimeError, waiting: Waiting) -> NoReturn:
         """The group's verdict on a failed operation."""
-        self._watch.waiting = None
+        self.watch.waiting = None
         timed_out = "Timed out waiting" in str(error)
         cause = f"silent for {self._timeout:g} s" if timed_out else "died or left (its connection closed)"
-        raise copy(self._watch.settle(waiting.blame(self.rank, cause))) from error
+        raise copy(self.watch.settle(waiting.blame(self.rank, cause))) from error
 
 
 def find_device_backend(group: dist.ProcessGroup, device: torch.device | None) -> Any:

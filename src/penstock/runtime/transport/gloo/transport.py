@@ -41,19 +41,19 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
-from penstock.runtime.transport.base import Channel, Transport, Where, check_channels, nowhere
+from penstock.runtime.transport.base import Transport, Where, nowhere
+from penstock.runtime.transport.channel import Channel, Ends, check_channels
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
+from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.exchange import Exchange
-from penstock.runtime.transport.gloo.inbox import Inbox
-from penstock.runtime.transport.gloo.links import SUBTAGS, Incoming, Links, Outgoing
+from penstock.runtime.transport.gloo.incoming import GlooIncoming
+from penstock.runtime.transport.gloo.messages import SUBTAGS
 from penstock.runtime.transport.gloo.operations import Operations, find_device_backend
-from penstock.runtime.transport.gloo.outbox import Outbox
+from penstock.runtime.transport.gloo.outgoing import GlooOutgoing
 from penstock.runtime.transport.handover import rewritten
 from penstock.runtime.transport.layout.layout import Book
-
-__all__ = ["DistributedTransport"]
 
 CHANNELS = 0x1FFF  # at most, in one program
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
@@ -63,13 +63,13 @@ _made: dict[str, int] = {}  # transports made so far on each process group, for 
 
 
 class DistributedTransport(Transport):
-    """One rank's end, on a process group (by default the whole world). Ranks are ranks of the group.
+    """One rank's transport over torch.distributed, on a process group (by default the world). Ranks are the group's.
 
     At most `max_sends` messages of a channel are under way; `device` is where values that were
     sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
     """
 
-    torn = True
+    holds_interrupts = True
 
     def __init__(
         self,
@@ -105,11 +105,10 @@ class DistributedTransport(Transport):
         weakref.finalize(self, self._watch.close)
         self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
         self._book = Book()
-        self._inbox = Inbox(self._operations, self._book, self.device)
-        self._outbox = Outbox(self._operations, self._book, self.device, max_sends)
+        self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
-        self._links = Links((), self.rank, 0)
-        self._opened: dict[tuple[Channel, ...], Links] = {}
+        self.ends = Ends((), self.rank)
+        self._opened: dict[tuple[Channel, ...], Ends[Any, Any]] = {}
         self._next_channel = 0
 
     @property
@@ -129,23 +128,36 @@ class DistributedTransport(Transport):
         return self._watch.verdict
 
     def open(self, channels: Sequence[Channel]) -> None:
-        self._check_whole()
-        if channels is self._links.channels or tuple(channels) == self._links.channels:
+        if self._watch.verdict is not None:
+            self._check_not_broken()
+        if channels is self.ends.channels or tuple(channels) == self.ends.channels:
             return
         checked = check_channels(channels, self.ranks)
-        self._links.check_idle("open()")
+        self.ends.check_idle("open()")
         if len(checked) > CHANNELS:
             raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
         if checked not in self._opened:
             if self._next_channel + len(checked) > CHANNELS:
                 self._next_channel = 0  # of so many programs, the first are long past
-            self._opened[checked] = self._lay(checked, self._tag + self._next_channel * SUBTAGS)
+            self._opened[checked] = self._make_ends(checked, self._tag + self._next_channel * SUBTAGS)
             self._next_channel += len(checked)
-        self._links = self._opened[checked]
+        self.ends = self._opened[checked]
 
-    def _lay(self, channels: tuple[Channel, ...], tag: int) -> Links:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> Ends[Any, Any]:
         """The ends of these channels on this rank."""
-        return Links(channels, self.rank, tag)
+        return Ends(
+            channels,
+            self.rank,
+            {i: self._incoming(edge, tag, i) for i, edge in enumerate(channels) if edge.target_rank == self.rank},
+            {i: self._outgoing(edge, tag, i) for i, edge in enumerate(channels) if edge.source_rank == self.rank},
+        )
+
+    def _incoming(self, edge: Channel, tag: int, number: int) -> GlooIncoming:
+        return GlooIncoming(edge, tag + number * SUBTAGS, self._operations, self._book, self.device)
+
+    def _outgoing(self, edge: Channel, tag: int, number: int, max_sends: int | None = None) -> GlooOutgoing:
+        most = self._max_sends if max_sends is None else max_sends
+        return GlooOutgoing(edge, tag + number * SUBTAGS, self._operations, self._book, self.device, most)
 
     def _make_bell(self) -> Bell | None:
         """What wakes the watches of other ranks, where something can."""
@@ -155,69 +167,43 @@ class DistributedTransport(Transport):
         """What carries values from one rank to another, in words."""
         return f"torch.distributed ({self._backend_name})"
 
-    def _incoming(self, channel: int) -> Incoming:
-        link = self._links.ins.get(channel)
-        if link is None:
-            raise self._links.missing(channel, "receive")
-        return link
-
-    def _outgoing(self, channel: int) -> Outgoing:
-        link = self._links.outs.get(channel)
-        if link is None:
-            raise self._links.missing(channel, "send")
-        return link
-
-    def post(self, channel: int, microbatch: int) -> None:
-        self._inbox.post(self._links.ins.get(channel) or self._incoming(channel), microbatch)
-
-    def receive(self, channel: int, microbatch: int) -> Any:
-        return self._inbox.take(self._links.ins.get(channel) or self._incoming(channel), microbatch)
-
-    def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
-        if self.broken is not None:
-            return self.broken
-        return self._inbox.drop(self._incoming(channel), microbatch)
-
-    def send(self, channel: int, microbatch: int, value: Any) -> None:
-        if self._watch.verdict is not None:
-            self._check_whole()
-        self._outbox.send(self._links.outs.get(channel) or self._outgoing(channel), microbatch, value)
-
-    def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
-        if self.broken is None:
-            self._outbox.send_failure(self._outgoing(channel), microbatch, failure)
-
+    @uninterrupted
     def flush(self) -> None:
         found = [
-            (link.edge.source_stage, microbatch)
-            for links in self._opened.values()
-            for link in links.outs.values()
-            for microbatch in self._outbox.finish(link)
+            (end.edge.source_stage, microbatch)
+            for ends in self._opened.values()
+            for end in ends.outgoing.values()
+            for microbatch in end.flush()
         ]
         if found:
             raise rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
-        self._check_whole()
+        if self._watch.verdict is not None:
+            self._check_not_broken()
         used = list(self._opened.values())
         try:
-            answers = self._exchanger.exchange(self._operations.step, self._links, used, self.call, value)
-            apart = different_calls(answers.calls)
+            answers = self._exchanger.exchange(self._operations.step, self.ends, used, self._watch.call, value)
+            apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
             if answers.fault is not None and apart is None:
                 raise MessageError(answers.fault)
         except MessageError as error:
             self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
             raise
         if answers.fault is not None and apart is not None:
-            self.abort(apart)  # messages are left on the links
+            self.abort(apart)  # messages are left on the wires
             raise copy(apart)
-        for links in used:
-            links.end_step()
+        for ends in used:
+            ends.end_step()
         self._operations.step += 1
         self._watch.end_step()
+        self._end_step()
         if apart is not None:
             raise apart
         return answers.values
+
+    def _end_step(self) -> None:
+        """A step has ended on every rank."""
 
     def name_place(self, **place: int) -> None:
         """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
@@ -253,15 +239,15 @@ class DistributedTransport(Transport):
 
         The predictions stay: they hold as long as both ends keep them.
         """
-        self._check_whole()
-        self._links.check_idle("reset()")
+        self._check_not_broken()
+        self.ends.check_idle("reset()")
         self.flush()
 
     def close(self) -> None:
         self._watch.close()
         self._opened.clear()
         self._book.clear()
-        self._links = Links((), self.rank, 0)
+        self.ends = Ends((), self.rank)
 
 
 def _start_watch(

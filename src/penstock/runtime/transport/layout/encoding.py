@@ -23,8 +23,6 @@ from penstock.messages import plain
 from penstock.messages.secret import signed, unsigned
 from penstock.runtime.transport.layout.tensor_places import Slot
 
-__all__ = ["Content", "dump", "dump_plain", "is_pickled", "load", "load_plain"]
-
 _PLAIN, _PICKLED = b"J", b"P"
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _CONTAINERS = (tuple, list, set, frozenset)

@@ -5,7 +5,7 @@ whether it wants a gradient (`tensor_places`), and the plain values. While a mes
 before, only its bytes travel, in one frame::
 
     | header, 64 bytes | region | pad | region | ...        packed, each at its place in a cache line
-    then, in messages of their own, from and into their final memory:   direct regions
+    before it, in messages of their own, from and into their final memory:   direct regions
 
 Small regions are packed, because a message costs more than a copy of them; large ones are not, because their copy
 costs more (measured: penstock bench transport). The layout alone decides which, so that both ends agree.
@@ -29,7 +29,6 @@ from penstock.runtime.state.memory import LINE, more_than_numbers, once
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.encoding import Content
 from penstock.runtime.transport.layout.tensor_places import (
-    DIRECT_BYTES,
     HEADER_BYTES,
     Copy,
     Slot,
@@ -37,8 +36,6 @@ from penstock.runtime.transport.layout.tensor_places import (
     slots_of,
     view,
 )
-
-__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Book", "Frame", "Layout", "Leaves", "flatten"]
 
 SPARE_FRAMES = 4  # kept for reuse, of each layout
 
@@ -191,7 +188,7 @@ class Layout:
             self._spare.append(frame)
 
     def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
-        """Copy what is packed into the frame; returns the bytes that travel by themselves, see `Home.take`."""
+        """Copy what is packed into the frame; returns the bytes that travel by themselves, see `PlacedRegion.take`."""
         if self.lone is not None:
             leaf = leaves[0]
             frame.views[0].copy_(leaf.detach() if leaf.requires_grad else leaf)

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from penstock.runtime.state.memory import LINE, blank, blank_like, elements_in, once, phase_of, regions
 
-__all__ = ["DIRECT_BYTES", "HEADER_BYTES", "Copy", "Home", "Slot", "arrange", "slots_of", "view", "whole_lines"]
-
 HEADER_BYTES = 64
 DIRECT_BYTES = 1024 * 1024
 
@@ -47,7 +45,7 @@ class Copy(NamedTuple):
     offset: int  # in bytes from the start of what carries them: the frame, or a message of their own
 
 
-class Home(NamedTuple):
+class PlacedRegion(NamedTuple):
     """One region: its memory with the receiver, and what carries its content there."""
 
     slots: dict[int, Slot]  # by the tensor's place in the value
@@ -149,7 +147,7 @@ def slots_of(leaves: Sequence[Tensor]) -> list[Slot]:
     ]
 
 
-def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -> tuple[list[Home], int]:
+def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -> tuple[list[PlacedRegion], int]:
     """The regions of a message and the size of its frame.
 
     With `device_link`, tensors off the CPU travel on a link of their own; `all_packed`: nothing is direct.
@@ -166,7 +164,7 @@ def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -
     return homes, whole_lines(end)  # torch.save wants storages that are some whole elements of whatever dtype
 
 
-def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_packed: bool) -> Home:
+def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_packed: bool) -> PlacedRegion:
     nbytes = max(slot.start + elements_in(slot.shape, slot.stride) * slot.dtype.itemsize for slot in slots.values())
     first = next(iter(slots.values()))
     phase = (first.phase - first.start) % LINE
@@ -192,7 +190,7 @@ def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_pac
             for leaf, shape in shapes.items()
         ]
     )
-    return Home(slots, nbytes, phase, spread, direct, offset, carried, copies)
+    return PlacedRegion(slots, nbytes, phase, spread, direct, offset, carried, copies)
 
 
 def _once(slot: Slot) -> tuple[int, ...]:

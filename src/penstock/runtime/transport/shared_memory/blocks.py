@@ -27,16 +27,15 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from penstock.runtime.transport.failure.forks import EPOCH
 from penstock.runtime.transport.failure.interrupts import finaliser
-from penstock.runtime.transport.layout.layout import HEADER_BYTES, Frame, Layout
-
-__all__ = ["InBlock", "OutBlock", "Ring", "allocate", "build_plain", "map_memory"]
+from penstock.runtime.transport.layout.layout import Frame, Layout
+from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 PAGE = mmap.PAGESIZE
 IDLE_STEPS = 4  # a block that has not been used for so many steps is given up
@@ -87,7 +86,9 @@ def size_class(nbytes: int) -> int:
 class OutBlock:
     """A block as its sender sees it."""
 
-    __slots__ = ("_frame", "_layout", "_tensor", "number", "size", "step", "words")
+    __slots__ = ("_layout", "_tensor", "frame", "number", "size", "step", "words")
+
+    frame: Frame  # to pack a value into
 
     def __init__(self, number: int, memory: memoryview) -> None:
         self.number = number
@@ -96,15 +97,11 @@ class OutBlock:
         self.words = memory[:HEADER_BYTES].cast("Q")
         self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._layout: Layout | None = None
-        self._frame: Frame | None = None
 
-    def pack(self, layout: Layout, leaves: Sequence[Any]) -> None:
-        """Copy the tensors of a value in."""
-        frame = self._frame
-        if frame is None or self._layout is not layout:
-            frame = self._frame = Frame(layout.frame_bytes, layout.copies, self._tensor)
-            self._layout = layout
-        layout.pack(leaves, frame)
+    def prepare(self, layout: Layout) -> None:
+        """Make it ready for a value of this layout."""
+        if self._layout is not layout:
+            self.frame, self._layout = Frame(layout.frame_bytes, layout.copies, self._tensor), layout
 
 
 class Ring:
@@ -113,15 +110,15 @@ class Ring:
     def __init__(self, announce: Callable[[int, int], None], retire: Callable[[int], None]) -> None:
         self.nbytes = 0
         self.refused: OSError | None = None  # no more memory is to be had
-        self.told = False  # and the user has been told
+        self.warned = False  # and the user knows
         self._announce = announce
         self._retire = retire
         self._number = 0
         self._sizes: dict[int, deque[OutBlock]] = {}
 
-    def take(self, nbytes: int, step: int) -> OutBlock | None:
-        """A block that nobody uses; a new one if all are in use; None where memory is refused."""
-        size = size_class(nbytes)
+    def take(self, layout: Layout, step: int) -> OutBlock | None:
+        """A block that nobody uses, laid out; a new one if all are in use; None where memory is refused."""
+        size = size_class(layout.frame_bytes)
         blocks = self._sizes.get(size)
         if blocks is None:
             blocks = self._sizes[size] = deque()
@@ -129,13 +126,16 @@ class Ring:
             block = blocks[0]
             blocks.rotate(-1)  # the one that was used longest ago is next
             if block.words[0] == FREE:
-                block.step = step
-                return block
-        made = self._grow(size)
-        if made is not None:
-            made.step = step
-            blocks.append(made)
-        return made
+                break
+        else:
+            made = self._grow(size)
+            if made is None:
+                return None
+            block = made
+            blocks.append(block)
+        block.step = step
+        block.prepare(layout)
+        return block
 
     def _grow(self, size: int) -> OutBlock | None:
         if self.refused is not None:

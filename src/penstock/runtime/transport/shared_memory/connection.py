@@ -4,16 +4,18 @@ Every packet stands by itself, so that an interrupt between two of them leaves n
 
     DATA     a message of a channel: which block it lies in and which layout it has
     FAILURE  a message whose place a failure takes, in the text of that number
-    FAR      a message that comes through torch.distributed
+    THROUGH_GLOO      a message that comes through torch.distributed
     BLOCK    a new block, its memory attached; RETIRED: one that will not be used again
     LAYOUT   a part of a layout's text, FORGET: all layouts so far; FAILED: a part of a failure's text
     POSTS    the words in which the receiver counts its posted receives, attached
-    LETTER   a part of what a rank has to say in the exchange that ends the step of that number
-    NUDGE    wakes a sender that waits for such a word
+    EXCHANGE   a part of what a rank has to say in the exchange that ends the step of that number
+    WAKE    wakes a sender that waits for such a word
     BYE      the last packet: what closes after it has not died
 
-Packets of all channels come in one order, and are filed by channel when they are read; whoever waits
-reads the packets of everybody, so that no sender is held up by a rank that waits for another.
+Packets of all channels come in one order, and are filed by channel when they are read. Whoever waits for one rank
+still reads what all others send, every few milliseconds: a packet that lies unread would in the end fill its socket
+and hold up a sender, and so make a program wait for more than its proof says. That is also when a death is seen of a
+rank that nobody waits for yet.
 """
 
 from __future__ import annotations
@@ -21,24 +23,34 @@ from __future__ import annotations
 import array
 import errno
 import os
+import select
 import socket
 import struct
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
+from time import monotonic
+from typing import NoReturn
 
-from penstock.errors import MessageError
+from penstock.errors import MessageError, PeerFailure
+from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.layout.layout import Layout
 from penstock.runtime.transport.shared_memory.blocks import InBlock, Ring, map_memory
 
-__all__ = ["DATA", "FAILURE", "FAR", "HEAD", "NO_BLOCK", "NUDGE", "SLICE_SECONDS", "Filed", "Gone", "Pair"]
-
-DATA, FAILURE, FAR, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, LETTER, NUDGE, BYE = range(1, 13)
+DATA, FAILURE, THROUGH_GLOO, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
 
 HEAD = struct.Struct("<IIQQIIII")  # as `Fields`
 TEXT_BYTES = 32 * 1024  # of a text in one packet
 LAYOUTS = 128  # that each end remembers of the other's
 NO_BLOCK = 0xFFFF_FFFF
+# Most answers come within this; to sleep and be woken costs about as much. Others run meanwhile: each look yields.
+SPIN_SECONDS = 100e-6
+CLOSED = "died or left (its connection closed)"
 SLICE_SECONDS = 0.02  # how long a read sleeps before whoever waits looks around
 _SLICE = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC  # what user code starts meanwhile gets no descriptor
@@ -56,10 +68,10 @@ Fields = tuple[int, ...]
 Filed = tuple[Fields, Layout | None]
 
 
-class Pair:
+class Connection:
     """One rank's end of the connection to `peer`. `wait_for_room` is called while the socket takes no more."""
 
-    def __init__(self, peer: int, connection: socket.socket, wait_for_room: Callable[[Pair], None]) -> None:
+    def __init__(self, peer: int, connection: socket.socket, wait_for_room: Callable[[Connection], None]) -> None:
         self.peer = peer
         self.gone = False
         self.left = False  # it said goodbye
@@ -68,7 +80,7 @@ class Pair:
         self.posts: dict[int, memoryview] = {}  # by program: what the peer has posted
         self.blocks: dict[int, InBlock] = {}
         self.failures: dict[int, bytes] = {}
-        self.letters: deque[tuple[int, bytes]] = deque()  # of exchanges, with their steps
+        self.exchanges: deque[tuple[int, bytes]] = deque()  # of exchanges, with their steps
         self._layouts: dict[int, Layout] = {}  # the peer's
         self._parts: dict[int, list[bytes]] = {}  # texts of which more is to come
         self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
@@ -140,9 +152,9 @@ class Pair:
         """The number by which the peer can look up this text."""
         return self._write_text(FAILED, text)
 
-    def write_letter(self, step: int, text: bytes) -> None:
+    def write_exchange(self, step: int, text: bytes) -> None:
         """What this rank has to say at the end of that step."""
-        self._write_text(LETTER, text, step)
+        self._write_text(EXCHANGE, text, step)
 
     # -- in
 
@@ -162,7 +174,7 @@ class Pair:
         kind = fields[0]
         if kind == DATA:
             self.queues[fields[2]].append((fields, self._layouts[fields[6]]))
-        elif kind in (FAILURE, FAR):
+        elif kind in (FAILURE, THROUGH_GLOO):
             self.queues[fields[2]].append((fields, None))
         else:
             self._note(fields, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
@@ -182,7 +194,7 @@ class Pair:
             self.blocks.pop(number, None)
         elif kind == FORGET:
             self._layouts.clear()
-        elif kind in (LAYOUT, FAILED, LETTER):
+        elif kind in (LAYOUT, FAILED, EXCHANGE):
             self._add_text(fields, tail)
         elif kind == BYE:
             self.left = True
@@ -208,8 +220,8 @@ class Pair:
         text = b"".join(self._parts.pop(number))
         if kind == LAYOUT:
             self._layouts[number] = Layout.load(text, is_known=True).all_packed()
-        elif kind == LETTER:
-            self.letters.append((step, text))
+        elif kind == EXCHANGE:
+            self.exchanges.append((step, text))
         else:
             self.failures[number] = text
 
@@ -226,6 +238,73 @@ class Pair:
         self.blocks.clear()
         self.queues.clear()
         self.posts.clear()
+
+
+class Connections(dict[int, Connection]):
+    """All connections of one rank, by peer, and waiting on them.
+
+    `busy_with` is the channel and microbatch that this rank is sending or posting.
+    """
+
+    def __init__(self, rank: int, watch: Watch) -> None:
+        super().__init__()
+        self.busy_with: tuple[Channel | None, int] = (None, -1)
+        self._rank = rank
+        self._watch = watch
+
+    def wait(self, connection: Connection, edge: Channel | None, microbatch: int, done: Callable[[], object]) -> None:
+        """Read what the peer sends until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
+        watch = self._watch
+        watch.waiting = waiting = Waiting(connection.peer, edge, microbatch, monotonic())
+        awake = waiting.since + SPIN_SECONDS
+        try:
+            while not done():
+                if watch.verdict is not None:
+                    raise after_loss(watch.verdict)
+                if CTRL_C.since:
+                    CTRL_C.look()
+                if monotonic() < awake:
+                    if not connection.read(False):
+                        os.sched_yield()
+                elif not connection.read(True):
+                    self._look_around()
+        except Gone:
+            self.lose(waiting)
+        finally:
+            watch.waiting = None
+
+    def wait_for_room(self, connection: Connection) -> None:
+        """The socket is full, its reader is behind: read meanwhile what others, perhaps waiting alike, have sent."""
+        watch = self._watch
+        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic())
+        try:
+            self._look_around()
+            while not select.select([], [connection], [], SLICE_SECONDS)[1]:
+                if watch.verdict is not None:
+                    raise after_loss(watch.verdict)
+                self._look_around()
+        finally:
+            watch.waiting = None
+
+    def _look_around(self) -> None:
+        for connection in self.values():
+            try:
+                while not connection.gone and connection.read(False):
+                    pass
+            except Gone:
+                if not connection.left:
+                    lost = PeerFailure(connection.peer, f"{CLOSED}, seen by rank {self._rank}")
+                    raise copy(self._watch.settle(lost)) from None
+
+    def lose(self, waiting: Waiting) -> NoReturn:
+        """The group's verdict on a connection that is closed."""
+        self._watch.waiting = None
+        raise copy(self._watch.settle(waiting.blame(self._rank, CLOSED))) from None
+
+    def close(self) -> None:
+        for connection in self.values():
+            connection.close()
+        self.clear()
 
 
 def _descriptors(attached: list[tuple[int, int, bytes]]) -> list[int]:

@@ -16,42 +16,41 @@ from penstock.errors import MessageError
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.gloo.exchange import Exchange
 from penstock.runtime.transport.gloo.operations import Operations
-from penstock.runtime.transport.shared_memory.connection import Gone
-from penstock.runtime.transport.shared_memory.connections import Pairs
-
-__all__ = ["NearExchange"]
+from penstock.runtime.transport.shared_memory.connection import Connections, Gone
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class NearExchange(Exchange):
+class SharedExchange(Exchange):
     """An `Exchange` over sockets, where there are any."""
 
-    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations, pairs: Pairs) -> None:
+    def __init__(
+        self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations, connections: Connections
+    ) -> None:
         super().__init__(rank, ranks, coordinator, tag, operations)
-        self._pairs = pairs
+        self._connections = connections
 
     def _post(self, peer: int) -> tuple[Tensor, Any]:
-        return (_NOTHING, None) if peer in self._pairs else super()._post(peer)
+        return (_NOTHING, None) if peer in self._connections else super()._post(peer)
 
     def _put(self, peer: int, step: int, body: bytes) -> None:
-        pair = self._pairs.get(peer)
-        if pair is None:
+        connection = self._connections.get(peer)
+        if connection is None:
             super()._put(peer, step, body)
             return
-        self._pairs.busy_with = None, -1
+        self._connections.busy_with = None, -1
         try:
-            pair.write_letter(step, body)
+            connection.write_exchange(step, body)
         except Gone:
-            self._pairs.lose(Waiting(peer, None, -1, monotonic()))
+            self._connections.lose(Waiting(peer, None, -1, monotonic()))
 
     def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
-        pair = self._pairs.get(peer)
-        if pair is None:
+        connection = self._connections.get(peer)
+        if connection is None:
             return super()._get(peer, step, frame, work)
-        if not pair.letters:
-            self._pairs.wait(pair, None, -1, pair.letters.__len__)
-        its_step, body = pair.letters.popleft()
+        if not connection.exchanges:
+            self._connections.wait(connection, None, -1, connection.exchanges.__len__)
+        its_step, body = connection.exchanges.popleft()
         if its_step != step:
             raise MessageError(self._other_step(peer, step, its_step))
         return body

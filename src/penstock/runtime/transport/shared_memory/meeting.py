@@ -30,8 +30,6 @@ from penstock.runtime.transport.failure.forks import close_in_forks
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
 from penstock.runtime.transport.shared_memory.blocks import allocate
 
-__all__ = ["Meeting", "Place", "missing_here"]
-
 NONCE_BYTES = 32
 HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
 PATIENCE = 0.02

@@ -1,0 +1,226 @@
+"""torchgpipe's `GPipe`: its signature, defaults, attributes, keys and errors, on Penstock's engine.
+
+The layers of the model are put into `partitions`, one `nn.Sequential` per stage, which is what the state's keys, and
+hooks on partitions, go by. Batches are cut with `chunk`: each microbatch has the rows that torchgpipe gives it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
+from penstock.compat.torchgpipe.errors import BalanceError, TooFewDevicesError, WrongTypeError
+from penstock.compat.torchgpipe.skip import verify_skippables
+from penstock.errors import ModelError, UsageError
+from penstock.gpipe import face
+from penstock.gpipe.arguments import as_devices
+from penstock.model.cut import cut_model
+from penstock.model.split import Split
+from penstock.runtime.batch.microbatch import Microbatches
+
+__all__ = ["BalanceError", "GPipe", "verify_module"]
+
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+def verify_module(module: Any) -> None:
+    """Raise unless the module is an `nn.Sequential` whose layers are distinct and share no parameters."""
+    if not isinstance(module, nn.Sequential):
+        raise WrongTypeError(
+            f"GPipe cuts an nn.Sequential, and this is a {type(module).__name__}; penstock.GPipe takes any module"
+        )
+    layers = list(module)
+    if len({id(layer) for layer in layers}) != len(layers):
+        raise ModelError("a layer stands in the model twice; use a copy for each place, or penstock.GPipe")
+    if len(list(module.parameters())) != sum(len(list(layer.parameters())) for layer in layers):
+        raise ModelError("layers of the model share a parameter; put them into one layer, or use penstock.GPipe")
+
+
+class GPipe(face.GPipe):
+    """A model that runs as a pipeline, as with torchgpipe: `GPipe(nn.Sequential(a, b, c), balance=[1, 2], chunks=8)`.
+
+    Args:
+        module: The model; its layers must be distinct and share no parameters.
+        balance: Layers per partition.
+        devices: One device per partition. By default, the GPUs, or the CPU if there is none.
+        chunks: Microbatches per batch.
+        checkpoint: Which microbatches run their forward again for the backward: `"except_last"`, `"always"` or
+            `"never"`.
+        deferred_batch_norm: Whether running statistics of batch norm layers follow whole batches.
+    """
+
+    devices: list[torch.device]
+    partitions: nn.ModuleList
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[torch.device | int | str] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        chunks, checkpoint = int(chunks), str(checkpoint)
+        if balance is None:
+            raise BalanceError("balance is missing: pass the number of layers of each partition")
+        if chunks < 1:
+            raise UsageError(f"chunks={chunks}: pass the number of microbatches, at least 1")
+        if checkpoint not in CHECKPOINTS:
+            raise UsageError(f"checkpoint={checkpoint!r}: choose one of {', '.join(map(repr, CHECKPOINTS))}")
+        verify_module(module)
+        verify_skippables(module)
+        counts = _counts(module, balance)
+        placed = _placed(devices, len(counts))
+        if deferred_batch_norm:
+            module = DeferredBatchNorm.convert_deferred_batch_norm(module, chunks)
+        super().__init__(_Partitioned(module, counts), chunks=chunks, checkpoint=checkpoint, devices=placed)
+        self.register_load_state_dict_pre_hook(_renumber)  # type: ignore[no-untyped-call]
+        if counts:
+            self._build(None)
+
+    @property
+    def balance(self) -> list[int]:
+        """Number of layers per partition."""
+        return [len(partition) for partition in self._partitions()]
+
+    def _partitions(self) -> list[nn.Sequential]:
+        return list(self.partitions)  # type: ignore[arg-type]
+
+    def _layers(self) -> list[nn.Module]:
+        return [layer for partition in self._partitions() for layer in partition]
+
+    # -- calls
+
+    def forward(self, input: Any) -> Any:
+        """The output for the whole batch: a tensor, or a tuple of tensors, as the input is.
+
+        Args:
+            input: A tensor, or a tuple of tensors.
+        """
+        _check_value(input, "the input")
+        if not self._partitions():
+            return input
+        output = super().forward(Microbatches(_scatter(input, self.chunks)))
+        _check_value(output, "the output")
+        return output
+
+    # -- where it is
+
+    def cpu(self) -> NoReturn:
+        """Refused: each partition is on its device."""
+        self._refuse_move("cpu()")
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refused: each partition is on its device.
+
+        Args:
+            device: Not used.
+        """
+        self._refuse_move("cuda()")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert to another precision; another device is refused.
+
+        Args:
+            *args: As of `nn.Module.to`.
+            **kwargs: As of `nn.Module.to`.
+        """
+        if {"device", "tensor"} & kwargs.keys() or (args and isinstance(args[0], (torch.device, int, str, Tensor))):
+            self._refuse_move("to()")
+        return super().to(*args, **kwargs)
+
+    def _refuse_move(self, call: str) -> NoReturn:
+        raise WrongTypeError(
+            f"{call}: GPipe puts each partition on its own device, {', '.join(map(str, self.devices))}; pass devices= "
+            f"to GPipe to choose others. to(dtype) is fine"
+        )
+
+    # -- the cut
+
+    def _what_is_cut(self) -> tuple[Any, ...]:
+        return (*super()._what_is_cut(), *self._partitions())
+
+    def _cut(self, first: Any) -> Split:
+        """One stage for each partition, which is called as a module: it may have hooks."""
+        partitions = self._partitions()
+        return cut_model(nn.Sequential(*partitions), len(partitions), balance=[1] * len(partitions))
+
+
+class _Partitioned(nn.Module):
+    """The layers of a model in partitions: what a GPipe's tables of modules, parameters and buffers are."""
+
+    def __init__(self, module: nn.Sequential, counts: list[int]) -> None:
+        super().__init__()
+        layers = iter(module._modules.items())
+        groups = [OrderedDict(next(layers) for _ in range(count)) for count in counts]
+        self.partitions = nn.ModuleList(nn.Sequential(group) for group in groups)
+        for each in (self, self.partitions, *self.partitions):
+            each.training = module.training
+
+    def forward(self, input: Any) -> Any:
+        """The model without a pipeline."""
+        for partition in self.partitions:
+            input = partition(input)
+        return input
+
+
+def _counts(module: nn.Sequential, balance: Iterable[int]) -> list[int]:
+    counts = [int(count) for count in balance]
+    if sum(counts) != len(module):
+        raise BalanceError(f"balance={counts} is for {sum(counts)} layers, and the model has {len(module)}")
+    if any(count < 1 for count in counts):
+        raise BalanceError(f"balance={counts}: each partition needs at least 1 layer")
+    return counts
+
+
+def _placed(devices: Iterable[Any] | None, partitions: int) -> list[torch.device]:
+    """A device for each partition; without any said, GPUs, or the CPU where there is none."""
+    if devices is None:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ["cpu"] * partitions
+    placed = as_devices(devices) or []
+    if len(placed) < partitions:
+        raise TooFewDevicesError(f"{partitions} partitions need as many devices; there are {len(placed)}")
+    return placed[:partitions]
+
+
+def _check_value(value: Any, what: str) -> None:
+    """A tensor, or a tuple of such values."""
+    if isinstance(value, tuple):
+        for each in value:
+            _check_value(each, what)
+    elif not isinstance(value, Tensor):
+        raise WrongTypeError(
+            f"{what} is a tensor or a tuple of tensors with torchgpipe; here is a {type(value).__name__}"
+        )
+
+
+def _scatter(value: Any, chunks: int) -> list[Any]:
+    """The microbatches, as `chunk` makes them; there may be fewer than `chunks`."""
+    leaves, spec = pytree.tree_flatten(value)
+    pieces = [leaf.chunk(chunks) for leaf in leaves]
+    if len(found := sorted({len(each) for each in pieces})) > 1:
+        rows = ", ".join(str(leaf.shape[0]) for leaf in leaves)
+        raise ModelError(
+            f"tensors of the input have {rows} rows, which make {found} microbatches of chunks={chunks}; pass tensors "
+            f"with as many rows each"
+        )
+    return [pytree.tree_unflatten(list(each), spec) for each in zip(*pieces, strict=True)]
+
+
+def _renumber(model: GPipe, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Keys of another balance have other numbers of partitions; the names of the layers say where they belong."""
+    places = {name: number for number, each in enumerate(model._partitions()) for name in each._modules}
+    head = f"{prefix}partitions."
+    for key in [key for key in state if key.startswith(head)]:
+        rest = key.removeprefix(head).partition(".")[2]
+        name = rest.partition(".")[0]
+        if name in places:
+            state[f"{head}{places[name]}.{rest}"] = state.pop(key)

@@ -1,0 +1,33 @@
+"""Steps that add up to one batch: the share of each in the gradients, and its number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.pipeline import Pipeline
+from penstock.runtime.batch.microbatch import count_for
+
+__all__ = ["AccumulationScale", "take_count"]
+
+
+class AccumulationScale:
+    """What the loss of a step is multiplied by, where several steps make one batch; goes to `pipe.state.scaler`."""
+
+    scale = 1.0
+
+    def loss_scale(self) -> float:
+        return self.scale
+
+    def check_unscaled(self, call: str) -> None:
+        """Gradients are as they should be: this scale is part of the loss."""
+
+
+def take_count(
+    pipe: Pipeline, most: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, target: Any = None
+) -> int:
+    """Let the next step run in at most as many microbatches as its batch has rows: the last one may have few."""
+    own = count_for(most, args, kwargs or {}, target, {})
+    count: int = pipe.deployment.replicas.same_count(lambda: own or most)
+    pipe.deployment.programs.take(count)
+    return count

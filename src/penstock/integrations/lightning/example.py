@@ -1,0 +1,37 @@
+"""A batch of the data to cut a model by, before Lightning has set up its loaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from penstock.checkpoint.generators import restore_generators, states_of_generators
+from penstock.errors import UsageError
+
+__all__ = ["example_batch", "rows_of"]
+
+
+def example_batch(trainer: Trainer, rows: int) -> Any:
+    """The first rows of what the trainer is about to run on; random numbers stay as they were."""
+    loop: Any = trainer._active_loop
+    loader: Any = loop._data_source.dataloader()
+    while isinstance(loader, (list, tuple)) and len(loader) == 1:
+        loader = loader[0]
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"the model is cut by a batch of its data, and none can be taken from a {type(loader).__name__}; pass "
+            f"PipelineStrategy(example=batch) with one as a step gets it"
+        )
+    before = states_of_generators()
+    batch = next(iter(DataLoader(loader.dataset, batch_size=rows, collate_fn=loader.collate_fn)))
+    restore_generators(before)
+    return batch
+
+
+def rows_of(batch: Any) -> int:
+    """How many rows a batch has: its first tensor's."""
+    return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)

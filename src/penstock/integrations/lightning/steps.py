@@ -1,0 +1,68 @@
+"""A LightningModule's steps as the forward of a model that can be cut.
+
+`training_step` is code of the user: it calls submodules, computes a loss and logs numbers. Run as a forward, it is cut
+like any other; its output, on the last stage, is the loss and what was logged. So a LightningModule needs no change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+
+__all__ = ["TRAINING", "Logged", "Steps", "follow_log"]
+
+Logged = dict[str, tuple[Any, dict[str, Any]]]  # name -> a number, and the options of log()
+
+_now: ContextVar[Logged] = ContextVar("logged")  # of the step that runs; not in the module, whose state is watched
+TRAINING = "training_step"
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Steps(nn.Module):
+    """A model whose forward is one of the steps of a LightningModule."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: str, batch: Any, *rest: Any) -> dict[str, Any]:
+        logged: Logged = {}
+        token = _now.set(logged)
+        try:
+            output = getattr(self.module, step)(batch, *rest)
+        finally:
+            _now.reset(token)
+        if step != TRAINING:
+            return {"output": output, "logged": logged}
+        return {"loss": output.get("loss") if isinstance(output, Mapping) else output, "logged": logged}
+
+
+def follow_log(module: LightningModule) -> None:
+    """From here on, what the module logs inside a step goes with the step's output, and later to Lightning's own."""
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        logged = _now.get(None)
+        if logged is None:
+            type(module).log(module, name, value, *args, **options)
+            return
+        if args:
+            raise UsageError(f"log({name!r}, ...): pass options by keyword, such as prog_bar=True")
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.detach().reshape(())
+        elif not isinstance(value, (int, float)):
+            raise UsageError(
+                f"log({name!r}) was given a {type(value).__name__}; inside a step of a pipeline, log a number or a "
+                f"tensor of one: the ranks have no metric in common"
+            )
+        strange = [key for key, option in options.items() if not isinstance(option, PLAIN)]
+        if strange:
+            raise UsageError(f"log({name!r}, {strange[0]}=...): inside a step of a pipeline, options are plain values")
+        logged[name] = (value, options)
+
+    module.__dict__["log"] = log

@@ -1,0 +1,234 @@
+"""What a unit keeps on itself from call to call, and who else reads it.
+
+A counter, a moving average or a list that a unit changes in its forward is right where the unit runs. Code on another
+stage that reads it (the code between the units, another unit) would see what it was at the start, or on threads what
+it happens to be. So every access to attributes is followed while the example runs. What one unit keeps and others read
+is one more thing that they need of it. It cannot be sent, because a read before the unit's call means the value of the
+microbatch before: the plan has writer and readers on one stage, or refuses.
+
+Tensors are followed by marks, as what units return is. Of numbers and containers nothing tells what becomes of them:
+all that comes after the read depends on them. What is written in the first of two runs only is a cache, and no state.
+And what others read may not change in training where it did not with the example (see `guard`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from penstock.errors import ModelError
+from penstock.model.replay.recording.access import watch_access
+from penstock.model.replay.recording.calls import STATE, KeptState, Mark, Recording
+from penstock.model.replay.recording.snapshot import changes_in_place, frozen
+from penstock.model.replay.recording.tensors import tensors_in
+from penstock.model.replay.recording.watch import UnitMarks
+from penstock.model.replay.tree import OWN
+from penstock.model.replay.unit_state.glue_state import GlueState
+
+Key = tuple[str, str] | int  # a module's name and an attribute of it; of what changes in place, its identity
+
+
+class Access(NamedTuple):
+    """One read or write of an attribute, or of what it holds."""
+
+    who: str | None  # the unit in whose call it was; None: the code between them
+    position: int  # how many calls came before
+    holder: str  # the module that has the attribute
+    copy: int  # and which copy of that module; 0: the one that runs
+
+
+class _AccessLog:
+    """All accesses of one run."""
+
+    def __init__(self, marks: UnitMarks) -> None:
+        self.marks = marks
+        self.reads: dict[Key, set[Access]] = {}
+        self.writes: dict[Key, set[Access]] = {}
+        self.states: list[Key] = []  # of tensors: what (STATE, number) stands for
+        self.names: dict[int, str] = {}  # of containers
+        self.touched: dict[int, tuple[Any, Any, Access]] = {}  # containers, since a unit was last called or returned
+
+    def name(self, key: Key) -> str:
+        return self.names[key] if isinstance(key, int) else ".".join(filter(None, key))
+
+    def writers(self, key: Key) -> set[str]:
+        return {access.who for access in self.writes.get(key, ()) if access.who is not None}
+
+    def outside(self, key: Key) -> list[Access]:
+        """Reads by others than the one unit that writes it."""
+        writers = self.writers(key)
+        return [access for access in self.reads.get(key, ()) if {access.who} != writers]
+
+    def needs(self, unit: str | None, marks: Iterable[Mark]) -> Iterator[Key]:
+        """The kept tensors among what a unit call, or the output, needs of others."""
+        for kind, number in marks:
+            if kind == STATE and self.writers(self.states[number]) != {unit}:
+                yield self.states[number]
+
+
+class SharedState:
+    """Follows what units keep, through the runs of a recording."""
+
+    def __init__(self, model: nn.Module, tree: nn.Module) -> None:
+        first = {id(module): name for name, module in model.named_modules()}
+        twins = dict(tree.named_modules(remove_duplicate=False))
+        self._names = dict(first)  # what hangs in the tree twice has one
+        for name, module in model.named_modules(remove_duplicate=False):
+            if name in twins:
+                self._names.setdefault(id(twins[name]), first[id(module)])
+        self._modules = list({id(each): each for each in [*twins.values(), *model.modules()]}.values())
+        asked = {name: twin for name, twin in twins.items() if getattr(type(twin), "is_asked", False)}
+        self._unit_of = {self._names[id(inner)]: name for name, twin in asked.items() for inner in twin.modules()}
+        self._logs: list[_AccessLog] = []
+        self._held: list[Any] = []
+
+    @contextmanager
+    def follow(self, marks: UnitMarks, carried: GlueState) -> Iterator[None]:
+        log = _AccessLog(marks)
+        self._logs.append(log)
+        for module in self._modules:
+            holder = self._names[id(module)]
+            values = {**vars(module), **module._buffers} if holder in self._unit_of else {}
+            for name, value in values.items():
+                for tensor in tensors_in(value, 1) if name not in OWN else ():
+                    marks.put(tensor, (STATE, len(log.states)))
+                    log.states.append((holder, name))
+
+        def tell(module: nn.Module, name: str, written: bool) -> None:
+            if not marks.quiet and id(module) in self._names:  # and no copy that was made of one
+                self._note(log, module, name, written)
+                if not written:
+                    carried.read(module, name, len(marks.recording.calls))
+
+        with watch_access(self._modules, tell):
+            yield
+        self.pause()
+        for storage, units in marks.written_by.items():
+            for kind, number in marks.marks.get(storage, ()):
+                for unit in units if kind == STATE else ():
+                    log.writes.setdefault(log.states[number], set()).add(Access(unit, 0, unit, 0))
+
+    def _note(self, log: _AccessLog, module: nn.Module, name: str, written: bool) -> None:
+        marks = log.marks
+        who = marks.inside if marks.inside is not None else marks.free
+        access = Access(who, len(marks.recording.calls), self._names[id(module)], id(module))
+        (log.writes if written else log.reads).setdefault((access.holder, name), set()).add(access)
+        value = vars(module).get(name)
+        if not written and changes_in_place(value):
+            log.reads.setdefault(id(value), set()).add(access)
+            log.names.setdefault(id(value), log.name((access.holder, name)))
+            if id(value) not in log.touched:
+                self._held.append(value)  # as long as it lives, the number is its own
+                log.touched[id(value)] = (value, frozen(value), access)
+
+    def pause(self, unit: str = "", changed: Iterable[str] = ()) -> None:
+        """A unit is about to run, or has run and changed these attributes; and whoever ran may have filled lists."""
+        log = self._logs[-1]
+        for value, before, access in log.touched.values():
+            if frozen(value) != before:
+                log.writes.setdefault(id(value), set()).add(access)
+        log.touched.clear()
+        for name in changed:
+            holder, _, attribute = ".".join(filter(None, (unit, name))).rpartition(".")
+            log.writes.setdefault((holder, attribute), set()).add(Access(unit, 0, holder, 0))
+
+    def shared(self) -> list[Key]:
+        """What the first run has written and others read; if anything, a second one tells state from caches."""
+        log = self._logs[0]
+        recording = log.marks.recording
+        used = set(log.needs(None, recording.output))
+        used.update(key for call in recording.calls for key in log.needs(call.unit, call.needs))
+        return [key for key in log.writes if log.writers(key) and (key in used or log.outside(key))]
+
+    def settle(self, recording: Recording) -> None:
+        """After all runs: put what is shared into the recording, or refuse it."""
+        log = self._logs[0]
+        everywhere = {call.unit for call in recording.calls if call.glue}
+        moving = [key for key in self.shared() if all(each.writers(key) for each in self._logs)]
+        marks: dict[Key, Mark] = {}
+        for key in moving:
+            _check_copies(log, key)
+            if log.writers(key) <= everywhere:
+                _check_order(log, recording, key)
+            else:
+                marks[key] = (STATE, len(recording.states))
+                recording.states.append(KeptState(log.name(key), frozenset(log.writers(key))))
+        tensors = set(log.states)
+        plain = {key: mark for key, mark in marks.items() if key not in tensors}
+
+        def settled(needs: frozenset[Mark], unit: str | None, position: int) -> frozenset[Mark]:
+            kept = {marks[key] for key in log.needs(unit, needs) if key in marks}
+            for key, mark in plain.items():
+                for read in log.outside(key):
+                    between = read.who is None or read.who in everywhere
+                    if position >= read.position if between else position == read.position:
+                        kept.add(mark)
+            return frozenset(mark for mark in needs if mark[0] != STATE) | kept
+
+        for number, call in enumerate(recording.calls):
+            call.needs = settled(call.needs, call.unit, number)
+        recording.output = settled(recording.output, None, len(recording.calls))
+        self._check_glue(log)
+        self._guard(log, recording, set(moving))
+
+    def _check_glue(self, log: _AccessLog) -> None:
+        """The code between units may set a unit's own attributes, which it does on every stage, and no inner ones."""
+        for key, writes in log.writes.items():
+            unit = self._unit_of.get(min(writes).holder) if all(write.who is None for write in writes) else None
+            if unit is None:
+                continue
+            if isinstance(key, int) or key[0] != unit:
+                raise ModelError(
+                    f"the code between the units changes {log.name(key)}, inside of {unit}, which stages on other "
+                    f"threads may be running; set an attribute of {unit} itself, or pass it as an argument"
+                )
+            if any(read.position < min(write.position for write in writes) for read in log.reads.get(key, ())):
+                raise ModelError(
+                    f"the code between the units keeps {log.name(key)} from one call of the model to the next; stages "
+                    f"end at their last unit and would not all see what it was set to. Let {unit} keep it in its own "
+                    f"forward, or pass it in as an input"
+                )
+
+    def _guard(self, log: _AccessLog, recording: Recording, moving: set[Key]) -> None:
+        """What others read of a unit that has left it alone."""
+        known = {log.name(key) for key in moving}
+        called = {call.unit for call in recording.calls if not call.glue}
+        for key, reads in log.reads.items():
+            unit = "" if isinstance(key, int) else self._unit_of.get(key[0], "")
+            if isinstance(key, int) or unit not in called or log.name(key) in known:
+                continue
+            by_glue = any(write.who is None for write in log.writes.get(key, ()))
+            if not by_glue and any(read.who != unit for read in reads):
+                inner = key[0][len(unit) :].lstrip(".")
+                recording.guarded.setdefault(unit, []).append((inner, key[1]))
+
+
+def _check_copies(log: _AccessLog, key: Key) -> None:
+    """The copy of a unit that runs has attributes of its own: what reaches it in another way does not see them."""
+    for read in sorted(log.outside(key), key=lambda read: read.position):
+        for write in sorted(log.writes[key], key=lambda write: write.who or ""):
+            if write.who in (None, read.who):
+                continue
+            within = not write.who or f"{read.holder}.".startswith(f"{write.who}.")
+            if not within or (write.copy and read.copy != write.copy):
+                reader = "the code between the units" if read.who is None else read.who
+                raise ModelError(
+                    f"{write.who} changes {log.name(key)} in its forward, and {reader} reads it; on another stage it "
+                    f"would have another value. Let {write.who} return it and pass it on as an argument, or let both "
+                    f"be one module"
+                )
+
+
+def _check_order(log: _AccessLog, recording: Recording, key: Key) -> None:
+    """What every stage runs and keeps has the right value everywhere from there on, and nowhere before."""
+    writers = log.writers(key)
+    last = max(number for number, call in enumerate(recording.calls) if call.unit in writers)
+    if any(read.position <= last for read in log.outside(key)):
+        raise ModelError(
+            f"{', '.join(sorted(writers))} keeps {log.name(key)} from one call of the model to the next; stages end at "
+            f"their last unit and would not all see what it was set to. Read it after the last call of "
+            f"{', '.join(sorted(writers))} only, or pass it in as an input"
+        )

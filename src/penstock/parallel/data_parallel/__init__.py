@@ -1,0 +1,1 @@
+"""Replicas of a pipeline: gradients added or sharded over them, and checks that they stay copies."""

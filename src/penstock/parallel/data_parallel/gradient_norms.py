@@ -1,0 +1,71 @@
+"""The norm of gradients that are spread over ranks: every number counted once, on whatever axis it is split.
+
+Each rank takes the norm of what it holds, apart for each set of axes along which that is a part and not the whole, and
+only these are joined along these axes. The numbers are exchanged over the links, so a lost rank is named here too, and
+all ranks join them in the same order: the result has the same bits everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.optim.norms import join_norms, norm_of
+from penstock.parallel.axis_link import AxisLink
+from penstock.parallel.data_parallel.reduce import local_of
+
+
+class Norms:
+    """The links of this rank, by axis; those that are missing have nothing spread over them."""
+
+    def __init__(self, links: Mapping[str, AxisLink]) -> None:
+        self._links = dict(links)
+
+    def of(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
+        """The norm of all of them, over every rank that holds a part of one."""
+        kinds: dict[frozenset[str], list[Tensor]] = {}
+        for gradient in gradients:
+            kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
+        norms = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
+        for axis, link in self._links.items():
+            answers = link.exchange({axes: each for axes, each in norms.items() if axis in axes})
+            apart: dict[frozenset[str], list[Any]] = {axes: [each] for axes, each in norms.items() if axis not in axes}
+            for axes in sorted({axes for each in answers for axes in each}, key=sorted):
+                whole = join_norms([each.get(axes) for each in answers], order)
+                apart.setdefault(axes - {axis}, []).append((whole.item(), whole.dtype))
+            norms = {axes: _joined(parts, order) for axes, parts in apart.items()}
+        return _joined([norms[axes] for axes in sorted(norms, key=sorted)], order)
+
+    def all_gather(self, call: str, value: Any) -> list[Any]:
+        """What all ranks that hold these parameters, or parts of them, say in this call."""
+        values = [value]
+        for link in self._links.values():
+            values = [each for several in link.all_gather(call, values) for each in several]
+        return values
+
+    def close(self) -> None:
+        """End the links that only this one uses."""
+        for axis, link in self._links.items():
+            if axis != "dp":
+                link.close()
+
+
+def _axes(gradient: Tensor) -> frozenset[str]:
+    """The axes along which this rank has only a part."""
+    if not isinstance(gradient, DTensor):
+        return frozenset()
+    names = gradient.device_mesh.mesh_dim_names or ()
+    return frozenset(
+        name for name, placement in zip(names, gradient.placements, strict=True) if not placement.is_replicate()
+    )
+
+
+def _joined(norms: Sequence[Any], order: float) -> tuple[float, torch.dtype] | None:
+    if not any(each is not None for each in norms):
+        return None
+    whole = join_norms(norms, order)
+    return whole.item(), whole.dtype

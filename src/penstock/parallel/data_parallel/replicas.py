@@ -1,0 +1,316 @@
+"""One step of a pipeline that has replicas: what is added, what is told, and how all of them fail together.
+
+All replicas run the same program, each on its own batch. They meet at the sharding actions of the program and at the
+end of the step, where each says what came of it. A replica whose step fails walks the rest of its program without
+computing, but takes part in every collective on the way: so the others' collectives end, all replicas learn of the
+failure at the end of the step, and the next step starts clean. A replica that cannot even do that (one of its
+ranks is lost) ends the link instead, and everybody leaves with its failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from penstock.errors import PeerFailure
+from penstock.group.agreement import agree
+from penstock.parallel.axis_link import AxisLink
+from penstock.parallel.data_parallel.checks import Checks
+from penstock.parallel.data_parallel.gradient_norms import Norms
+from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal, part_of
+from penstock.parallel.data_parallel.sharded import Sharder
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.replication import Alone, ReplicaReport, replica_report
+from penstock.runtime.engine.report import StepReport, failure_of
+from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.schedule import Action, Op, Schedule, insert_shards
+
+COMPARISONS = 2  # of what replicas measure by, and of what their batches weigh
+
+
+class Replicas(Alone):
+    """This rank's part. `weighing`: when in a step its batch's weight is told, "before", "during" or "never"."""
+
+    sets_aside = True
+
+    def __init__(
+        self,
+        executor: Executor,
+        link: AxisLink | None,
+        reducer: Reducer,
+        sharder: Sharder | None,
+        norms: Norms,
+        weighing: Callable[[], str],
+        shards: AxisLink | None = None,
+        loss_parallel: bool = False,
+    ) -> None:
+        self._executor = executor
+        self._link = link
+        self._reducer = reducer
+        self._sharder = sharder
+        self._norms = norms
+        self._shards = shards
+        self._loss_parallel = loss_parallel
+        self._checks = Checks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
+        self._weighing = weighing
+        self._weighs = False
+        self._total: tuple[list[Tensor], Any] | None = None
+        self._comparisons = 0  # that replicas have before them in this step
+        self._failure: PeerFailure | None = None  # of this step
+        self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
+        if sharder is not None:
+            sharder.waiting = self._waiting
+        if link is not None:
+            self.replicas, self.index = link.size, link.index
+        self.leads = all(each is None or each.index == 0 for each in (link, shards))
+
+    # -- during a step
+
+    def ready(self) -> None:
+        self._checks.before()
+
+    def act(self, action: Action) -> None:
+        if self._sharder is not None:
+            with self._waiting(str(action)):
+                self._sharder.act(action)
+        if action.op is Op.REDUCE_GRAD:
+            self._reducer.start(action.stage)
+
+    def explain(self, error: BaseException) -> PeerFailure | None:
+        return None if self._shards is None else self._shards.explain(error)
+
+    def fail(self, failure: PeerFailure) -> None:
+        if self._shards is not None and self._executor.computing:
+            self._shards.abort(failure)  # the other parts of these tensors wait for this one, in the middle of a stage
+        self._failure = failure
+        if self._weighs and self._total is None:
+            self.total(0.0)
+
+    def drain(self, action: Action) -> None:
+        if action.op in (Op.B, Op.I) and self._executor.stages[action.stage].is_last:
+            self._answer()
+        if not action.op.is_sharding or (action.op is Op.REDUCE_GRAD and self._checks.apart):
+            return
+        if self._sharder is not None:
+            with self._waiting(str(action)):
+                self._sharder.drain(action)
+        if action.op is Op.REDUCE_GRAD:
+            self._reducer.drain(action.stage)
+
+    def _waiting(self, what: str) -> Any:
+        return nullcontext() if self._link is None else self._link.waiting(what)
+
+    def total(self, weight: float) -> Callable[[], float]:
+        link = self._link
+        if link is None:
+            return lambda: weight
+        parts = [torch.zeros(1, dtype=torch.float64) for _ in range(link.size)]
+        work = dist.all_gather(parts, torch.tensor([weight], dtype=torch.float64), group=link.group, async_op=True)
+        self._total = (parts, work)
+        return self._summed
+
+    def _summed(self) -> float:
+        assert self._total is not None
+        assert self._link is not None
+        parts, work = self._total
+        self._link.wait(work, "the sum of the batches' weights")
+        return sum(part.item() for part in parts)
+
+    def compare(self, value: Any) -> list[Any]:
+        if self._link is None:
+            return [value]
+        self._comparisons -= 1
+        answers = self._link.exchange(value)
+        for each in answers:
+            if isinstance(each, ReplicaReport):
+                self._comparisons, self._met = 0, True  # that was its last word in this step
+                raise each.failure or PeerFailure(self._executor.rank, "a replica has no loss in this call; others do")
+        return answers
+
+    def _answer(self) -> None:
+        """In a step that has failed: others may wait to compare."""
+        if self._comparisons and self._link is not None and self._failure is not None:
+            self._comparisons, self._met = 0, True
+            self._link.exchange(ReplicaReport(failure=self._link.named(self._failure)))
+
+    # -- around it
+
+    @contextmanager
+    def step(self, program: Schedule, training: bool) -> Iterator[Self]:
+        self._check_whole()
+        self._begin(program, training)
+        try:
+            with self._computing:
+                if self._shards is not None:
+                    self._computing.enter_context(self._shards.inside())
+                if self._loss_parallel:
+                    self._computing.enter_context(loss_parallel())
+                yield self
+        except BaseException as error:
+            self._tell(error)
+            self._undo()
+            named = self._named(error)
+            if named is not error:
+                raise named from named.__cause__
+            raise
+
+    def end(self, reports: Sequence[StepReport]) -> None:
+        self._computing.close()
+        mine = replica_report(reports, self._count)
+        sharded = 0 if self._sharder is None else self._sharder.present
+        mine.more = (self._reducer.present, sharded, self._checks.says())
+        self.replica_reports = self._meet(mine)
+        self._finish()
+
+    def _begin(self, program: Schedule, training: bool) -> None:
+        """What earlier steps added is set aside: it has been reduced."""
+        self._count, self._training = program.microbatches, training
+        self._computing = ExitStack()  # what holds while this replica computes
+        self._total = None
+        self._met = False
+        self._weighs = self._link is not None and self._weighing() == "before"
+        self._comparisons = COMPARISONS if self._weighing() == "during" else 0
+        self._failure = None
+        if self._sharder is not None:
+            self._sharder.begin()
+        self._earlier = []
+        if training:
+            self._reducer.begin(program, self._executor.rank)
+            sharded = () if self._sharder is None else self._sharder.parameters
+            for parameter in (*self._reducer.parameters, *sharded):
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _meet(self, mine: ReplicaReport) -> list[ReplicaReport]:
+        """The end of the step, for all replicas; raises the first failure of another."""
+        if self._link is None:
+            return [mine]
+        answers = self._link.exchange(mine)
+        self._met = True
+        for number, each in enumerate(answers):
+            if each.failure is not None and number != self.index:
+                raise each.failure
+        return answers
+
+    def _finish(self) -> None:
+        if self._weighs and self._total is not None:
+            self._summed()
+        if not self._training:
+            return
+        self._checks.same([each.more[2] for each in self.replica_reports])
+        self._reducer.finish()
+        self._checks.after()
+        here, sharded = 0, 0
+        for each in self.replica_reports:
+            here |= each.more[0]
+            sharded |= each.more[1]
+        count = len(self._reducer.parameters)
+        for place, (parameter, earlier) in enumerate(self._earlier):
+            had = here >> place & 1 if place < count else sharded >> (place - count) & 1
+            if not had:
+                parameter.grad = earlier
+            elif earlier is not None and parameter.grad is not None:
+                local_of(parameter.grad).add_(local_of(earlier))
+        self._earlier = []
+
+    def _tell(self, error: BaseException) -> None:
+        """The step has failed here, or another replica said that it has there."""
+        link, own = self._link, self._executor.transport.broken
+        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
+        if self._shards is not None and own is not None:
+            self._shards.abort(failure)
+        if link is None or link.broken is not None:
+            return
+        failure = link.named(failure)
+        if own is not None:
+            link.abort(failure)
+            return
+        with suppress(PeerFailure):
+            if not self._met:
+                link.exchange(ReplicaReport(failure=failure))
+            if self._weighs and self._total is not None:
+                self._summed()
+            self._reducer.finish(discard=True)
+
+    def _undo(self) -> None:
+        """No gradient of a step that failed stays."""
+        if self._sharder is not None:
+            self._sharder.reset()
+        for parameter, earlier in self._earlier:
+            parameter.grad = earlier
+        self._earlier = []
+
+    def _named(self, error: BaseException) -> BaseException:
+        """A failure of this replica says so."""
+        if not isinstance(error, PeerFailure):
+            return error
+        named = error
+        for link in (self._link, self._shards):
+            named = named if link is None else link.named(named)
+        named.__cause__ = error.__cause__
+        return named
+
+    def _check_whole(self) -> None:
+        for link in (self._link, self._shards):
+            if link is not None and link.broken is not None:
+                raise after_loss(link.broken)
+
+    def same_count(self, count: Callable[[], int]) -> int:
+        link = self._link
+        if link is None:
+            return count()
+        self._check_whole()
+
+        def describe(error: BaseException) -> PeerFailure:
+            failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
+            failure = link.named(failure)
+            if self._executor.transport.broken is not None:
+                link.abort(failure)
+            return failure
+
+        return min(agree(count, link.exchange, describe=describe, refuse=lambda _, failure: failure))
+
+    # -- beside steps
+
+    def lowered(self, program: Schedule) -> Schedule:
+        return program if self._sharder is None else insert_shards(program, self._sharder.window)
+
+    def part_of(self, value: Any, current: Any) -> Any:
+        return part_of(value, current)
+
+    def whole(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        with ExitStack() as stack:
+            for link in (self._link, self._shards):
+                if link is not None:
+                    stack.enter_context(link.waiting("the collection of the model"))
+            return value.full_tensor()
+
+    def first_has(self, value: Tensor) -> Tensor:
+        if self._link is None:
+            return value
+        copy = value.detach().clone()
+        make_equal([copy], self._link)
+        return copy
+
+    def loaded(self, values: Sequence[Any]) -> None:
+        self._checks.loaded(values)
+
+    def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
+        return self._norms.of(gradients, order, foreach)
+
+    def all_gather(self, call: str, value: Any) -> list[Any]:
+        return self._norms.all_gather(call, value)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._norms.close()

@@ -1,0 +1,218 @@
+"""Sharded data parallelism: torch's FSDP2, driven by the program and by nothing else.
+
+`fully_shard` brings the sharded parameters, the all-gather, the reduce-scatter and the mixed precision. It also
+brings hooks that decide for themselves when to gather, to free and to reduce: before every forward, after every
+backward of every microbatch. In a pipeline these moments are planned (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) and
+proved, so the hooks are taken off, and each action calls the one thing that it means. Parameters are whole from their
+UNSHARD to their RESHARD; gradients add up over microbatches in the whole parameters, and are reduced once.
+
+This file, `fsdp_groups` and `wrapped` are the only ones that know how FSDP2 looks inside.
+
+Two things stay whole, and are reduced as in plain data parallelism: parameters that several stages share, because a
+group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, RunError
+from penstock.model.part import StagePart
+from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.stage import Run
+from penstock.schedule import Action, Op
+
+
+def check_shardable(parts: Mapping[int, StagePart], precise: bool, shared: set[nn.Parameter]) -> None:
+    """Refuse, before anything is changed, what FSDP2 would refuse in words of its own or get wrong."""
+    for stage, part in parts.items():
+        module = part.module
+        own = [parameter for parameter in module.parameters() if parameter not in shared]
+        dtypes = {str(parameter.dtype) for parameter in own if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise ModelError(
+                f"stage {stage} has trained parameters of {' and '.join(sorted(dtypes))}; FSDP reduces one dtype a "
+                f"stage: cast them to one, or use replicate='ddp'"
+            )
+        if precise and any(parameter in shared for parameter in module.parameters()):
+            raise ModelError(
+                f"stage {stage} has parameters that are tied across stages (or scalars), which stay whole and are not "
+                f"cast by ParallelOptions(shard_precision=); use precision='bf16' instead"
+            )
+        for name, parameter in module.named_parameters():
+            hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if parameter not in shared and hooks:
+                raise ModelError(
+                    f"{part.names.get(name, name)} of stage {stage} has a hook, which "
+                    f"ParallelOptions(replicate='fsdp') cannot call: a shard takes the parameter's place. Change "
+                    f"gradients between step() and optimizer.step(), or use replicate='ddp'"
+                )
+            if parameter not in shared and not getattr(parameter, "_local_tensor", parameter).is_contiguous():
+                raise ModelError(
+                    f"{part.names.get(name, name)} of stage {stage} has shape {tuple(parameter.shape)} with strides "
+                    f"{parameter.stride()} (a transposed or channels_last weight), and FSDP shards contiguous "
+                    f"parameters only; set parameter.data = parameter.data.contiguous(), or use replicate='ddp'"
+                )
+
+
+class Sharder:
+    """The sharded stages of one rank."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        mesh: Any,
+        window: int,
+        precision: MixedPrecisionPolicy | None,
+        whole: set[nn.Parameter],
+    ) -> None:
+        self.window = window
+        self._groups: dict[int, list[Any]] = {}
+        self._modules: dict[int, Any] = {}
+        self._done: set[int] = set()
+        self._fills = precision is not None and precision.param_dtype is not None
+        for index, stage in executor.stages.items():
+            module: Any = stage.module
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=False,
+                mp_policy=precision or MixedPrecisionPolicy(),
+                ignored_params=whole,
+            )
+            module.set_gradient_divide_factor(1.0)  # the seeds of the backward have weighed the replicas already
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True)
+            state = module._get_fsdp_state()
+            state._pre_forward_hook_handle.remove()
+            state._post_forward_hook_handle.remove()
+            state._lazy_init()
+            self._modules[index] = module
+            self._groups[index] = state._fsdp_param_groups
+            for group in state._fsdp_param_groups:
+                group.reshard_after_backward = False  # RESHARD says when
+            if precision is not None:
+                stage.wrap = _Casts(precision).wrap
+        self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
+        self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
+        self.present = 0
+
+    def begin(self) -> None:
+        self._done.clear()
+        self.present = 0
+
+    @property
+    def managed(self) -> list[nn.Parameter]:
+        """All sharded parameters, also those that are frozen for now."""
+        return [each.sharded_param for each in self._all()]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters that are trained, in the order of their bits in `present`."""
+        return [each.sharded_param for each in self._trained()]
+
+    def _all(self) -> Iterator[Any]:
+        for groups in self._groups.values():
+            for group in groups:
+                yield from group.fsdp_params
+
+    def _trained(self) -> Iterator[Any]:
+        return (each for each in self._all() if each.sharded_param.requires_grad)
+
+    def act(self, action: Action) -> None:
+        stage = action.stage
+        if action.op is Op.UNSHARD:
+            handle = self._modules[stage].unshard(async_op=True)
+            if handle is not None:
+                self._gathering[stage] = partial(self._wait, handle, str(action))
+            return
+        self.before(stage)
+        if action.op is Op.RESHARD:
+            self._modules[stage].reshard()
+        else:
+            self._note(stage)
+            self._reduce(stage)
+
+    def _wait(self, handle: Any, what: str) -> None:
+        with self.waiting(what):  # a compute is where this ends, and it must not look busy meanwhile
+            handle.wait()
+
+    def drain(self, action: Action) -> None:
+        """The step has failed here: the collective of this action is due all the same."""
+        if action.op is not Op.REDUCE_GRAD:
+            self.act(action)
+        elif action.stage not in self._done:
+            self.before(action.stage)
+            forget_gradients(self._groups[action.stage])
+            self._reduce(action.stage)
+
+    def _note(self, stage: int) -> None:
+        mine = {id(each) for group in self._groups[stage] for each in group.fsdp_params}
+        for place, each in enumerate(self._trained()):
+            if id(each) in mine and (each.unsharded_accumulated_grad is not None or _whole(each).grad is not None):
+                self.present |= 1 << place
+
+    def _reduce(self, stage: int) -> None:
+        self._done.add(stage)
+        for group in self._groups[stage]:
+            group.post_backward()
+            group.finalize_backward()
+            group._training_state = type(group._training_state).IDLE
+
+    def before(self, stage: int) -> None:
+        """The stage is about to compute: wait until its parameters are complete, if that is under way."""
+        wait = self._gathering.pop(stage, None)
+        if wait is not None:
+            wait()
+
+    def after(self, stage: int) -> None:
+        """After a backward: low-precision gradients are added up in the precision that they are reduced in."""
+        if self._fills:
+            add_up(self._groups[stage])
+
+    def reset(self) -> None:
+        """After a failed step: sharded, and without gradients."""
+        for stage, module in self._modules.items():
+            self._gathering.pop(stage, None)
+            forget_gradients(self._groups[stage])
+            with suppress(RuntimeError):  # where the group is lost, there is nothing to wait for
+                module.reset_iter_state()
+
+
+def _whole(each: Any) -> Tensor:
+    """FSDP's whole parameter; it exists once the stage has been gathered."""
+    if not hasattr(each, "_unsharded_param"):
+        raise RunError("gradients are reduced before the stage was ever whole")
+    whole: Tensor = each._unsharded_param
+    return whole
+
+
+class _Casts:
+    """What FSDP's hooks do about dtypes, at the boundary of a stage."""
+
+    def __init__(self, policy: MixedPrecisionPolicy) -> None:
+        self._inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        self._outputs = policy.output_dtype
+
+    def wrap(self, run: Run) -> Run:
+        def cast(arrived: Any, args: Any, kwargs: Any) -> dict[int, Any]:
+            arrived, args, kwargs = _to(self._inputs, (dict(arrived), args, dict(kwargs)))
+            emitted: dict[int, Any] = _to(self._outputs, run(arrived, args, kwargs))
+            return emitted
+
+        return cast
+
+
+def _to(dtype: torch.dtype | None, value: Any) -> Any:
+    if dtype is None:
+        return value
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)

@@ -1,0 +1,1 @@
+"""Tensors spread over ranks: which layers, how, and how such values cross between stages."""

@@ -1,0 +1,97 @@
+"""How the arguments of a `Pipeline` become stages on ranks, in order: world, cut, schedule, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from penstock.group.choose_schedule import choose_schedule
+from penstock.group.searched_cut import searched_cut
+from penstock.group.world import World
+from penstock.model.balance.request import Balancing
+from penstock.model.cut import cut_model
+from penstock.model.split import Split
+from penstock.optim.precision import precision_of
+from penstock.parallel.composition import Composition
+from penstock.pipeline.arguments import alike, first_count
+from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.programs import Programs
+from penstock.runtime.batch.microbatch import plain_example
+from penstock.runtime.engine.ranks import LocalRanks
+from penstock.runtime.loss.module import loss_holding
+from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
+from penstock.runtime.state.randomness import Clock
+from penstock.schedule import Schedule, Topology
+
+
+class Construction:
+    """One pipeline on its way; `given` has the arguments of `Pipeline` by name."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = asked = SimpleNamespace(**given)
+        self.composition = Composition(asked.mesh, asked.parallel_options)
+        replicated = self.composition.replicate is not None
+        self._count = first_count(asked.batch_options.split, asked.microbatches, asked.schedule, replicated)
+        self.world = World.find(asked.group, asked.mesh, asked.transport, asked.timeout)
+        self.measures = self.world.is_first and self.composition.is_first  # whether this process measures for all
+        self._precision = precision_of(asked.precision)
+        self.settings = {
+            **alike(given),
+            "transport": self.world.way or "no choice",
+            "precision": str(self._precision or "the caller's"),
+        }
+        speeds = asked.cut_options.speeds
+        self._searched = searched_cut(asked.schedule, asked.balance, self._count, asked.ranks, self.world, speeds)
+
+    def _choose(self, topology: Topology, count: int | None) -> Schedule:
+        found = None if self._searched is None else self._searched.schedule(count)
+        schedule = self._given.schedule if found is None else found
+        return choose_schedule(schedule, topology, count, self._given.ranks, self.world)
+
+    def cut(self) -> Split:
+        """The model as stages."""
+        asked, composition = self._given, self.composition
+        batch_norm = asked.batch_options.batch_norm
+        group = composition.norm_group(batch_norm, asked.batch_options.batch_norm_group)
+        prepare_batch_norm(asked.model, batch_norm, group)
+        cut = cut_model(
+            asked.model,
+            asked.stages,
+            balance=Balancing(
+                asked.balance,
+                asked.cut_options.speeds,
+                asked.cut_options.optimizer,
+                schedule_for=lambda stages: self._choose(Topology.chain(stages), self._count),
+                agree=lambda numbers: composition.first_says(self.world.first_says(numbers)),
+                measures=self.measures,
+                search=None if self._searched is None else self._searched.cuts,
+            ),
+            example=plain_example(asked.example),
+            split_at=asked.split_at,
+            options=asked.cut_options,
+        )
+        return replace(cut, loss=loss_holding(asked.loss_fn, cut))
+
+    def deploy(self, cut: Split) -> Deployment:
+        """The stages on their ranks, with the programs that run them."""
+        asked, composition = self._given, self.composition
+        composition.look_at(cut.parts)
+        chosen = self._choose(cut.topology, self._count)
+        programs = Programs(
+            chosen,
+            lambda count: self._choose(deployment.split.topology, count),
+            composition.lowered,
+            lambda always: whole_stages(cut.parts, always=always),
+        )
+        clock = Clock(torch.initial_seed() if asked.seed is None else asked.seed)
+        places = {rank: torch.device(device) for rank, device in enumerate(asked.devices or ())}
+        transports = self.world.transports(chosen.ranks, asked.devices)
+        local = LocalRanks(cut, chosen.placement, transports, clock, places)
+        local.precision = self._precision
+        local.keeps_casts = composition.replicate != "fsdp"
+        deployment = Deployment(self.world, cut, programs, local, clock, places)
+        return deployment

@@ -1,0 +1,245 @@
+"""Channels between stages, and the ledger that each end of one keeps.
+
+A channel is a directed edge between two stages for one direction of traffic. The k-th message that is sent on it
+belongs to the k-th receive that is posted on it, and every message says which step and microbatch it is for, so a
+mistaken order is an error (`MessageError`) and never a swapped tensor. Different channels never mix and never hold each
+other up.
+
+An `Incoming` end knows which receives are posted, an `Outgoing` one what waits to be sent. How bytes move is up to the
+classes below them: one pair per way that there is (threads, gloo, shared memory). The executor calls `post` and `send`
+of the ends themselves, and the mailbox `receive`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from penstock.errors import MessageError, PeerFailure, RunError, UsageError
+from penstock.messages import plain
+from penstock.runtime.transport.failure.interrupts import uninterrupted
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One directed edge between two stages on different ranks, for one kind of traffic."""
+
+    source_stage: int
+    target_stage: int
+    direction: Literal["F", "B"]
+    source_rank: int
+    target_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.direction} of stage {self.source_stage} to {self.target_stage}"
+
+    def send_action(self, microbatch: int) -> str:
+        """The action that sends on this channel, in the notation of schedules."""
+        return f"{self.source_stage}SEND_{self.direction}{microbatch}"
+
+    def receive_action(self, microbatch: int) -> str:
+        """The action that receives from this channel, in the notation of schedules."""
+        return f"{self.target_stage}RECV_{self.direction}{microbatch}"
+
+
+plain.record(Channel, source_stage=int, target_stage=int, direction=str, source_rank=int, target_rank=int)
+
+
+class Incoming(ABC):
+    """The receiving end of a channel."""
+
+    def __init__(self, edge: Channel) -> None:
+        self.edge = edge
+        self.posted: dict[int, Any] = {}  # by microbatch, in the order of posting: what is known of its message
+        self.count = 0  # receives posted in this step
+
+    @uninterrupted
+    def post(self, microbatch: int) -> None:
+        """A RECV action: make ready for the next message. Never blocks."""
+        if microbatch in self.posted:
+            raise UsageError(f"{self.edge.receive_action(microbatch)} is posted already")
+        self.posted[microbatch] = self._post(microbatch)
+        self.count += 1
+
+    @abstractmethod
+    def _post(self, microbatch: int) -> Any:
+        """Make ready; returns what is to be known of the message, None if nothing is before it has come."""
+
+    @abstractmethod
+    def receive(self, microbatch: int) -> Any:
+        """Wait for the message, check that it is the due one, and return its value.
+
+        Posts the receive first where that has not been done. Tensors are leaves, with `requires_grad` as it was at the
+        sender. Raises the sender's `PeerFailure` where the sender had nothing but that to send.
+        """
+
+    @abstractmethod
+    def discard(self, microbatch: int) -> PeerFailure | None:
+        """Take the message off the wire, posted or not, and drop it; returns the failure if it was one."""
+
+    def end_step(self) -> None:
+        """Count from 0 again."""
+        self.count = 0
+
+
+Message = TypeVar("Message")
+
+
+class QueuedIncoming(Incoming, Generic[Message]):
+    """A receiving end to which messages come one after the other, whoever asks for which of them first."""
+
+    def __init__(self, edge: Channel) -> None:
+        super().__init__(edge)
+        self.due: deque[int] = deque()  # microbatches posted whose messages have not come
+
+    def _take(self, microbatch: int) -> Message:
+        """The message that the receive of this microbatch was posted for; those that come before it are kept."""
+        posted, due = self.posted, self.due
+        if microbatch not in posted:
+            self.post(microbatch)
+        while posted[microbatch] is None:
+            posted[due[0]] = self._next(due[0], self.count - len(due), microbatch)
+            due.popleft()
+        message: Message = posted.pop(microbatch)
+        return message
+
+    @abstractmethod
+    def _next(self, expected: int, ordinal: int, wanted: int) -> Message:
+        """Wait for the next message, which must be number `ordinal` of the step and for microbatch `expected`.
+
+        A wait that is ended by Ctrl-C has taken nothing. `wanted` is the microbatch that somebody waits for.
+        """
+
+
+class Outgoing(ABC):
+    """The sending end of a channel."""
+
+    def __init__(self, edge: Channel) -> None:
+        self.edge = edge
+        self.ready: dict[int, Any] = {}  # by microbatch: values to be sent
+        self.count = 0  # messages sent in this step
+
+    @uninterrupted
+    def send(self, microbatch: int) -> None:
+        """A SEND action: the value that is ready for it leaves, and must not be changed in place after."""
+        if microbatch not in self.ready:
+            self.ready[microbatch] = None  # still owed
+            action = self.edge.send_action(microbatch)
+            raise RunError(f"{action}: nothing is ready to be sent; has a handler left out its compute?")
+        self._send(microbatch, self.ready[microbatch])
+        del self.ready[microbatch]
+        self.count += 1
+
+    @abstractmethod
+    def _send(self, microbatch: int, value: Any) -> None:
+        """Send the bytes of a value: any pytree of tensors, `None` and plain values."""
+
+    @property
+    def under_way(self) -> Sequence[int]:
+        """Microbatches that were sent and whose memory is still read; none where a send copies, or hands over."""
+        return ()
+
+    def send_failure(self, microbatch: int, failure: PeerFailure) -> None:
+        """Send, in the place of that message, the reason why there is none."""
+        self.ready.pop(microbatch, None)
+        self._send_failure(microbatch, failure)
+        self.count += 1
+
+    @abstractmethod
+    def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
+        """Send the bytes of the failure in the place of the message."""
+
+    def flush(self) -> Sequence[int]:
+        """Wait until all that was sent has left; microbatches that were written to before they had."""
+        return ()
+
+    def end_step(self) -> None:
+        """Count from 0 again."""
+        self.count = 0
+
+
+In = TypeVar("In", bound=Incoming)
+Out = TypeVar("Out", bound=Outgoing)
+
+
+class Ends(Generic[In, Out]):
+    """The ends of one program's channels that live on one rank, by the number of their channel."""
+
+    def __init__(
+        self,
+        channels: Sequence[Channel] = (),
+        rank: int = 0,
+        incoming: Mapping[int, In] | None = None,
+        outgoing: Mapping[int, Out] | None = None,
+    ) -> None:
+        self.channels = channels
+        self.program = zlib.crc32(repr(channels).encode())  # which program this is, in a number
+        self.rank = rank
+        self.incoming: Mapping[int, In] = incoming or {}
+        self.outgoing: Mapping[int, Out] = outgoing or {}
+
+    def receiving(self, channel: int) -> In:
+        """The receiving end of that channel."""
+        end = self.incoming.get(channel)
+        if end is None:
+            raise self._missing(channel, "receive")
+        return end
+
+    def sending(self, channel: int) -> Out:
+        """The sending end of that channel."""
+        end = self.outgoing.get(channel)
+        if end is None:
+            raise self._missing(channel, "send")
+        return end
+
+    def _missing(self, channel: int, wanted: str) -> UsageError:
+        if not 0 <= channel < len(self.channels):
+            return UsageError(f"channel {channel} is not open; {len(self.channels)} are")
+        edge = self.channels[channel]
+        ends = f"rank {edge.source_rank} to {edge.target_rank}"
+        return UsageError(f"rank {self.rank} cannot {wanted} on channel {channel} ({edge}), which goes from {ends}")
+
+    def counts(self) -> tuple[dict[int, int], dict[int, int]]:
+        """How many messages of each channel this rank has sent, and has taken, in this step."""
+        sent = {index: end.count for index, end in self.outgoing.items() if end.count}
+        taken = {index: end.count - len(end.posted) for index, end in self.incoming.items() if end.count}
+        return sent, taken
+
+    def end_step(self) -> None:
+        """Count from 0 again."""
+        for incoming in self.incoming.values():
+            incoming.end_step()
+        for outgoing in self.outgoing.values():
+            outgoing.end_step()
+
+    def check_idle(self, call: str) -> None:
+        """A posted receive cannot be taken back, so nothing may be posted where other channels are opened."""
+        for end in self.incoming.values():
+            if end.posted:
+                waiting = ", ".join(map(end.edge.receive_action, end.posted))
+                raise UsageError(f"{call} while {waiting} is posted; receive or discard it first")
+
+
+def wrong_message(channel: Channel, due: str, came: str) -> MessageError:
+    """What was due and what came: the two ranks disagree about the program."""
+    return MessageError(
+        f"rank {channel.target_rank} was due {due} on channel {channel} from rank {channel.source_rank}, "
+        f"but {came} came; both ranks must run the same program"
+    )
+
+
+def check_channels(channels: Sequence[Channel], ranks: int) -> tuple[Channel, ...]:
+    """Refuse channels that no transport can serve."""
+    for index, channel in enumerate(channels):
+        ends = (channel.source_rank, channel.target_rank)
+        if not all(0 <= end < ranks for end in ends):
+            raise UsageError(f"channel {index} ({channel}) joins ranks {ends}, but there are {ranks} ranks")
+        if channel.source_rank == channel.target_rank:
+            raise UsageError(f"channel {index} ({channel}) stays on rank {ends[0]}; that is a hand-over, not a send")
+    if len(set(channels)) != len(channels):
+        raise UsageError("the same channel is listed twice; each (stage, stage, direction) has one")
+    return tuple(channels)

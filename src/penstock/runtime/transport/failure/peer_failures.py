@@ -1,0 +1,90 @@
+"""A `PeerFailure` in the words of whoever has to tell of it: after a loss, with its place, with what each rank did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+
+from penstock.errors import PeerFailure
+from penstock.messages import plain
+from penstock.runtime.transport.channel import Channel
+from penstock.schedule import Action
+
+REBUILD = "the group must be rebuilt"
+
+
+def after_loss(loss: PeerFailure) -> PeerFailure:
+    """The same loss, as the answer to a later call."""
+    later = copy(loss)
+    if REBUILD not in loss.cause:
+        later.cause = f"{loss.cause}; {REBUILD}"
+    return copy(later)  # copied again, so that its text is made from the new cause
+
+
+def failure_from(text: bytes, peer: int) -> PeerFailure:
+    """The failure that a peer sent in the place of a message."""
+    try:
+        failure = plain.loads(text)
+    except plain.NotPlainError as error:
+        return PeerFailure(peer, f"it failed, and what it said of that cannot be read: {error}")
+    if not isinstance(failure, PeerFailure):
+        return PeerFailure(peer, f"it failed, and said no more than {type(failure).__name__}")
+    return failure
+
+
+def whole_again(error: BaseException) -> BaseException:
+    """The same error without the advice to rebuild the group, where that is not needed."""
+    if not isinstance(error, PeerFailure) or REBUILD not in error.cause:
+        return error
+    named = copy(error)
+    named.cause = error.cause.removesuffix(f"; {REBUILD}")
+    named = copy(named)
+    named.__cause__ = error.__cause__
+    return named
+
+
+def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
+    """The same failure at the action that the rank was at, where it could tell: that, not what others awaited of it."""
+    if action is None:
+        return failure
+    named = copy(failure)
+    named.stage, named.action, named.microbatch = action.stage, str(action), action.microbatch
+    return copy(named)  # copied again, so that its text is made with the place
+
+
+def placed(failure: PeerFailure, place: Mapping[str, int]) -> PeerFailure:
+    """The same failure with its replica and shard, where it has none."""
+    named = copy(failure)
+    for axis, number in place.items():
+        if getattr(named, axis) is None:
+            setattr(named, axis, number)
+    return copy(named)  # copied again, so that its text is made anew
+
+
+def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:
+    """The same failure with what each rank was doing."""
+    named = copy(failure)
+    named.report = "\n".join(["what each rank was doing:", *(f"  rank {rank}: {it}" for rank, it in enumerate(doing))])
+    return copy(named)  # copied again, so that its text is made with the report
+
+
+def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
+    """The rank that should have sent did not."""
+    return PeerFailure(
+        channel.source_rank,
+        f"{cause} while rank {channel.target_rank} waited in {channel.receive_action(microbatch)}",
+        stage=channel.source_stage,
+        action=channel.send_action(microbatch),
+        microbatch=microbatch,
+    )
+
+
+def lost_target(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
+    """The rank that should have received did not."""
+    return PeerFailure(
+        channel.target_rank,
+        f"{cause} while rank {channel.source_rank} waited in {channel.send_action(microbatch)}",
+        stage=channel.target_stage,
+        action=channel.receive_action(microbatch),
+        microbatch=microbatch,
+    )

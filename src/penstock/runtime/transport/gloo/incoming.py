@@ -1,0 +1,160 @@
+"""The receiving end of a channel over gloo: posted early, checked on arrival, built where it is used."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import MessageError, PeerFailure
+from penstock.messages.secret import has_secret
+from penstock.runtime.transport.channel import Channel, Incoming, wrong_message
+from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.failure.peer_failures import failure_from
+from penstock.runtime.transport.gloo.header import (
+    CHANGED,
+    DATA,
+    FAILURE,
+    HEADER,
+    MAGIC,
+    Header,
+    describe,
+    raw_header,
+    read_header,
+)
+from penstock.runtime.transport.gloo.messages import ExpectedLayouts, Part, Pending, has_end
+from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.layout.layout import Book, Layout
+from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
+
+_RECEIPT = torch.ones(1, dtype=torch.uint8)
+_END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing
+
+
+class GlooIncoming(Incoming):
+    """The receiving end of a channel. Buffers are made when a receive is posted and belong to the value then."""
+
+    posted: dict[int, Pending]
+
+    def __init__(
+        self, edge: Channel, tag: int, operations: Operations, book: Book, device: torch.device | None
+    ) -> None:
+        super().__init__(edge)
+        self._expected = ExpectedLayouts(edge, tag)
+        self._operations = operations
+        self._book = book
+        self._device = device
+
+    def _post(self, microbatch: int) -> Pending:
+        """Make ready for the next message, as far as it is predicted: even the value is built now.
+
+        What can be done here is off the critical path, which begins when the message comes.
+        """
+        expected, operations, edge = self._expected, self._operations, self.edge
+        layout = expected.of(self.count)
+        frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
+        due = HEADER.pack(
+            *(MAGIC, DATA, layout.checksum if layout else 0, 0, operations.step),
+            *(self.count, microbatch, *expected.identity),
+        )
+        directs: list[Part] = []
+        value = None
+        if layout is not None:
+            for home in layout.directs:
+                device = self._device if operations.travels_by_device(home.device) else None
+                directs.append(operations.receive_part(home.make_carrier(device), expected.tag, edge, microbatch))
+        peer = edge.source_rank
+        before, work = None, operations.receive(frame, peer, expected.tag, edge, microbatch)
+        if has_end(frame.numel()):
+            before, work = work, operations.receive(_END, peer, expected.tag, edge, microbatch)
+        if layout is not None and layout.comes_ready(operations.device_backend is not None):
+            value = layout.build(frame, [part.tensor for part in directs] if directs else (), self._device)
+        return Pending(due, value, layout, frame, work, directs, before)
+
+    @uninterrupted
+    def receive(self, microbatch: int) -> Any:
+        pending, header = self._arrive(microbatch)
+        if header is None:
+            layout = pending.layout
+            if layout is None or layout.comes_ready(self._operations.device_backend is not None):
+                return pending.value
+            return layout.build(pending.frame, [part.tensor for part in pending.directs], self._device)
+        if header.kind == CHANGED:
+            return self._take_changed(microbatch, header)
+        raise self._take_failure(microbatch, header)
+
+    def discard(self, microbatch: int) -> PeerFailure | None:
+        """Forget the message, but for the failure that it may be and for what it says of the layout."""
+        _, header = self._arrive(microbatch)
+        if header is None:
+            return None
+        if header.kind == FAILURE:
+            return self._take_failure(microbatch, header)
+        self._take_changed(microbatch, header)
+        return None
+
+    def _arrive(self, microbatch: int) -> tuple[Pending, Header | None]:
+        """Wait for a message with all its parts, and prove that it is the due one.
+
+        The header is None where all is as predicted, and else announces something different.
+        """
+        if microbatch not in self.posted:
+            self.post(microbatch)
+        pending, edge, peer = self.posted[microbatch], self.edge, self.edge.source_rank
+        # What comes last is waited for first (see `has_end`): the thread then sleeps and wakes once. (And each work
+        # only once: gloo would wait for a second arrival.)
+        self._operations.wait(pending.work, peer, edge, microbatch)
+        if pending.before is not None:
+            self._operations.wait(pending.before, peer, edge, microbatch)
+        if pending.directs:
+            for part in reversed(pending.directs):
+                self._operations.wait_part(part, peer, edge, microbatch)
+        raw = raw_header(pending.frame)
+        header = None
+        if raw != pending.due or pending.layout is None:
+            header = self._check(read_header(raw), read_header(pending.due))
+        del self.posted[microbatch]
+        return pending, header
+
+    def _check(self, came: Header, due: Header) -> Header:
+        """Refuse what is for another place; what is left announces a new layout or a failure."""
+        if came.magic == MAGIC and came[4:] == due[4:] and came.kind in (CHANGED, FAILURE):
+            return came
+        text = describe(came)
+        if came[4:] == due[4:]:
+            text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
+        error = wrong_message(self.edge, f"microbatch {due.microbatch}, number {due.ordinal} of step {due.step}", text)
+        operations = self._operations
+        operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=self.edge.target_stage))
+        raise error
+
+    def _take_changed(self, microbatch: int, header: Header) -> Any:
+        body = self._follow(microbatch, header)
+        text_bytes = read_header(raw_header(body)).follows if header.follows >= HEADER_BYTES else 0
+        if not 0 < text_bytes <= header.follows - HEADER_BYTES:
+            raise MessageError(
+                f"{self.edge}: a message of {header.follows} bytes says that {text_bytes} of them are its layout"
+            )
+        text = ctypes.string_at(body.data_ptr() + header.follows - text_bytes, text_bytes)
+        layout = self._book.intern(text, lambda: Layout.load(text, is_known=has_secret()))
+        self._expected.remember(header.ordinal, layout)
+        return layout.all_packed().build(body, (), self._device)
+
+    def _take_failure(self, microbatch: int, header: Header) -> PeerFailure:
+        body = self._follow(microbatch, header)
+        return failure_from(ctypes.string_at(body.data_ptr(), header.follows), self.edge.source_rank)
+
+    def _follow(self, microbatch: int, header: Header) -> Tensor:
+        """The message that a header announced."""
+        operations, peer, edge = self._operations, self.edge.source_rank, self.edge
+        tag = self._expected.following_tag(header.ordinal)
+        body = torch.empty(header.follows, dtype=torch.uint8)
+        work = operations.receive(body, peer, tag, edge, microbatch)
+        if has_end(header.follows):
+            operations.wait(operations.receive(_END, peer, tag, edge, microbatch), peer, edge, microbatch)
+        operations.wait(work, peer, edge, microbatch)
+        # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
+        operations.wait(operations.send(_RECEIPT, peer, tag, edge, microbatch), peer, edge, microbatch)
+        return body

@@ -1,0 +1,190 @@
+"""The sending end of a channel over gloo: packed or direct, waited for late, never more than a few under way."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import PeerFailure, UsageError
+from penstock.messages import plain
+from penstock.messages.secret import FILE_VARIABLE, has_secret
+from penstock.runtime.state.memory import version_of
+from penstock.runtime.transport.channel import Channel, Outgoing
+from penstock.runtime.transport.gloo.header import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
+from penstock.runtime.transport.gloo.messages import ExpectedLayouts, Following, Part, UnderWay, has_end
+from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.layout import encoding
+from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
+from penstock.runtime.transport.layout.tensor_places import whole_lines
+
+_END = torch.ones(1, dtype=torch.uint8)
+
+
+class GlooOutgoing(Outgoing):
+    """The sending end of a channel.
+
+    Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is
+    released when `max_sends` later messages of its channel have been sent, or at `flush`. Such a wait
+    ends when the receive is posted, which is what a proved program can rely on. It must not wait
+    for a message that *follows* a frame: that one is received where it is used, which may be after
+    something else that this rank has yet to send. For those the receiver sends a receipt, a byte
+    that turns up in memory, where it can be seen without waiting.
+    """
+
+    def __init__(
+        self,
+        edge: Channel,
+        tag: int,
+        operations: Operations,
+        book: Book,
+        device: torch.device | None,
+        max_sends: int,
+    ) -> None:
+        super().__init__(edge)
+        self._expected = ExpectedLayouts(edge, tag)
+        self._operations = operations
+        self._book = book
+        self._device = device
+        self._max_sends = max_sends
+        self._under_way: deque[UnderWay] = deque()
+        self._following: list[Following] = []
+        self._rewritten: list[int] = []  # microbatches whose memory was written to before they had left
+
+    @property
+    def under_way(self) -> list[int]:
+        return [message.microbatch for message in self._under_way]
+
+    def _send(self, microbatch: int, value: Any) -> None:
+        """As predicted where the value looks so, in full where it does not."""
+        if self._operations.watch.verdict is not None:
+            self._operations.check_not_broken()
+        expected, edge, peer = self._expected, self.edge, self.edge.target_rank
+        layout = expected.of(self.count)
+        leaves = None if layout is None else layout.fits(value)
+        if layout is None or leaves is None:
+            self._send_changed(microbatch, layout, value)
+            return
+        frame, operations = layout.take_frame(), self._operations
+        HEADER.pack_into(
+            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step),
+            *(self.count, microbatch, *expected.identity),
+        )
+        directs = layout.pack(leaves, frame)
+        if not directs and not has_end(layout.frame_bytes):
+            work = operations.send(frame.tensor, peer, expected.tag, edge, microbatch)
+            self._sent(UnderWay(microbatch, work, layout, frame, ()))
+            return
+        watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
+        parts = [operations.send_part(octets, expected.tag, edge, microbatch) for octets, _ in directs]
+        work = self._send_last(microbatch, frame.tensor, layout, parts)
+        self._sent(UnderWay(microbatch, work, layout, frame, parts, watched))
+
+    def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, parts: list[Part]) -> Any:
+        """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
+        send, peer, tag, edge = self._operations.send, self.edge.target_rank, self._expected.tag, self.edge
+        work = send(frame, peer, tag, edge, microbatch)
+        if layout is not None and has_end(layout.frame_bytes):
+            parts.append(Part(frame, work, False))
+            work = send(_END, peer, tag, edge, microbatch)
+        return work
+
+    def _send_changed(self, microbatch: int, predicted: Layout | None, value: Any) -> None:
+        before = self._expected.of(self.count - 1) if self.count else None
+        leaves = None if before is None else before.fits(value)
+        if before is not None and leaves is not None:
+            layout = before  # as in a first step, where all microbatches look alike
+        else:
+            taken = flatten(value)
+            made, leaves = Layout.of(taken, self._operations.device_backend is not None), taken.items
+            if encoding.is_pickled(made.content) and not has_secret():
+                raise UsageError(
+                    f"stage {self.edge.source_stage} passes a value that can only travel pickled, over "
+                    f"torch.distributed and in a run without a secret: nobody could tell it from a stranger's. Set "
+                    f"{FILE_VARIABLE} on every host (docs/explanations/security.md), or pass tensors, numbers, text "
+                    f"and containers of these"
+                )
+            layout = self._book.intern(made.text, lambda: made)
+        packed = layout.all_packed()
+        body = Frame(whole_lines(packed.frame_bytes + len(layout.text)), packed.copies)
+        packed.pack(leaves, body)
+        self._write_header(body.header, CHANGED, microbatch, layout.checksum, len(layout.text))
+        end = body.tensor.data_ptr() + body.tensor.numel()
+        ctypes.memmove(end - len(layout.text), layout.text, len(layout.text))
+        self._send_instead(microbatch, predicted, CHANGED, body.tensor)
+        self._expected.remember(self.count, layout)
+
+    def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
+        body = torch.frombuffer(bytearray(plain.dumps(failure)), dtype=torch.uint8)
+        self._send_instead(microbatch, self._expected.of(self.count), FAILURE, body)
+
+    def _send_instead(self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
+        """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
+        operations, edge, peer = self._operations, self.edge, self.edge.target_rank
+        frame, header = blank_header()
+        self._write_header(header, kind, microbatch, 0, body.numel())
+        parts: list[Part] = []
+        for home in predicted.directs if predicted is not None else ():
+            by_device = operations.travels_by_device(home.device)  # NCCL must send as much as is received
+            filler = torch.zeros(
+                home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
+            )
+            parts.append(operations.send_part(filler, self._expected.tag, edge, microbatch))
+        work = self._send_last(microbatch, frame, predicted, parts)
+        tag = self._expected.following_tag(self.count)
+        note = torch.zeros(1, dtype=torch.uint8)
+        receipt = Part(note, operations.receive(note, peer, tag, edge, microbatch), False)
+        following = Part(body, operations.send(body, peer, tag, edge, microbatch), False)
+        end = None
+        if has_end(body.numel()):
+            end = Part(_END, operations.send(_END, peer, tag, edge, microbatch), False)
+        self._following.append(Following(following, end, receipt, microbatch))
+        self._sent(UnderWay(microbatch, work, None, frame, parts))
+
+    def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
+        step, identity = self._operations.step, self._expected.identity
+        HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, self.count, microbatch, *identity)
+
+    def _sent(self, message: UnderWay) -> None:
+        self._under_way.append(message)
+        if len(self._under_way) > self._max_sends:
+            self._finish_oldest()
+        if self._following:
+            self._finish_following([each for each in self._following if each.receipt.tensor.item()])
+
+    def _finish_following(self, done: Sequence[Following]) -> None:
+        for each in done:
+            for part in (each.receipt, each.body, each.end):
+                if part is not None:
+                    self._operations.wait_part(part, self.edge.target_rank, self.edge, each.microbatch)
+        self._following = [each for each in self._following if not any(each is other for other in done)]
+
+    def _finish_oldest(self) -> None:
+        message = self._under_way[0]
+        self._operations.wait(message.work, self.edge.target_rank, self.edge, message.microbatch)
+        for part in message.parts:
+            self._operations.wait_part(part, self.edge.target_rank, self.edge, message.microbatch)
+        self._under_way.popleft()
+        if message.layout is not None and isinstance(message.frame, Frame):
+            message.layout.give_back(message.frame)
+        if any(version_of(tensor) != version for tensor, version in message.watched):
+            self._rewritten.append(message.microbatch)  # an error at the end of the step: until then, all is served
+
+    def flush(self) -> list[int]:
+        while self._under_way:
+            self._finish_oldest()
+        if self._following:
+            self._finish_following(self._following)
+        rewritten, self._rewritten = self._rewritten, []
+        return rewritten
+
+    def end_step(self) -> None:
+        """What a failed step left under way is nobody's any more, and may be written to."""
+        super().end_step()
+        self._rewritten.clear()
+        for place, message in enumerate(self._under_way):
+            self._under_way[place] = message._replace(watched=())

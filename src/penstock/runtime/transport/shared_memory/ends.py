@@ -1,0 +1,261 @@
+"""The ends of channels between ranks on one host.
+
+A message may be sent when fewer than `ahead` messages of its channel are under way beyond those whose
+receives are posted. The receiver counts its posts in words that the sender can read, so that costs neither
+of them a call, and a sender waits for nothing but posts: that is less than the proof of a program allows
+(there a send ends only when its very receive is posted). Blocks never make a sender wait: where all are in
+use another is made, and where memory is refused the message goes through gloo, announced in its turn.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NoReturn
+
+from penstock.errors import PeerFailure
+from penstock.messages import plain
+from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, wrong_message
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.failure.peer_failures import failure_from
+from penstock.runtime.transport.gloo.incoming import GlooIncoming
+from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.gloo.outgoing import GlooOutgoing
+from penstock.runtime.transport.layout.layout import Layout, flatten
+from penstock.runtime.transport.shared_memory.blocks import USED, allocate, build_plain, map_memory
+from penstock.runtime.transport.shared_memory.connection import (
+    DATA,
+    FAILURE,
+    HEAD,
+    NO_BLOCK,
+    THROUGH_GLOO,
+    WAKE,
+    Connection,
+    Connections,
+    Filed,
+    Gone,
+)
+
+RECENT = 4  # layouts that a channel tries, after the one of that place in the last step, before it makes a new one
+_SENDER_WAITS = 0  # the first word: the sender sleeps until another receive is posted
+
+
+class SharedIncoming(QueuedIncoming[Filed]):
+    """The receiving end of a channel; `through_gloo` takes what comes through gloo."""
+
+    def __init__(
+        self,
+        through_gloo: GlooIncoming,
+        connections: Connections,
+        operations: Operations,
+        key: int,
+        words: memoryview,
+        place: int,
+    ) -> None:
+        super().__init__(through_gloo.edge)
+        self._gloo = through_gloo
+        self._connections = connections
+        self._connection = connections[through_gloo.edge.source_rank]
+        self._operations = operations
+        self._queue = self._connection.queues[key]
+        self._words = words
+        self._place = place
+        self._total = 0  # posted so through_gloo
+
+    def _post(self, microbatch: int) -> None:
+        """One more may come."""
+        self._connections.busy_with = self.edge, microbatch
+        self.due.append(microbatch)
+        self._total += 1
+        words = self._words
+        words[self._place] = self._total
+        if words[_SENDER_WAITS]:
+            words[_SENDER_WAITS] = 0
+            with suppress(Gone):  # whoever waits for it will see
+                self._connection.say(WAKE)
+
+    @uninterrupted
+    def receive(self, microbatch: int) -> Any:
+        (kind, place, *_), layout = self._take(microbatch)
+        if layout is not None:
+            return build_plain(layout) if place == NO_BLOCK else self._connection.blocks[place].build(layout)
+        if kind == THROUGH_GLOO:
+            return self._gloo.receive(microbatch)
+        raise self._failure(place)
+
+    def discard(self, microbatch: int) -> PeerFailure | None:
+        (kind, place, *_), _ = self._take(microbatch)
+        if kind == THROUGH_GLOO:
+            return self._gloo.discard(microbatch)
+        if kind == DATA and place != NO_BLOCK:
+            self._connection.blocks[place].drop()
+        return self._failure(place) if kind == FAILURE else None
+
+    def _failure(self, number: int) -> PeerFailure:
+        return failure_from(self._connection.failures.pop(number), self._connection.peer)
+
+    def _next(self, expected: int, ordinal: int, wanted: int) -> Filed:
+        if not self._queue:
+            self._connections.wait(self._connection, self.edge, wanted, self._queue.__len__)
+        filed = self._queue.popleft()
+        fields, layout = filed
+        if (
+            fields[5] != expected
+            or fields[4] != ordinal
+            or fields[3] != self._operations.step
+            or (layout is not None and layout.checksum != fields[7])
+        ):
+            self._refuse(expected, ordinal, filed)
+        if fields[0] == THROUGH_GLOO:
+            self._gloo.post(expected)
+        return filed
+
+    def _refuse(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
+        fields, layout = filed
+        due = f"microbatch {expected}, number {ordinal} of step {self._operations.step}"
+        text = f"microbatch {fields[5]}, number {fields[4]} of step {fields[3]}"
+        if layout is not None and layout.checksum != fields[7]:
+            text += f" in another layout (checksum {fields[7]:#x}, not {layout.checksum:#x})"
+        error = wrong_message(self.edge, due, text)
+        failure = PeerFailure(self._operations.rank, f"MessageError: {error}", stage=self.edge.target_stage)
+        self._operations.abort(failure)
+        raise error
+
+    def end_step(self) -> None:
+        self.count = self._gloo.count = 0
+
+
+class SharedOutgoing(Outgoing):
+    """The sending end of a channel; `through_gloo` sends what must go through gloo."""
+
+    def __init__(
+        self,
+        through_gloo: GlooOutgoing,
+        connections: Connections,
+        operations: Operations,
+        key: int,
+        program: int,
+        place: int,
+        ahead: int,
+    ) -> None:
+        super().__init__(through_gloo.edge)
+        self._gloo = through_gloo
+        self._connections = connections
+        self._connection = connections[through_gloo.edge.target_rank]
+        self._operations = operations
+        self._key = key
+        self._total = 0  # sent so through_gloo
+        self._sent_through_gloo = 0  # of this step
+        self._program = program
+        self._place = place
+        self._ahead = self._allowed = ahead
+        self._known: dict[int, tuple[int, Layout]] = {}  # by place in the step: what was sent there last
+        self._recent: deque[tuple[int, Layout]] = deque(maxlen=RECENT)
+        self._connection.kept += [self._known, self._recent]
+
+    @property
+    def under_way(self) -> list[int]:
+        return self._gloo.under_way
+
+    def _send(self, microbatch: int, value: Any) -> None:
+        connection, step = self._connection, self._operations.step
+        if self._operations.watch.verdict is not None:
+            self._operations.check_not_broken()
+        self._connections.busy_with = self.edge, microbatch
+        try:
+            number, layout, leaves = self._match(value)
+            if self._total >= self._allowed and not self._may_send():
+                self._connections.wait(connection, self.edge, microbatch, self._may_send)
+            kind, place = DATA, NO_BLOCK
+            if layout.payload_bytes:
+                block = connection.ring.take(layout, step) if layout.on_cpu else None
+                if block is None:
+                    self._send_through_gloo(microbatch, value)
+                    kind = THROUGH_GLOO
+                else:
+                    layout.pack(leaves, block.frame)
+                    block.words[0] = USED
+                    place = block.number
+            connection.write(HEAD.pack(kind, place, self._key, step, self.count, microbatch, number, layout.checksum))
+        except Gone:
+            self._connections.lose(Waiting(connection.peer, self.edge, microbatch, monotonic()))
+        self._total += 1
+
+    def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
+        connection, step = self._connection, self._operations.step
+        self._connections.busy_with = self.edge, microbatch
+        try:
+            number = connection.write_failure(plain.dumps(failure))
+            connection.write(HEAD.pack(FAILURE, number, self._key, step, self.count, microbatch, 0, 0))
+        except Gone:
+            self._connections.lose(Waiting(connection.peer, self.edge, microbatch, monotonic()))
+        self._total += 1
+
+    def _send_through_gloo(self, microbatch: int, value: Any) -> None:
+        ring = self._connection.ring
+        if ring.refused is not None and not ring.warned:
+            ring.warned = True
+            warnings.warn(
+                f"rank {self.edge.source_rank} gets no more shared memory for its link to rank {self._connection.peer} "
+                f"({ring.refused.strerror}, beyond {ring.nbytes / 2**20:.1f} MiB); what does not fit goes through "
+                "torch.distributed, which is slower. Give the container more memory to avoid this",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._sent_through_gloo += 1
+        self._gloo.ready[microbatch] = value
+        self._gloo.send(microbatch)
+
+    def _may_send(self) -> bool:
+        """Whether the receiver has posted enough; asks for a nudge if not."""
+        words = self._connection.posts.get(self._program)
+        if words is None:
+            return False  # it has yet to come
+        self._allowed = words[self._place] + self._ahead
+        if self._total >= self._allowed:
+            words[_SENDER_WAITS] = 1
+            self._allowed = words[self._place] + self._ahead
+        return self._total < self._allowed
+
+    def _match(self, value: Any) -> tuple[int, Layout, Sequence[Any]]:
+        """The layout of the value, known to the peer by a number, and the value's leaves."""
+        known = self._known.get(self.count)
+        if known is not None:
+            leaves = known[1].fits(value)
+            if leaves is not None:
+                return *known, leaves
+        for known in self._recent:
+            leaves = known[1].fits(value)
+            if leaves is not None:
+                self._known[self.count] = known
+                return *known, leaves
+        taken = flatten(value)
+        known = self._connection.introduce(Layout.of(taken, False).all_packed())
+        self._known[self.count] = known
+        self._recent.appendleft(known)
+        return *known, taken.items
+
+    def flush(self) -> Sequence[int]:
+        return self._gloo.flush() if self._sent_through_gloo else ()
+
+    def end_step(self) -> None:
+        self.count = 0
+        if self._sent_through_gloo:
+            self._sent_through_gloo = 0
+            self._gloo.end_step()
+
+
+def share_posts(connection: Connection, program: int, count: int) -> memoryview:
+    """Words in which this rank counts its posted receives of a program, for the peer to read."""
+    descriptor = allocate(count * 8)
+    try:
+        with suppress(Gone):  # it has left; what it sent before is still to be read
+            connection.share_posts(program, descriptor)
+        return map_memory(descriptor).cast("Q")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""Schedules and timelines as text: drawings, CSV and JSON files."""

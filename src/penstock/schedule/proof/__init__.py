@@ -1,0 +1,1 @@
+"""The proof that a schedule is right, before the first step."""

@@ -1,0 +1,1 @@
+"""Uneven reality: layers, ranks, links and microbatches that differ."""

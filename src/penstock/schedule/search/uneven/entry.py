@@ -1,0 +1,215 @@
+"""What `search` does when it is told that layers, ranks, links or microbatches differ."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.errors import UsageError
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.budget import Budget
+from penstock.schedule.search.effort import Progress
+from penstock.schedule.search.problem import ROUNDING, stage_costs
+from penstock.schedule.search.search import Found, Tried
+from penstock.schedule.search.space import NoRoom, placements_for
+from penstock.schedule.search.uneven.instance import Instance
+from penstock.schedule.search.uneven.joint import HABITS, Answer, Joint, drawn
+from penstock.schedule.search.uneven.layers import Layer, Model, Request, layers_of
+from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
+from penstock.schedule.search.uneven.sequence import sequences
+from penstock.schedule.timing.bounds import lower_bound
+from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.topology import Topology
+
+__all__ = ["FoundCut", "search_stages", "search_uneven"]
+
+
+@dataclass(frozen=True)
+class FoundCut(Found):
+    """The best schedule found, and the cut of the layers that it is for.
+
+    Attributes:
+        schedule: The schedule.
+        costs: The costs of its stages, as `simulate` takes them.
+        objective: What was minimised: `"makespan"` or `"span"`.
+        value: The value of the objective.
+        lower_bound: A value that no allowed schedule and cut can beat.
+        tried: What was tried.
+        seconds: How long the search took.
+        counts: The number of layers per stage: what `Pipeline(balance=[...])` takes.
+        shares: Per rank, its share of the output layer; empty if that is not split. Its stages then follow those of the
+            layers, and the last stage joins them.
+    """
+
+    counts: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+
+    def with_microbatches(self, microbatches: int) -> Schedule:
+        """A schedule of the same stages on the same ranks, in the same memory, for another number of microbatches.
+
+        Args:
+            microbatches: Number of microbatches.
+        """
+        if microbatches == self.schedule.microbatches:
+            return self.schedule
+        placement, topology = self.schedule.placement, self.schedule.topology
+        caps = [max(self.timeline.peak_memory)] * placement.ranks
+        instance = Instance(placement, topology, microbatches, self.costs, caps, self.schedule.recompute)
+        found = [run(instance, range(microbatches), habit) for habit in HABITS]
+        best = min((each for each in found if each is not None), key=lambda outcome: outcome.value)
+        return instance.schedule(best.orders)
+
+    @property
+    def chosen(self) -> Tried:
+        """The entry of `tried` that the schedule comes from: the best."""
+        return self.tried[0]
+
+
+def search_uneven(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    caps: Sequence[float],
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    request: Request,
+    budget: Budget,
+    span: bool,
+    recompute: bool,
+    seed: int,
+    progress: Progress | None,
+) -> Found:
+    """`search_report` for a request: layers to cut, or microbatches that differ."""
+    if span:
+        raise UsageError("objective='span' is for costs by rank or stage; with layers or sizes it is the makespan")
+    costs.scale(microbatches)
+    if request.layers is None:
+        _refuse_without_layers(request)
+        return _search_sizes(ranks, microbatches, costs, caps, sizes, kinds, budget, seed)
+    model = _model(ranks, costs, request)
+    joint = Joint(model, microbatches, caps, budget, seed, recompute, progress)
+    answer = joint.search(joint.shapes(sizes, kinds, request.vocabulary, request.stages))
+    return FoundCut(
+        joint.schedule(answer),
+        answer.shape.costs(),
+        "makespan",
+        answer.value,
+        joint.floor,
+        _tried([answer, *joint.answers], joint.floor, budget.orders),
+        budget.seconds,
+        answer.shape.counts,
+        answer.shape.shares,
+    )
+
+
+def search_stages(
+    stages: int, ranks: int, microbatches: int, layers: Sequence[Layer], speeds: Sequence[float] | None, effort: int
+) -> FoundCut:
+    """The cut into exactly so many stages, their ranks and order, within 1F1B's memory; the same on every machine.
+
+    1F1B's memory is that of as many microbatches as there are ranks, of what one rank has of the model on average.
+    """
+    cap = sum(layer.activation for layer in layers) or math.inf
+    request = Request(layers, speeds, stages=stages)
+    size, kinds = -(-stages // ranks), ("loop", "v")
+    budget = Budget(0.0, effort)
+    found = search_uneven(
+        ranks, microbatches, Costs(), (cap,) * ranks, (size,), kinds, request, budget, False, False, 0, None
+    )
+    assert isinstance(found, FoundCut)
+    return found
+
+
+def _model(ranks: int, costs: Costs, request: Request) -> Model:
+    layers = layers_of(request.layers or ())
+    speeds = (1.0,) * ranks if request.speeds is None else tuple(request.speeds)
+    if len(speeds) != ranks:
+        raise UsageError(f"speeds has {len(speeds)} numbers for {ranks} ranks; give one for each")
+    if not all(is_number(speed) and 0 < speed < math.inf for speed in speeds):
+        raise UsageError(f"a speed is a number above 0, such as 0.5 for half as fast; got {list(speeds)}")
+    for skip in request.skips:
+        ends = tuple(skip)
+        if len(ends) != 2 or not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1] < len(layers):
+            raise UsageError(f"a skip is (from layer, to a later layer), of {len(layers)} layers; got {skip!r}")
+    if request.vocabulary and len(layers) < 2:
+        raise UsageError("vocabulary=True splits the last layer, and there is no other one")
+    if costs.links is not None and len(costs.links) != ranks:
+        raise UsageError(f"links are of {len(costs.links)} ranks, and there are {ranks}; give one row for each")
+    return Model(layers, speeds, costs, request.skips)
+
+
+def _refuse_without_layers(request: Request) -> None:
+    for name, given in (("speeds", request.speeds), ("skips", request.skips), ("vocabulary", request.vocabulary)):
+        if given:
+            raise UsageError(f"{name} is about layers that are still to be cut; give layers= as well")
+
+
+def _tried(answers: Sequence[Answer], floor: float, orders: int) -> tuple[Tried, ...]:
+    """The best of each number of stages and kind of placement, the best of all first."""
+    found: dict[tuple[int, str, tuple[int, ...]], Tried] = {}
+    for answer in sorted(answers, key=lambda answer: answer.value):
+        kind = f"{answer.shape.kind}, output split" if answer.shape.shares else answer.shape.kind
+        entry = Tried(answer.shape.stages_per_rank, kind, answer.value, floor, orders, tuple(sorted(answer.recompute)))
+        found.setdefault(entry.key, entry)
+    return tuple(found.values())
+
+
+def _search_sizes(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    caps: Sequence[float],
+    sizes: Sequence[int],
+    kinds: Sequence[str],
+    budget: Budget,
+    seed: int,
+) -> Found:
+    """Microbatches that differ, with costs by rank or stage: every placement, under more and more habits."""
+    generator = random.Random(seed)
+    tries = []
+    for kind, placement in placements_for(ranks, costs, tuple(sizes), tuple(kinds)):
+        each = stage_costs(costs, placement.stages_per_rank)
+        instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps)
+        if instance.fits:
+            tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps)))
+    for each_try in tries:
+        for habit in HABITS:
+            each_try.run(habit, budget)
+    while tries and budget.limit and budget.left > 0:
+        leaders = sorted(tries, key=lambda each_try: each_try.value)
+        leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)].run(drawn(generator), budget)
+    best = min(tries, key=lambda each_try: each_try.value, default=None)
+    if best is None or best.outcome is None:
+        raise NoRoom("memory is too little for the largest microbatch alone, or for any order; give more")
+    bound = min(each_try.bound for each_try in tries)
+    tried = [
+        Tried(each_try.instance.placement.stages_per_rank, each_try.kind, each_try.value, each_try.bound, each_try.runs)
+        for each_try in tries
+    ]
+    schedule = best.instance.schedule(best.outcome.orders)
+    return Found(schedule, best.instance.costs, "makespan", best.value, bound, tuple(tried), budget.seconds)
+
+
+class _Try:
+    """The best order so far of one placement."""
+
+    def __init__(self, kind: str, instance: Instance, bound: float) -> None:
+        self.kind, self.instance, self.bound = kind, instance, bound
+        self.outcome: Outcome | None = None
+        self.runs = 0
+
+    @property
+    def value(self) -> float:
+        """When the last rank is done."""
+        return math.inf if self.outcome is None else self.outcome.value
+
+    def run(self, habit: Habit, budget: Budget) -> None:
+        """Try one habit with every sequence."""
+        for sequence in sequences(self.instance.scale):
+            self.runs += 1
+            budget.orders += 1
+            found = run(self.instance, sequence, habit, self.value * (1 - ROUNDING))
+            if found is not None and found.value < self.value:
+                self.outcome = found

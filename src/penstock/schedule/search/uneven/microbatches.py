@@ -1,0 +1,102 @@
+"""A schedule made anew for microbatches that differ in size, fast enough to be done for every batch.
+
+Sizes that vary by batch (packed sequences, microbatches by length) make a family's fixed order wait: every rank is
+at some time held up by the largest microbatch, and a W that was to fill a gap no longer fits it. Here the
+microbatches get a new order (`sequence`), and the orders of F, I and W are made for the true times (`ready_list`).
+
+What comes back takes no longer than the given schedule by the simulator's clock, and no rank holds more than the
+fullest rank of the given schedule would: where nothing better is found, it is the given one. A schedule with full
+backwards keeps its pattern, and only the microbatches in it change places, because splitting a backward may cost
+time that no simulator knows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from penstock.errors import UsageError
+from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.lowering.align import align
+from penstock.schedule.schedule import Schedule, expect_schedule
+from penstock.schedule.search.uneven.instance import Instance
+from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
+from penstock.schedule.search.uneven.sequence import sequences
+from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.simulate import simulate
+
+__all__ = ["order_microbatches"]
+
+HABITS = (Habit(overrun=0.9), Habit(patience=0.5, overrun=0.9))
+ALIKE = 0.02  # sizes within this share of each other count as equal
+ROUNDING = 1e-9
+
+
+def order_microbatches(
+    schedule: Schedule, sizes: Iterable[float], costs: Costs | None = None, memory: float | None = None
+) -> Schedule:
+    """The same stages on the same ranks, in an order made for microbatches of these sizes.
+
+    Args:
+        schedule: The schedule whose stages and ranks are kept.
+        sizes: The size of each microbatch.
+        costs: Costs per stage of a microbatch of size 1. By default, all stages are alike.
+        memory: The most that a rank may hold, in the unit of `costs.activation`. By default, what the fullest rank of
+            the given schedule would hold of these microbatches.
+    """
+    expect_schedule(schedule, "order_microbatches")
+    if schedule.passes:
+        raise UsageError("order_microbatches takes a schedule without transfers: pass schedule.compute()")
+    priced = replace(costs or Costs(), sizes=tuple(sizes))
+    scale = priced.scale(schedule.microbatches)
+    if schedule.forward_only or max(scale) - min(scale) <= ALIKE * max(scale):
+        return schedule
+    before = simulate(schedule, priced)
+    cap = max(before.peak_memory) if memory is None else memory
+    fits = max(before.peak_memory) <= cap * (1 + ROUNDING)
+    best, limit = None, before.makespan * (1 - ROUNDING) if fits else float("inf")
+    if any(op is Op.B for _, op, *_ in _opened(schedule)):
+        for candidate in _renumbered(schedule, sequences(scale)):
+            found = simulate(candidate, priced)
+            if found.makespan < limit and max(found.peak_memory) <= cap * (1 + ROUNDING):
+                best, limit = candidate, found.makespan
+        return schedule if best is None else align(best)
+    instance = Instance(
+        schedule.placement,
+        schedule.topology,
+        schedule.microbatches,
+        priced,
+        [cap] * schedule.ranks,
+        schedule.recompute,
+    )
+    outcome = _best_run(instance, sequences(scale), limit)
+    return schedule if outcome is None else instance.schedule(outcome.orders, schedule.name)
+
+
+def _best_run(instance: Instance, orders: Sequence[Sequence[int]], limit: float) -> Outcome | None:
+    best = None
+    for habit in HABITS:
+        for sequence in orders:
+            found = run(instance, sequence, habit, limit)
+            if found is not None and found.value < limit:
+                best, limit = found, found.value
+    return best
+
+
+def _opened(schedule: Schedule) -> Iterator[Action]:
+    return (part for _, _, part in schedule.parts())
+
+
+def _renumbered(schedule: Schedule, orders: Iterable[Sequence[int]]) -> Iterator[Schedule]:
+    """The same pattern with other microbatches in it."""
+    for order in orders:
+        yield schedule.replace(
+            [None if action is None else _with_microbatch(action, order) for action in row] for row in schedule.rows
+        )
+
+
+def _with_microbatch(action: Action, order: Sequence[int]) -> Action:
+    if action.pair is not None:
+        first, second = (_with_microbatch(part, order) for part in action.pair)
+        return Action.overlap(first, second)
+    return trusted(action.stage, action.op, order[action.microbatch])

@@ -1,0 +1,1 @@
+"""What a schedule takes: costs, simulated and measured timelines, lower bounds."""

@@ -1,0 +1,48 @@
+"""Where the ranks of one attempt meet, in a store that outlives attempts.
+
+torch's elastic agents keep one store for all attempts, and nothing in a rank's environment tells one attempt from
+the next on every host: each agent counts the restarts of its own ranks. Under the same keys, a new rank would find the
+addresses of dead ones. So rank 0 thinks of a new prefix each time, and tells it to the others: each asks with a word
+of its own, which nobody has used before, and takes only the answer to that word, with the code of the run's secret.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+from typing import Any
+
+from penstock.errors import RunError
+from penstock.runtime.transport.failure import notes
+
+BEAT = 0.02
+LONGEST_WORD = 100
+
+
+def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
+    """A prefix that all ranks of this attempt have, and no rank of another one."""
+    if rank != 0:
+        word = uuid.uuid4().hex
+        store.set(f"penstock/ask/{rank}", word)
+        name = f"penstock/answer/{word}"
+        store.wait([name], limit)
+        try:
+            (prefix,) = notes.read("answer", name, store.get(name))
+        except notes.Tampered as error:
+            raise RunError(f"under the answer of rank 0, the store holds something {notes.STRANGER}") from error
+        store.set(f"penstock/got/{prefix}/{rank}", "")
+        return str(prefix)
+    prefix, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
+    missing = set(range(1, count))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"penstock/got/{prefix}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"penstock/ask/{other}"]):  # perhaps still the word of a dead rank: asked again below
+                name = f"penstock/answer/{store.get(f'penstock/ask/{other}').decode(errors='replace')[:LONGEST_WORD]}"
+                store.set(name, notes.write(name, prefix))
+        if time.monotonic() > deadline:
+            raise RunError(f"ranks {sorted(missing)} have not come within {limit.total_seconds():g} s")
+        time.sleep(BEAT if missing else 0)
+    return prefix

@@ -1,0 +1,60 @@
+"""Ctrl-C: once finishes the step, saves and leaves; twice leaves at once.
+
+A handler only takes a note, and the loop asks for it between steps: no step and no save is ever cut in two. All ranks
+must stop after the same step, so the loop lets them tell each other.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130  # the exit code of a run that was asked to stop, as a shell would say
+ECHO_SECONDS = 0.5  # between signals that are one request: `timeout` sends to its child, then to the whole group
+
+
+def asking() -> tuple[signal.Signals, ...]:
+    """What asks a run to stop, beside Ctrl-C: SIGTERM, and a terminal that goes, unless nohup says that it may."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+
+
+def is_echo(since: float) -> bool:
+    """Whether a signal belongs to the request that came at that time."""
+    return monotonic() - since < ECHO_SECONDS
+
+
+class Stop:
+    """Whether this process was asked to stop. Used as a context, on the main thread.
+
+    `insists`: a second signal ends the process. Not where a launcher decides that, because a batch system may send
+    the same request to launcher and ranks, and the launcher passes on its own.
+    """
+
+    def __init__(self, *more: signal.Signals, insists: bool = True) -> None:
+        self.asked = False
+        self._since = 0.0
+        self._insists = insists
+        self._process = os.getpid()
+        self._signals = (signal.SIGINT, *more)
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Stop:
+        self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked by a data set, whose `terminate` must end it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if not self.asked:
+            self.asked, self._since = True, monotonic()
+        elif self._insists and not is_echo(self._since):
+            os._exit(INTERRUPTED)  # nothing is half written that a reader would take for whole

@@ -1,0 +1,157 @@
+"""The one line that says how a run goes: redrawn on a terminal, every so many steps a line of its own elsewhere.
+
+step  120/300  loss 2.3511  lr 2.71e-03  norm 0.84  38,412 tokens/s  memory 412 MB  idle 31 %  eta 1:05
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic
+from typing import TextIO
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The figures of one step."""
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    norm: float
+    rate: float  # tokens a second
+    memory: int  # bytes, of the rank that has most
+    idle: float | None  # share of the last recorded step
+    left: float  # seconds
+    validation: float | None = None
+
+    def line(self) -> str:
+        """In words, the same on a terminal and in a file."""
+        width = len(str(self.steps))
+        parts = [
+            f"step {self.step:>{width}}/{self.steps}",
+            f"loss {self.loss:.4f}",
+            f"lr {self.lr:.2e}",
+            f"norm {self.norm:.2f}",
+            f"{self.rate:,.0f} tokens/s",
+            f"memory {self.memory / 1e6:,.0f} MB",
+        ]
+        if self.idle is not None:
+            parts.append(f"idle {100 * self.idle:.0f} %")
+        parts.append(f"eta {of_time(self.left)}")
+        if self.validation is not None:
+            parts.append(f"validation {self.validation:.4f}")
+        return "  ".join(parts)
+
+
+class _Console(Console):
+    """rich's own would leave the program when the reader has left."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+class Progress:
+    """Where the line goes. Only rank 0 has one; other ranks have a silent one."""
+
+    def __init__(self, stream: TextIO | None, every: int) -> None:
+        self._every = every
+        self._stream = stream
+        self._live: Live | None = None
+        self._last: Reading | None = None
+        if stream is not None:
+            self._console = _Console(file=stream, highlight=False, soft_wrap=True)
+            if self._console.is_terminal and os.environ.get("TERM") != "dumb":
+                self._live = Live(console=self._console, auto_refresh=False, transient=False)
+                self._live.start()
+
+    def show(self, reading: Reading) -> None:
+        if self._stream is None:
+            return
+        if reading.validation is None and self._last is not None:  # stays in sight until there is a newer one
+            reading = replace(reading, validation=self._last.validation)
+        self._last = reading
+        if self._live is not None:
+            with self._while_somebody_reads():
+                self._live.update(Text(reading.line(), overflow="ellipsis", no_wrap=True), refresh=True)
+        elif reading.step % self._every == 0 or reading.step == reading.steps:
+            self.say(reading.line())
+
+    def say(self, text: str) -> None:
+        """Something else than a step, on lines of its own."""
+        if self._stream is not None:
+            with self._while_somebody_reads():
+                self._console.print(Text(text))
+
+    def close(self) -> None:
+        if self._live is not None:
+            with self._while_somebody_reads():
+                self._live.stop()
+            self._live = None
+
+    @contextmanager
+    def _while_somebody_reads(self) -> Iterator[None]:
+        """A reader that leaves (`| head`, a closed terminal) ends the lines and not the training."""
+        try:
+            yield
+        except OSError:
+            if self._stream is not None:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self._stream.fileno())  # what is left in its buffer must not fail at the end
+                os.close(nowhere)
+            self._stream = self._live = None
+
+
+class Pace:
+    """Tokens a second and the time that is left, from the last steps."""
+
+    def __init__(self, window: int = 20) -> None:
+        self._marks: list[tuple[float, int]] = [(monotonic(), 0)]
+        self._window = window
+        self._tokens = 0
+
+    def step(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._marks = [*self._marks[-self._window :], (monotonic(), self._tokens)]
+
+    @property
+    def rate(self) -> float:
+        (begin, before), (end, after) = self._marks[0], self._marks[-1]
+        return (after - before) / max(end - begin, 1e-9)
+
+    def left(self, steps: int) -> float:
+        """Seconds for that many steps more."""
+        (begin, _), (end, _) = self._marks[0], self._marks[-1]
+        return steps * (end - begin) / max(1, len(self._marks) - 1)
+
+
+def of_time(seconds: float) -> str:
+    """1:05, 2:00:07; a day and more in days."""
+    if not math.isfinite(seconds):
+        return "-"
+    whole = round(seconds)
+    days, rest = divmod(whole, 86400)
+    hours, minutes = divmod(rest // 60, 60)
+    clock = f"{hours}:{minutes:02}:{rest % 60:02}" if hours or days else f"{minutes}:{rest % 60:02}"
+    return f"{days} d {clock}" if days else clock
+
+
+def memory_now() -> int:
+    """Bytes that this process has in memory; on a GPU, what tensors have taken there at most."""
+    if torch.cuda.is_available():  # not run here: no GPU
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,104 @@
+"""The folder of a run: where its things are, what it was started with, and whether there is something to go on from.
+
+config.json      the configuration, every key
+cut.json         layers by stage, as first measured: a run that goes on is cut alike
+metrics.jsonl    one line a step
+timeline.json    the last recorded step;  timeline.html  the page of it
+checkpoints/     by step
+logs/            the output of each rank, by attempt
+incidents.jsonl  what failed, who, and from where it went on
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoint.disk.lock import Lock
+from penstock.checkpoint.disk.plain_files import is_foreign_link, read_plain, write_whole
+from penstock.errors import UsageError
+from penstock.train.config.read import to_document
+from penstock.train.config.settings import TrainConfig
+
+OWN = ("config.json", "cut.json", "metrics.jsonl", "timeline.json", "timeline.html", "incidents.jsonl")
+OWN_FOLDERS = ("checkpoints", "logs", "tensorboard")
+
+
+class RunFolder:
+    """Paths of a run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.metrics = root / "metrics.jsonl"
+        self.timeline = root / "timeline.json"
+        self.page = root / "timeline.html"
+        self.logs = root / "logs"
+        self.incidents = root / "incidents.jsonl"
+
+    def prepare(self, config: TrainConfig, *, resume: bool, fresh: bool) -> Lock:
+        """Before anything starts: refuse to write over another run, or clear it away where that was asked for.
+
+        The lock that is returned keeps others out until it is freed, or its process ends.
+        """
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"output is {self.root}, which is a file; name a folder")
+        begun = self.root.is_dir() and any((self.root / name).exists() for name in (*OWN, *OWN_FOLDERS))
+        if begun and not (resume or fresh):
+            raise UsageError(
+                f"{self.root} has a run already; add --resume to go on from its newest checkpoint, --fresh to remove "
+                f"it and start over, or output=... to write elsewhere"
+            )
+        if resume and not begun:
+            raise UsageError(f"{self.root} has no run to go on from; leave --resume out to start one")
+        foreign = [str(path) for name in OWN_FOLDERS if is_foreign_link(path := self.root / name)]
+        if foreign:
+            raise UsageError(
+                f"{', '.join(foreign)}: a symlink that another user made, which would have you write and delete where "
+                f"he likes; remove it, or choose an output that others cannot write to"
+            )
+        lock = Lock(self.root)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock.take()
+            if fresh:
+                self._clear()
+            self.checkpoints.mkdir(exist_ok=True)
+            if not resume:
+                self.keep_config(config)
+        except OSError as error:
+            lock.free()
+            raise UsageError(
+                f"output is {self.root}, where nothing can be written: {error.strerror} ({error.filename})"
+            ) from None
+        return lock
+
+    def keep_config(self, config: TrainConfig) -> None:
+        """What the run is trained with from now on."""
+        write_json(self.root / "config.json", to_document(config))
+
+    def _clear(self) -> None:
+        """Only what a run writes; anything else in the folder is somebody's."""
+        for name in OWN:
+            (self.root / name).unlink(missing_ok=True)
+        for name in OWN_FOLDERS:
+            if (self.root / name).is_dir():
+                shutil.rmtree(self.root / name)
+
+    def cut(self) -> dict[str, Any] | None:
+        """How the model was cut when the run began, if that was measured."""
+        try:
+            found: dict[str, Any] = json.loads(read_plain(self.root / "cut.json"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return found
+
+    def keep_cut(self, stages: int, counts: list[int]) -> None:
+        write_json(self.root / "cut.json", {"stages": stages, "counts": counts})
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    write_whole(path, json.dumps(document, indent=2) + "\n")

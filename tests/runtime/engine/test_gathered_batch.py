@@ -1,0 +1,414 @@
+"""Batch norms that normalise a batch as a whole, whatever microbatches it goes through in, and over replicas."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import on_processes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.errors import ModelError, UsageError
+from penstock.schedule import Schedule, build, lower, verify
+from penstock.schedule.lowering.gather import gather
+
+ROWS = 11
+EXACT = penstock.BatchOptions(batch_norm="exact")
+
+
+def network(everywhere: bool = True) -> nn.Sequential:
+    """Batch norms in each of two stages of three layers, or in the first alone."""
+    torch.manual_seed(0)
+    second = nn.BatchNorm1d(6) if everywhere else nn.LayerNorm(6)
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6), second, nn.Linear(6, 6)
+    ).double()
+
+
+def batch(step: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, rows, 6, generator=numbers, dtype=torch.float64)
+    return x * torch.arange(1, rows + 1).unsqueeze(1), y  # rows that differ: microbatches have other statistics
+
+
+def plain_run(model: nn.Module, steps: int = 2, rows: int = ROWS) -> dict[str, Tensor]:
+    """Training of the plain model on whole batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        x, y = batch(step, rows)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, buffers and gradients."""
+    gradients = {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {**model.state_dict(), **gradients}
+
+
+def train(pipe: penstock.Pipeline) -> None:
+    """The two steps that `plain_run` makes."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        pipe.step(x, target=y)
+        optimizer.step()
+
+
+def assert_close(found: nn.Module, wanted: dict[str, Tensor]) -> None:
+    state = state_of(found)
+    assert set(state) == set(wanted)
+    for name, want in wanted.items():
+        torch.testing.assert_close(state[name], want, rtol=1e-11, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize(("chunks", "rows"), [(1, 11), (4, 11), (11, 11)])
+def test_gpipe_trains_as_the_plain_model_on_whole_batches(
+    everywhere: bool, checkpoint: str, chunks: int, rows: int
+) -> None:
+    options: dict[str, Any] = {"balance": [3, 3], "chunks": chunks, "checkpoint": checkpoint}
+    pipe = penstock.GPipe(network(everywhere), batch_options=EXACT, **options)
+    wanted = plain_run(network(everywhere), rows=rows)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = batch(step, rows)
+        optimizer.zero_grad()
+        F.mse_loss(pipe(x), y).backward()
+        optimizer.step()
+    assert_close(pipe, wanted)
+
+
+def test_where_every_stage_takes_the_batch_whole_the_output_is_the_plain_models_bit_for_bit() -> None:
+    pipe, plain = penstock.GPipe(network(), balance=[3, 3], chunks=4, batch_options=EXACT), network()
+    x, other = batch(0)[0].requires_grad_(), batch(0)[0].requires_grad_()
+    found, wanted = pipe(x), plain(other)
+    assert torch.equal(found, wanted)
+    found.pow(2).sum().backward()
+    wanted.pow(2).sum().backward()
+    assert x.grad is not None
+    assert other.grad is not None
+    assert torch.equal(x.grad, other.grad)
+    assert all(map(torch.equal, *[[p.grad for p in model.parameters()] for model in (pipe, plain)]))
+    torch.testing.assert_close(pipe.eval()(x), plain.eval()(other))
+    with torch.no_grad():
+        assert torch.equal(pipe.train()(x), plain.train()(other))
+    assert all(torch.equal(plain.state_dict()[name], value) for name, value in pipe.state_dict().items())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "looped-bfs"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_pipeline_trains_as_the_plain_model_on_whole_batches(schedule: str, recompute: str, everywhere: bool) -> None:
+    model, wanted = network(everywhere), plain_run(network(everywhere))
+    stages = 2 if schedule == "gpipe" else 4
+    options: dict[str, Any] = {"schedule": schedule, "recompute": recompute, "loss_fn": F.mse_loss}
+    with penstock.Pipeline(model, stages=stages, microbatches=4, batch_options=EXACT, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        losses = []
+        for step in range(2):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            losses.append(pipe.step(x, target=y))
+            before = copy.deepcopy(pipe.state_dict())
+            pipe.evaluate(x, target=y)
+            assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
+            optimizer.step()
+    assert_close(model, wanted)
+    assert [len(result.losses) for result in losses] == [4, 4]
+    x, y = batch(0)
+    torch.testing.assert_close(losses[0].loss, F.mse_loss(network(everywhere)(x), y).detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_stages_of_one_rank_wait_for_those_that_take_their_batch_whole(ranks: int, recompute: str) -> None:
+    model, wanted = network(), plain_run(network())
+    options: dict[str, Any] = {"ranks": ranks, "recompute": recompute, "loss_fn": F.mse_loss}
+    with penstock.Pipeline(
+        model,
+        balance=[1, 2, 2, 1],
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=EXACT,
+        **options,
+    ) as pipe:
+        train(pipe)
+    assert_close(model, wanted)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v", "zb-h1"])
+def test_schedules_that_would_wait_for_ever_are_refused_with_those_that_can(schedule: str) -> None:
+    stages = 4 if schedule in ("interleaved-1f1b", "zb-v") else 2
+    with pytest.raises(UsageError, match="gpipe"):
+        penstock.Pipeline(
+            network(),
+            stages=stages,
+            microbatches=8,
+            schedule=schedule,
+            batch_options=EXACT,
+        )
+
+
+def test_one_microbatch_is_whole_under_any_schedule() -> None:
+    model, wanted = network(), plain_run(network(), steps=1)
+    with penstock.Pipeline(
+        model,
+        stages=2,
+        microbatches=1,
+        schedule="1f1b",
+        batch_options=EXACT,
+        loss_fn=F.mse_loss,
+    ) as pipe:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        torch.optim.SGD(pipe.parameters(), lr=0.1).step()
+    assert_close(model, wanted)
+
+
+def test_without_running_statistics_evaluation_is_whole_too() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False), nn.Linear(6, 6)).double()
+    x = batch(0)[0]
+    with penstock.Pipeline(
+        model,
+        stages=3,
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=EXACT,
+        loss_fn=F.mse_loss,
+    ) as pipe:
+        torch.testing.assert_close(pipe.predict(x), model.eval()(x).detach())
+    torch.testing.assert_close(penstock.GPipe(model, balance=3, chunks=4, batch_options=EXACT)(x), model(x))
+
+
+def test_values_past_the_stage_and_side_inputs_come_through() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, mask: Tensor) -> dict[str, Any]:
+            return {"y": self.layer(x) * mask, "ids": torch.arange(len(x)), "note": "rows", "none": None}
+
+    class Middle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def forward(self, given: dict[str, Any], mask: Tensor) -> tuple[Tensor, Tensor]:
+            assert given["note"] == "rows"
+            return self.norm(given["y"]) * mask, given["y"].detach()
+
+    class End(nn.Module):
+        def forward(self, y: Tensor, kept: Tensor) -> Tensor:
+            return y + kept
+
+    torch.manual_seed(0)
+    stages = [First().double(), Middle().double(), End()]
+    x, y = batch(0)
+    mask = (torch.arange(ROWS) % 3 > 0).double().unsqueeze(1)
+    with penstock.Pipeline(
+        stages,
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=EXACT,
+        loss_fn=F.mse_loss,
+    ) as pipe:
+        pipe.step(x, target=y, mask=mask)
+        have = [parameter.grad for parameter in pipe.parameters()]
+        pipe.zero_grad()
+        F.mse_loss(stages[2](*stages[1](stages[0](x, mask), mask)), y).backward()
+        for one, other in zip(have, [parameter.grad for parameter in pipe.parameters()], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+class Ladder(nn.Module):
+    """Batch norms on both sides of skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in ("down", "lower", "bottom", "rise", "up"):
+            self.add_module(name, nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down(x)
+        second = self.lower(first)
+        return self.up(self.rise(self.bottom(second) + second) + first)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_skips_past_stages_that_gather_are_proved_and_exact(checkpoint: str) -> None:
+    """What such a stage sends comes in a burst: with receives posted late, one message held up another for ever."""
+    pipe = penstock.GPipe(Ladder(), stages=4, chunks=4, batch_options=EXACT, checkpoint=checkpoint)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(pipe(x), y).backward()
+        optimizer.step()
+    assert_close(pipe, plain_run(Ladder()))
+
+
+def test_rows_that_are_not_in_front_are_refused() -> None:
+    class Turned(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.t()
+
+    model = nn.Sequential(nn.Linear(6, 6), Turned(), Turned(), nn.BatchNorm1d(6)).double()
+    pipe = penstock.GPipe(model, balance=[2, 2], chunks=2, batch_options=EXACT)
+    with pytest.raises(ModelError, match="dimension 0 is not that of the 5 rows"):
+        pipe(batch(0)[0])
+
+
+def test_the_pass_moves_sends_and_stays_proved() -> None:
+    def words(program: Schedule) -> list[str]:
+        return [" ".join(str(action) for action in row if action is not None) for row in program.rows]
+
+    plain = lower(build("gpipe", 3, 2))
+    rows = words(gather(plain, [1]))
+    assert rows[1].replace("1RECV_F0 1RECV_F1 ", "").startswith("1F0 1F1 1SEND_F0 1SEND_F1")
+    assert rows[1].endswith("1B0 1B1 1SEND_B0 1SEND_B1")
+    assert rows[::2] == words(plain)[::2]
+    for ranks in (2, 3, 4):
+        for microbatches in (1, 2, 5):
+            verify(gather(lower(build("gpipe", ranks, microbatches)), range(ranks)))
+            verify(gather(lower(build("looped-bfs", ranks, microbatches, 2)), range(2 * ranks)))
+
+
+def test_conversion_options_and_parity_are_clear() -> None:
+    model = penstock.exact_batch_norm(network())
+    assert type(model[1]).__name__ == "ExactBatchNorm1d"
+    assert type(penstock.defer_batch_norm(model)[1]).__name__ == "DeferredBatchNorm1d"
+    copied = pickle.loads(pickle.dumps(penstock.exact_batch_norm(model)))
+    assert type(penstock.restore_batch_norm(copied)[1]) is nn.BatchNorm1d
+    with pytest.raises(UsageError, match=r"batch_norm='whole'\): choose"):
+        penstock.BatchOptions(batch_norm="whole")
+    with pytest.raises(UsageError, match="process group of replicas"):
+        penstock.BatchOptions(batch_norm="exact", batch_norm_group="all")
+    with pytest.raises(UsageError, match="as a whole"):
+        penstock.parity(network(), batch(0)[0], pipeline={"batch_options": EXACT})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On processes
+
+
+def replicas() -> dict[str, Tensor]:
+    """Two replicas, each with half of the batch and a GPipe of its own; then the gradients are averaged."""
+    model, rank = network(), dist.get_rank()
+    options = penstock.BatchOptions(batch_norm="exact", batch_norm_group=dist.group.WORLD)
+    pipe = penstock.GPipe(model, balance=[3, 3], chunks=3, batch_options=options, checkpoint="always")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(2):
+        x, y = (half.chunk(2)[rank] for half in batch(step, 12))
+        optimizer.zero_grad()
+        F.mse_loss(pipe(x), y).backward()
+        for parameter in pipe.parameters():
+            dist.all_reduce(parameter.grad)
+            assert parameter.grad is not None
+            parameter.grad /= 2
+        optimizer.step()
+    return state_of(pipe)
+
+
+def stages() -> dict[str, dict[str, Tensor]]:
+    """Both ways in a pipeline whose ranks are processes: the state of this rank."""
+    found = {}
+    for how, recompute in (("deferred", "never"), ("exact", "never"), ("exact", "always")):
+        options: dict[str, Any] = {
+            "recompute": recompute,
+            "batch_options": penstock.BatchOptions(batch_norm=how),
+            "loss_fn": F.mse_loss,
+        }
+        with penstock.Pipeline(network(), stages=2, microbatches=4, schedule="gpipe", **options) as pipe:
+            train(pipe)
+            found[f"{how} {recompute}"] = pipe.state_dict()
+    return found
+
+
+def meshed() -> dict[str, Tensor]:
+    """Two replicas of a pipeline of two ranks: the mesh says over whose batches to normalise. This rank's state."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    replica = mesh.get_local_rank("dp")
+    options: dict[str, Any] = {
+        "schedule": "gpipe",
+        "batch_options": EXACT,
+        "loss_fn": F.mse_loss,
+        "mesh": mesh,
+    }
+    with penstock.Pipeline(network(), stages=2, microbatches=3, **options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for step in range(2):
+            x, y = (half.chunk(2)[replica] for half in batch(step, 12))
+            optimizer.zero_grad()
+            pipe.step(x, target=y)
+            optimizer.step()
+        return dict(pipe.state_dict())
+
+
+@pytest.mark.slow
+def test_a_mesh_says_which_replicas_there_are() -> None:
+    wanted = plain_run(network(), rows=12)
+    answers = on_processes(4, meshed)
+    assert {name for found in answers for name in found} == set(network().state_dict())
+    for found in answers:
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def in_ddp() -> None:
+    """A GPipe is a module like any other to torch's own data parallelism, which waits for one gradient a parameter."""
+    pipe, plain, rank = penstock.GPipe(network(False)[3:], balance=2, chunks=3), network(False)[3:], dist.get_rank()
+    wrapped = nn.parallel.DistributedDataParallel(pipe)
+    for step in range(2):
+        x, y = batch(step, 12)
+        for model in (wrapped, plain):
+            model.zero_grad()
+        F.mse_loss(wrapped(x.chunk(2)[rank]), y.chunk(2)[rank]).backward()
+        F.mse_loss(plain(x), y).backward()
+        for have, want in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(have.grad, want.grad)
+
+
+def both() -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    in_ddp()
+    return replicas(), stages()
+
+
+@pytest.mark.slow
+def test_over_replicas_and_with_stages_on_processes() -> None:
+    answers = on_processes(2, both)
+    wanted = plain_run(network(), rows=12)
+    for found, _ in answers:
+        assert set(found) == set(wanted)
+        for name, want in wanted.items():
+            torch.testing.assert_close(found[name], want, rtol=1e-10, atol=1e-12, msg=name)
+    whole = plain_run(network())
+    deferred = network()
+    with penstock.Pipeline(
+        deferred,
+        stages=2,
+        microbatches=4,
+        schedule="gpipe",
+        batch_options=penstock.BatchOptions(batch_norm="deferred"),
+        loss_fn=F.mse_loss,
+    ) as pipe:
+        train(pipe)
+    for _, found in answers:
+        for name, value in found["deferred never"].items():
+            assert torch.equal(value, deferred.state_dict()[name]), name
+        for how in ("exact never", "exact always"):
+            for name, value in found[how].items():
+                torch.testing.assert_close(value, whole[name], rtol=1e-11, atol=1e-13, msg=name)

@@ -1,0 +1,105 @@
+"""Microbatches that differ: their order, and where W goes."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.schedule import (
+    Costs,
+    Op,
+    Schedule,
+    align,
+    build,
+    lower,
+    lower_bound,
+    order_microbatches,
+    search_report,
+    simulate,
+    verify,
+)
+
+
+def drawn(seed: int, count: int = 24) -> list[float]:
+    generator = random.Random(seed)
+    return [generator.lognormvariate(0, 0.6) for _ in range(count)]
+
+
+def test_a_microbatch_of_size_two_takes_twice_as_long_and_twice_the_memory() -> None:
+    schedule = Schedule(["0F0 0F1 0B0 0B1"])
+    timeline = simulate(schedule, Costs(sizes=[1, 2]))
+    assert [span.end - span.start for span in timeline.spans] == [1, 2, 2, 4]
+    assert timeline.peak_memory == (3,)
+
+
+def test_its_messages_take_twice_as_long_on_a_link() -> None:
+    timeline = simulate(build("gpipe", 2, 1), Costs(links=[[0, 3], [5, 0]], sizes=[2]))
+    arrivals = [*[span.start for span in timeline.spans if span.rank == 1][:1], timeline.spans[1].start]
+    assert arrivals == [2 + 6, 8 + 2 + 4 + 10]
+
+
+@pytest.mark.parametrize("name", ["zb-v", "zb-h1", "interleaved-zb", "1f1b", "gpipe", "dualpipe-v", "v-half"])
+def test_the_order_is_proved_no_longer_and_takes_no_more_memory(name: str) -> None:
+    schedule = build(name, 4, 10)
+    for seed in range(4):
+        costs = Costs(sizes=drawn(seed, 10))
+        found = order_microbatches(schedule, drawn(seed, 10))
+        verify(lower(found))
+        before, after = simulate(schedule, costs), simulate(found, costs)
+        assert after.makespan <= before.makespan * (1 + 1e-9)
+        assert max(after.peak_memory) <= max(before.peak_memory) * (1 + 1e-9)
+        kinds = [{part.op for _, _, part in each.parts()} for each in (schedule, found)]
+        assert (Op.B in kinds[0]) == (Op.B in kinds[1])  # a full backward stays one
+
+
+def test_zb_v_of_lognormal_sizes_idles_half_as_much() -> None:
+    schedule = build("zb-v", 8, 24)
+    before, after = [], []
+    for seed in range(8):
+        costs = Costs(sizes=drawn(seed))
+        before.append(simulate(schedule, costs).bubble)
+        after.append(simulate(order_microbatches(schedule, drawn(seed)), costs).bubble)
+    assert statistics.median(after) <= 0.10
+    assert statistics.mean(after) < 0.55 * statistics.mean(before)
+
+
+def test_sizes_that_are_alike_change_nothing() -> None:
+    schedule = build("zb-v", 2, 4)
+    assert order_microbatches(schedule, [5, 5, 5, 5]) is schedule
+    assert order_microbatches(schedule, [5, 5.01, 5, 5]) is schedule
+
+
+def test_what_has_no_sizes_or_transfers_already_is_refused() -> None:
+    schedule = build("zb-v", 2, 4)
+    with pytest.raises(UsageError, match="3 numbers for 4 microbatches"):
+        order_microbatches(schedule, [1, 2, 3])
+    with pytest.raises(UsageError, match="without transfers"):
+        order_microbatches(lower(schedule), [1, 2, 3, 4])
+    with pytest.raises(UsageError, match="0 or more"):
+        Costs(sizes=[1, -2])
+    with pytest.raises(UsageError, match="leave out hop"):
+        Costs(hop=1.0, links=[[0]])
+    with pytest.raises(UsageError, match="there is a rank 1"):
+        simulate(build("1f1b", 2, 2), Costs(links=[[0]]))
+
+
+def test_a_search_takes_sizes_too_and_never_beats_the_bound() -> None:
+    for seed in range(3):
+        costs = Costs(sizes=drawn(seed, 8), hop=0.1)
+        found = search_report(3, 8, costs, memory=20, stages_per_rank=(1, 2), effort=30)
+        verify(lower(found.schedule))
+        timeline = simulate(found.schedule, found.costs)
+        assert timeline.makespan == pytest.approx(found.value)
+        assert max(timeline.peak_memory) <= 20 * (1 + 1e-9)
+        for name in ("zb-v", "zb-h1", "1f1b", "gpipe"):
+            built = build(name, 3, 8)
+            each = Costs(sizes=drawn(seed, 8))
+            assert lower_bound(built.placement, 8, each) <= simulate(built, each).makespan * (1 + 1e-9)
+
+
+def test_an_aligned_schedule_stays_in_its_order() -> None:
+    found = order_microbatches(build("zb-v", 4, 8), drawn(1, 8))
+    assert align(found) == found

@@ -302,7 +302,12 @@ class Schedule:
         return rank, position, entry.parts()[number - int(columns.cell[number])]
 
     def messages(self, source: int, target: int) -> tuple[Action, ...]:
-        """What crosses from one rank to another in a lowered program, in order: the sends of `source`."""
+        """What crosses from one rank to another in a lowered program, in order: the sends of `source`.
+
+        Args:
+            source: The rank that sends.
+            target: The rank that receives.
+        """
         for name, rank in (("source", source), ("target", target)):
             if not is_index(rank, self.ranks):
                 raise UsageError(f"{name}={rank!r}: pass one of the ranks 0 to {self.ranks - 1}")

@@ -24,7 +24,8 @@ from penstock.model.export.containers import Arguments, Template, put_together, 
 from penstock.model.export.effects import Where
 from penstock.model.export.hidden_inputs import Draws, watched_calls
 from penstock.model.export.stages import StageGraph
-from penstock.model.replay.recording.undo import random_state, restore_random, undone
+from penstock.model.generators import random_state, restore_random
+from penstock.model.replay.recording.undo import undone
 
 SEED = 20
 ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels

@@ -17,8 +17,8 @@ def name_and_use(place: str) -> tuple[str, int]:
     return (name, int(use)) if mark and use.isdecimal() and int(use) > 0 else (place, 1)
 
 
-def similar_names(name: str, names: Iterable[str]) -> str:
+def similar_names(name: str, names: Iterable[str], these: str) -> str:
     """For an error about a name that is not there: those that look like it, or else some that are there."""
     known = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    return f"; near: {', '.join(near)}" if near else f"; there are: {', '.join(known[:12])}"
+    return f"; near: {', '.join(near)}" if near else f"; {these}: {', '.join(known[:12])}"

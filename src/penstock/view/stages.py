@@ -71,7 +71,7 @@ def _units(part: StagePart, count: int) -> str:
 
 
 def _measured(weights: Sequence[Weight]) -> dict[str, str]:
-    """Of one microbatch, as measured with the example; empty where nothing was. A stage sends its last piece's output."""
+    """Of one microbatch, as measured with the example; empty where nothing was."""
     time = sum(weight.milliseconds for weight in weights)
     known = any(weight.output_bytes for weight in weights)
     return {

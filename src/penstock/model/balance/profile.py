@@ -226,7 +226,9 @@ def weights_by_name(named: Mapping[str, float], weights: Sequence[Weight]) -> li
     names = [weight.name for weight in weights]
     for given in named:
         if not any(_fits(given, name) for name in names):
-            raise ModelError(f"balance: {given!r} names no piece of the model{similar_names(given, names)}")
+            raise ModelError(
+                f"balance: {given!r} names no piece of the model{similar_names(given, names, 'there are')}"
+            )
     found, missing = [], []
     for weight in weights:
         fitting = [given for given in named if _fits(given, weight.name)]

@@ -198,7 +198,7 @@ def _cuts_at(recording: Recording, split_at: Sequence[str], starts: list[int], o
         name, use = name_and_use(place)
         found = [number for number, unit in enumerate(names) if unit == name or unit.startswith(f"{name}.")]
         if not found:
-            hint = similar_names(name, names)
+            hint = similar_names(name, names, "units")
             raise ModelError(f"split_at: no unit {name!r} is called in the model's forward{hint}")
         cuts.append(found[0] if use == 1 else _later_use(name, use, names, starts))
     if cuts != sorted(set(cuts)):

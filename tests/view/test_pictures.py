@@ -17,10 +17,10 @@ from penstock.schedule import FAMILIES, Costs, Span, Timeline, build, parse, sim
 from penstock.schedule.timing.timeline import Wall
 from penstock.view.figures import idle_shares, in_flight, time_text
 from penstock.view.gantt import gantt
+from penstock.view.perfetto import save_trace, trace
 from penstock.view.png import save_png
 from penstock.view.run import Run
 from penstock.view.svg import save_svg, svg
-from penstock.view.trace import save_trace, trace
 
 CHART = """\
 1f1b: 2 ranks, 2 stages, 3 microbatches, simulated

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 
-def joined(holder: str, name: str) -> str:
+def dotted_name(holder: str, name: str) -> str:
     """The dotted name of something inside a module; the model itself is called ``."""
     return f"{holder}.{name}" if holder else name
 

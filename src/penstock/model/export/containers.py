@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.tensors import Structure, flatten, unflatten
+from penstock.model.replay.recording.nested_values import Structure, flatten, unflatten
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), enum.Enum, slice, range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)

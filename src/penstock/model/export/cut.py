@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.balance.request import stage_count
-from penstock.model.default_inputs import fixed_inputs
+from penstock.model.default_inputs import default_inputs
 from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
 from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
 from penstock.model.export.operations import Values
 from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageState, all_tensors
 from penstock.model.export.proof import runs
-from penstock.model.export.stages import build_stages
+from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.split import Split
@@ -29,12 +29,12 @@ def split_by_graph(
     balance: Sequence[int] | None = None,
     split_at: Sequence[str] = (),
 ) -> Split:
-    """Cut the graph of a model; see `capture`, `operations`, `cut_places`, `stages` and `part`."""
+    """Cut the graph of a model; see `capture`, `operations`, `cut_places`, `stage_graphs` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     count = stage_count(stages, balance, split_at)
     if count < 1:
         raise ModelError(f"a model cannot make {count} stages; pass stages=1 or more")
-    arguments = Arguments(model, fixed_inputs(model, kwargs))
+    arguments = Arguments(model, default_inputs(model, kwargs))
     if not is_lazy(model):
         runs(model, arguments, args, kwargs)  # before the long capture of what has no graph
     values = Values(capture(model, arguments, args, kwargs))

@@ -12,16 +12,16 @@ from penstock.errors import ModelError
 from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.proposal import counts_between
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
-from penstock.model.default_inputs import fixed_inputs
+from penstock.model.default_inputs import default_inputs
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
-from penstock.model.replay.recording.calls import Leaf, Recording
-from penstock.model.replay.recording.record import record
+from penstock.model.replay.recording.example_run import record
+from penstock.model.replay.recording.unit_calls import Leaf, Recording
 from penstock.model.replay.recording.units import find_units, smaller_units
-from penstock.model.replay.repeatable import check_repeatable
+from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.split import Split
 from penstock.model.use_names import name_and_use, similar_names
@@ -34,9 +34,9 @@ def split_by_replay(
     balance: Balancing,
     split_at: Sequence[str] = (),
 ) -> Split:
-    """Cut a model without tracing it; see `record`, `plan` and `part`."""
+    """Cut a model without tracing it; see `recording.example_run`, `plan` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    defaults = fixed_inputs(model, kwargs)
+    defaults = default_inputs(model, kwargs)
     count = stage_count(stages, balance.counts, split_at)
     modules = dict(model.named_modules())
     units, recording = _recorded(model, modules, count, split_at, args, {**defaults, **kwargs})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.generators import random_state, restore_random
+from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.undo import undone
 
 

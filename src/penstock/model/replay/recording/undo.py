@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.generators import generators_of, global_states, put_back, states_of
+from penstock.model.random_states import generators_of, global_states, put_back, states_of
 from penstock.model.replay.tree import OWN
 
 CONTAINERS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})

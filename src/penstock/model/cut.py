@@ -23,6 +23,7 @@ from penstock.model.balance.proposal import counts_of
 from penstock.model.balance.request import Balancing
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
+from penstock.model.replay.cut import split_by_replay
 from penstock.model.split import Split, more_than_its_layers, split_model
 
 Example = tuple[Any, ...] | Mapping[str, Any]
@@ -139,7 +140,7 @@ def _by_example(
     method: str,
 ) -> Split:
     refusals: list[str] = []
-    for way, cut in (("replay", _replay), ("graph", partial(_graph, method == "auto"))):
+    for way, cut in (("replay", split_by_replay), ("graph", partial(_graph, method == "auto"))):
         if method in ("auto", way):
             try:
                 found = cut(model, stages, example, balance, split_at)
@@ -153,16 +154,10 @@ def _by_example(
     raise ModelError("the model cannot be cut as it is:\n  " + "\n  ".join(refusals))
 
 
-def _replay(*arguments: Any) -> Split:
-    from penstock.model.replay.cut import split_by_replay
-
-    return split_by_replay(*arguments)
-
-
 def _graph(
     fallback: bool, model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
 ) -> Split:
-    from penstock.model.export.cut import split_by_graph
+    from penstock.model.export.cut import split_by_graph  # loads torch.export, which few models need
 
     if fallback and is_lazy(model):
         raise ModelError(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.measure import REPEATS, ROUNDS, Measured, measure
 from penstock.model.declared_skips import use_skips
-from penstock.model.replay.recording.unit_calls import Recording
+from penstock.model.replay.recording.unit_calls import ForwardRecording
 from penstock.model.use_names import similar_names
 
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states per parameter
@@ -83,7 +83,7 @@ def profile_layers(
 
 def profile_calls(
     model: nn.Module,
-    recording: Recording,
+    recording: ForwardRecording,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,

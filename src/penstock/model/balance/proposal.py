@@ -113,11 +113,11 @@ class Proposal:
     """
 
     before: tuple[int, ...]
-    cuts: tuple[int, ...]  # those of before, where nothing better was found
-    weights: tuple[float, ...]  # of the pieces, as measured
-    loads_before: tuple[float, ...]  # of the ranks, a microbatch
+    cuts: tuple[int, ...]
+    weights: tuple[float, ...]
+    loads_before: tuple[float, ...]
     loads: tuple[float, ...]
-    allowed: tuple[int, ...] | None = None  # the pieces before which a cut may be: those that count; None: any
+    allowed: tuple[int, ...] | None = None
 
     @property
     def gain(self) -> float:

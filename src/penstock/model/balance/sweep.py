@@ -60,7 +60,8 @@ def _start(problem: PartitionProblem) -> Ends:
 
 def _settle(sweep: _Sweep, best: Ends) -> tuple[Ends, bool]:
     """Sweep over everything, with limits close to what cannot be at first, until nothing better is found."""
-    problem, refuted, tries = sweep.problem, sweep.problem.floor, TRIES
+    problem, refuted = sweep.problem, sweep.problem.floor
+    tries: Sequence[float] = TRIES
     while (high := problem.largest(best)) > problem.floor * (1 + ROUNDING):
         for share in tries:
             limit = min(refuted + share * (high - refuted), high * BETTER)

@@ -19,7 +19,7 @@ from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
 from penstock.model.replay.recording.example_run import record
-from penstock.model.replay.recording.unit_calls import Leaf, Recording
+from penstock.model.replay.recording.unit_calls import ForwardRecording, Leaf
 from penstock.model.replay.recording.units import find_units, smaller_units
 from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
@@ -56,7 +56,7 @@ def split_by_replay(
 def _assemble(
     model: nn.Module,
     units: list[str],
-    recording: Recording,
+    recording: ForwardRecording,
     weights: Sequence[Weight],
     cuts: Sequence[int],
     defaults: Mapping[str, Any],
@@ -97,7 +97,7 @@ def _recorded(
     split_at: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[list[str], Recording]:
+) -> tuple[list[str], ForwardRecording]:
     """The units and their calls; where too few calls are made, larger units are opened and it is run again."""
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
     units = find_units(model, split_at)
@@ -116,7 +116,7 @@ def _recorded(
         units = smaller
 
 
-def _too_few(model: nn.Module, units: list[str], recording: Recording, count: int, stages: int) -> ModelError:
+def _too_few(model: nn.Module, units: list[str], recording: ForwardRecording, count: int, stages: int) -> ModelError:
     """The model calls too few units with parameters, and all of them were opened."""
     names = ", ".join(unit or "the model as a whole" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
     if not count:
@@ -134,7 +134,7 @@ def _too_few(model: nn.Module, units: list[str], recording: Recording, count: in
     )
 
 
-def _with_full_caches(once: Callable[[], Recording]) -> Recording:
+def _with_full_caches(once: Callable[[], ForwardRecording]) -> ForwardRecording:
     """A recording that is refused is made once more: a unit that fills a cache of the process leaks a tensor.
 
     Later runs find the cache full (`functools.lru_cache`). Without this, a model would be cut in one way if it is the
@@ -162,7 +162,7 @@ def _repeated(model: nn.Module, parts: Sequence[ReplayPart]) -> dict[str, str]:
 
 def _cuts(
     modules: dict[str, nn.Module],
-    recording: Recording,
+    recording: ForwardRecording,
     weights: Sequence[Weight],
     stages: int,
     balance: Balancing,
@@ -177,12 +177,12 @@ def _cuts(
     return balance.cuts(stages, weights, starts[1:], _crossing(recording))
 
 
-def _starts(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
+def _starts(modules: Mapping[str, nn.Module], recording: ForwardRecording) -> list[int]:
     """The calls with which a stage may begin: of units that own parameters, and where no state lies across."""
     return [number for number in _with_parameters(modules, recording) if not state_across(recording, number)]
 
 
-def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
+def _with_parameters(modules: Mapping[str, nn.Module], recording: ForwardRecording) -> list[int]:
     return [
         number
         for number, call in enumerate(recording.calls)
@@ -190,7 +190,7 @@ def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> 
     ]
 
 
-def _cuts_at(recording: Recording, split_at: Sequence[str], starts: list[int], owning: list[int]) -> list[int]:
+def _cuts_at(recording: ForwardRecording, split_at: Sequence[str], starts: list[int], owning: list[int]) -> list[int]:
     calls = recording.calls
     cuts = []
     names = [call.unit for call in calls]
@@ -221,7 +221,7 @@ def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
     return again[use - 1]
 
 
-def _crossing(recording: Recording) -> list[float]:
+def _crossing(recording: ForwardRecording) -> list[float]:
     """For a cut before each call: how many bytes of values cross it."""
     calls = recording.calls
     last_use: dict[tuple[int, int], int] = {}

@@ -29,7 +29,7 @@ from penstock.model.replay.recording.marks import Reads, fresh
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changed_by, own_state, updates_itself
 from penstock.model.replay.recording.undo import OutsideChanges, undone
-from penstock.model.replay.recording.unit_calls import Recording, UnitCall, shapes_of
+from penstock.model.replay.recording.unit_calls import ForwardRecording, UnitCall, shapes_of
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.repeatability import checksum
 from penstock.model.replay.shapes import stand_in_parameter
@@ -47,7 +47,7 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     instead: Instead | None = None,
-) -> Recording:
+) -> ForwardRecording:
     """Run the model once, as it is, and put everything back that the run has changed.
 
     `instead(unit)` may give a forward to run in the place of a unit's own: one that only finds out
@@ -77,7 +77,7 @@ class _ExampleRun:
         self._left: list[tuple[str, Tensor]] = []  # made in the first run by units, and there when it was over
         self._marks: UnitMarks
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecording:
         """What one run shows; where the model has kept something, a second run shows whether it reads that."""
         generator = torch.get_rng_state()
         first = self._run(args, kwargs)
@@ -97,7 +97,7 @@ class _ExampleRun:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitMarks:
         mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
-        marks = UnitMarks(Recording(), self.model, tensors_in((mine, named)), self._carried.tensors())
+        marks = UnitMarks(ForwardRecording(), self.model, tensors_in((mine, named)), self._carried.tensors())
         self._marks = marks
         for parameter, standing in self._without_memory.values():
             marks.marks[marks.storages.key(standing)] = marks.of(parameter)

@@ -23,7 +23,7 @@ from penstock.errors import ModelError
 from penstock.model.replay.recording.access import watch_access
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changes_in_place, frozen
-from penstock.model.replay.recording.unit_calls import STATE, KeptState, Mark, Recording
+from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.tree import OWN
 from penstock.model.replay.unit_state.glue_state import GlueState
@@ -143,7 +143,7 @@ class UnitStateFollower:
         used.update(key for call in recording.calls for key in log.needs(call.unit, call.needs))
         return [key for key in log.writes if log.writers(key) and (key in used or log.outside(key))]
 
-    def settle(self, recording: Recording) -> None:
+    def settle(self, recording: ForwardRecording) -> None:
         """After all runs: put what is shared into the recording, or refuse it."""
         log = self._logs[0]
         everywhere = {call.unit for call in recording.calls if call.glue}
@@ -192,7 +192,7 @@ class UnitStateFollower:
                     f"forward, or pass it in as an input"
                 )
 
-    def _guard(self, log: _AccessLog, recording: Recording, moving: set[Key]) -> None:
+    def _guard(self, log: _AccessLog, recording: ForwardRecording, moving: set[Key]) -> None:
         """What others read of a unit that has left it alone."""
         known = {log.name(key) for key in moving}
         called = {call.unit for call in recording.calls if not call.glue}
@@ -222,7 +222,7 @@ def _check_copies(log: _AccessLog, key: Key) -> None:
                 )
 
 
-def _check_order(log: _AccessLog, recording: Recording, key: Key) -> None:
+def _check_order(log: _AccessLog, recording: ForwardRecording, key: Key) -> None:
     """What every stage runs and keeps has the right value everywhere from there on, and nowhere before."""
     writers = log.writers(key)
     last = max(number for number, call in enumerate(recording.calls) if call.unit in writers)

@@ -24,7 +24,7 @@ from penstock.model.balance.request import Balancing
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.replay.cut import split_by_replay
-from penstock.model.split import Split, more_than_its_layers, split_model
+from penstock.model.split import Split, layers_of, more_than_its_layers, split_model
 
 Example = tuple[Any, ...] | Mapping[str, Any]
 
@@ -73,7 +73,7 @@ def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split
     """Layers a stage where the names are layers of an `nn.Sequential`: no look at an input is needed for that."""
     if not isinstance(model, nn.Sequential):
         return None
-    layers = [name for name, layer in model._modules.items() if layer is not None]
+    layers = [name for name, _ in layers_of(model)]
     if not set(split_at) <= set(layers):
         return None  # a place inside of a layer
     if stages is not None and stages != len(split_at) + 1:
@@ -99,7 +99,7 @@ def _by_position(
         if weighed:
             raise UsageError("balance= by weight cuts an nn.Sequential or, with example=, any module, into stages=")
         return split_model(model, stages, balance.counts, skips)
-    layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    layers = layers_of(model)
     if balance.runs and (example is None or isinstance(example, Mapping)):
         raise UsageError(f"balance={balance.how!r} measures the layers with an input: pass example=(x,)")
     weights = profile_layers(

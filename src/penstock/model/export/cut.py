@@ -20,6 +20,7 @@ from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.split import Split
+from penstock.model.use_names import dotted_name
 
 
 def split_by_graph(
@@ -88,7 +89,7 @@ def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> 
     first = {id(tensors[name]): index for name, index in reversed(stage_of.items())}
     last = 0
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = [f"{prefix}.{leaf}" if prefix else leaf for leaf in (*module._parameters, *module._buffers)]
+        own = [dotted_name(prefix, leaf) for leaf in (*module._parameters, *module._buffers)]
         own = [name for name in own if name in tensors]
         last = next((stage_of[name] for name in own if name in stage_of), last)
         for name in own:

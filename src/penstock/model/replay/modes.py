@@ -15,6 +15,7 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, Mark, Untried
+from penstock.model.use_names import dotted_name
 
 
 def also_in_training(
@@ -62,7 +63,7 @@ def _join(recording: ForwardRecording, other: ForwardRecording) -> str:
         recording.guarded[unit] = list(dict.fromkeys([*recording.guarded.get(unit, ()), *places]))
     moving = {state.name for state in recording.states}
     for unit, places in recording.guarded.items():  # what changes in training mode need not stay as it is
-        places[:] = [place for place in places if ".".join(filter(None, (unit, *place))) not in moving]
+        places[:] = [place for place in places if dotted_name(unit, *place) not in moving]
     for one, two in pairs:
         one.needs |= _renumbered(two.needs, first)
         one.keeps = one.keeps or two.keeps

@@ -41,6 +41,7 @@ from penstock.model.replay.stage_units import GlueTensors, StageUnits
 from penstock.model.replay.tree import Twins, stage_tree
 from penstock.model.replay.unit_state.guard import Guard
 from penstock.model.replay.unit_state.sinks import Sinks
+from penstock.model.use_names import dotted_name
 
 
 class _Abandoned(BaseException):
@@ -113,7 +114,7 @@ class ReplayPart(StagePart):
         self.module = StageUnits(list(units.values()), list(loose.values()), others, running)
         self._outside = GlueTensors(self._root, self.module)
         known = {
-            f"{number}.{name}": f"{unit}.{name}" if unit else name
+            f"{number}.{name}": dotted_name(unit, name)
             for number, (unit, module) in enumerate(units.items())
             for name in state_names(module)
         }

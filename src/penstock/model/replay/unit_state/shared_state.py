@@ -27,6 +27,7 @@ from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, 
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.tree import OWN
 from penstock.model.replay.unit_state.glue_state import GlueState
+from penstock.model.use_names import dotted_name
 
 Key = tuple[str, str] | int  # a module's name and an attribute of it; of what changes in place, its identity
 
@@ -52,7 +53,7 @@ class _AccessLog:
         self.touched: dict[int, tuple[Any, Any, Access]] = {}  # containers, since a unit was last called or returned
 
     def name(self, key: Key) -> str:
-        return self.names[key] if isinstance(key, int) else ".".join(filter(None, key))
+        return self.names[key] if isinstance(key, int) else dotted_name(*key)
 
     def writers(self, key: Key) -> set[str]:
         return {access.who for access in self.writes.get(key, ()) if access.who is not None}
@@ -132,7 +133,7 @@ class UnitStateFollower:
                 log.writes.setdefault(id(value), set()).add(access)
         log.touched.clear()
         for name in changed:
-            holder, _, attribute = ".".join(filter(None, (unit, name))).rpartition(".")
+            holder, _, attribute = dotted_name(unit, name).rpartition(".")
             log.writes.setdefault((holder, attribute), set()).add(Access(unit, 0, holder, 0))
 
     def shared(self) -> list[Key]:

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.balance.partition import counts_of
 from penstock.model.balance.profile import Weight, crossing_of, profile_layers
-from penstock.model.balance.proposal import counts_of
 from penstock.model.balance.request import Balancing
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy

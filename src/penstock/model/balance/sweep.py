@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.model.balance.partition import ROUNDING, Ends, PartitionProblem
+from penstock.model.balance.problem import ROUNDING, Ends, PartitionProblem
 
 STEPS = 600_000  # of a sweep over everything: less than a second
 LOCAL_STEPS = 20_000  # of one that moves boundaries near where they are

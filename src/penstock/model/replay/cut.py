@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.balance.partition import counts_between
 from penstock.model.balance.profile import Weight, profile_calls
-from penstock.model.balance.proposal import counts_between
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
 from penstock.model.default_inputs import default_inputs
 from penstock.model.lazy import is_lazy

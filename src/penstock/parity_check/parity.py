@@ -29,7 +29,7 @@ from penstock.model.part import OUTPUT
 from penstock.model.split import Split
 from penstock.optim.precision import Precision
 from penstock.parity_check.tensor_trace import Trace, watching_stages
-from penstock.parity_check.uncut import check_close, compare_whole, largest, uncut
+from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
 from penstock.runtime.backward.record import FreshGradients
@@ -128,7 +128,7 @@ def parity(
         if whole is not None:
             alone = Trace(whole)
             _run_plain(pipe, whole, batch, alone, single_loss_fn)
-            compare_whole(plain, expected.summed(), alone.summed(), tolerance)
+            compare_uncut(plain, expected.summed(), alone.summed(), tolerance)
         for step in range(STEPS):
             with found.watching(step), watching_stages(pipe, found):
                 result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)

@@ -218,19 +218,19 @@ def _clock() -> Iterator[Callable[[], float]]:
     Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
     """
     try:
-        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        int(os.pread(told, 100, 0).split()[1])
+        schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        int(os.pread(schedstat, 100, 0).split()[1])
     except (OSError, ValueError, IndexError):
-        told = -1
+        schedstat = -1
 
     def now() -> float:
         if torch.cuda.is_available():  # not run here: no GPU
             torch.cuda.synchronize()
-        waited = int(os.pread(told, 100, 0).split()[1]) * 1e-9 if told >= 0 else 0.0
+        waited = int(os.pread(schedstat, 100, 0).split()[1]) * 1e-9 if schedstat >= 0 else 0.0
         return perf_counter() - waited
 
     try:
         yield now
     finally:
-        if told >= 0:
-            os.close(told)
+        if schedstat >= 0:
+            os.close(schedstat)

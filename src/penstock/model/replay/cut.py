@@ -212,13 +212,13 @@ def _cuts_at(recording: ForwardRecording, split_at: Sequence[str], starts: list[
 
 def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
     """The call with which a stage begins that has a unit of a stage before it again."""
-    again = [number for number, unit in enumerate(names) if unit == name]
-    if len(again) < use or again[use - 1] not in starts:
+    uses = [number for number, unit in enumerate(names) if unit == name]
+    if len(uses) < use or uses[use - 1] not in starts:
         raise ModelError(
-            f"split_at: {name}#{use} is no place to cut: the model calls the unit {name!r} {len(again)} times"
-            + (", and it updates itself, so that all its calls belong on one stage" if len(again) >= use else "")
+            f"split_at: {name}#{use} is no place to cut: the model calls the unit {name!r} {len(uses)} times"
+            + (", and it updates itself, so that all its calls belong on one stage" if len(uses) >= use else "")
         )
-    return again[use - 1]
+    return uses[use - 1]
 
 
 def _crossing(recording: ForwardRecording) -> list[float]:

@@ -230,7 +230,7 @@ class ReplayPart(StagePart):
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], by_call: bool) -> Any:
         run: _Replay | None = getattr(self._local, "run", None)
         if run is None:
-            return self._again(name, own, args, kwargs, by_call)
+            return self._rerun_in_backward(name, own, args, kwargs, by_call)
         if run.inside:
             return own(*args, **kwargs)
         number, calls = run.number, self._plan.recording.calls
@@ -248,7 +248,7 @@ class ReplayPart(StagePart):
             return self._own(run, number, own, args, kwargs)
         return self._ghost(run, number, args, kwargs)
 
-    def _again(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
+    def _rerun_in_backward(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
         """In the backward: a unit checkpoints itself, or the model's code its call."""
         if not by_call:
             return own(*args, **kwargs)

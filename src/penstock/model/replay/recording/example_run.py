@@ -81,18 +81,18 @@ class _ExampleRun:
         """What one run shows; where the model has kept something, a second run shows whether it reads that."""
         generator = torch.get_rng_state()
         first = self._run(args, kwargs)
-        _check_made(self.model, self.tree, self._known)
+        _check_new_parameters(self.model, self.tree, self._known)
         behind = self._carried.left()
         if behind or self._kept.shared():
             self._left = [
                 (name, tensor) for name, tensors in behind.items() for tensor in tensors if first.is_of_units(tensor)
             ]
             torch.set_rng_state(generator)
-            self._carried.again()
+            self._carried.begin_second_run()
             self._run(args, kwargs)
             self._carried.check()
         self._kept.settle(first.recording)
-        _tell_of_losses(self.tree, first)
+        _warn_of_kept_losses(self.tree, first)
         return first.recording
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitMarks:
@@ -150,7 +150,7 @@ def _stand_in(tree: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
     return found
 
 
-def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
+def _check_new_parameters(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
     """Parameters that a first forward makes would be made by every stage for itself, and be owned by none."""
     made = [name for name, _ in tree.named_parameters(remove_duplicate=False) if name not in known]
     if made:
@@ -160,7 +160,7 @@ def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
         )
 
 
-def _tell_of_losses(tree: nn.Module, marks: UnitMarks) -> None:
+def _warn_of_kept_losses(tree: nn.Module, marks: UnitMarks) -> None:
     """A number that a unit keeps on itself looks like a loss for others to pick up, which they cannot."""
     found = [
         f"{name}.{attribute}"

@@ -98,13 +98,13 @@ class UnitStateFollower:
                     marks.put(tensor, (STATE, len(log.states)))
                     log.states.append((holder, name))
 
-        def tell(module: nn.Module, name: str, written: bool) -> None:
+        def on_access(module: nn.Module, name: str, written: bool) -> None:
             if not marks.quiet and id(module) in self._names:  # and no copy that was made of one
                 self._note(log, module, name, written)
                 if not written:
                     carried.read(module, name, len(marks.recording.calls))
 
-        with watch_access(self._modules, tell):
+        with watch_access(self._modules, on_access):
             yield
         self.pause()
         for storage, units in marks.written_by.items():
@@ -160,7 +160,7 @@ class UnitStateFollower:
         tensors = set(log.states)
         plain = {key: mark for key, mark in marks.items() if key not in tensors}
 
-        def settled(needs: frozenset[Mark], unit: str | None, position: int) -> frozenset[Mark]:
+        def resolved(needs: frozenset[Mark], unit: str | None, position: int) -> frozenset[Mark]:
             kept = {marks[key] for key in log.needs(unit, needs) if key in marks}
             for key, mark in plain.items():
                 for read in log.outside(key):
@@ -170,8 +170,8 @@ class UnitStateFollower:
             return frozenset(mark for mark in needs if mark[0] != STATE) | kept
 
         for number, call in enumerate(recording.calls):
-            call.needs = settled(call.needs, call.unit, number)
-        recording.output = settled(recording.output, None, len(recording.calls))
+            call.needs = resolved(call.needs, call.unit, number)
+        recording.output = resolved(recording.output, None, len(recording.calls))
         self._check_glue(log)
         self._guard(log, recording, set(moving))
 

@@ -18,7 +18,6 @@ import penstock
 from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli import app
 from penstock.errors import CheckpointError, UsageError
-from penstock.train.build import rate_at
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
@@ -27,6 +26,7 @@ from penstock.train.evaluate import evaluate_checkpoint
 from penstock.train.generate import continue_text, open_gpt
 from penstock.train.launch.stopping import INTERRUPTED, Stop
 from penstock.train.nonfinite import NonFinite
+from penstock.train.rate import rate_at
 from penstock.train.run.metrics import Metrics, read_metrics
 from penstock.train.run.progress import Pace, Progress, Reading, of_time
 from penstock.train.run.run_folder import RunFolder

@@ -37,14 +37,7 @@ from penstock.optim.scaler import GradScaler
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Timeline, simulate
-from penstock.train.build import (
-    build_model,
-    build_optimizer,
-    build_pipeline,
-    build_rate,
-    follow_config,
-    options_of,
-)
+from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
@@ -54,6 +47,8 @@ from penstock.train.launch.parent import die_with
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
 from penstock.train.loop import Ending, Trainer
 from penstock.train.nonfinite import NonFinite
+from penstock.train.optim import build_optimizer
+from penstock.train.rate import build_rate, follow_config, options_of
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Progress, of_time
 from penstock.train.run.run_folder import RunFolder, write_json

@@ -25,7 +25,11 @@ def is_function(text: str) -> bool:
 
 def functions_in(config: TrainConfig) -> dict[str, str]:
     """The functions that a configuration names, by key: to train it is to run them."""
-    sources = {"model.source": config.model.source, "data.source": config.data.source}
+    sources = {
+        "model.source": config.model.source,
+        "data.source": config.data.source,
+        "logging.callback": config.logging.callback,
+    }
     return {key: text for key, text in sources.items() if isinstance(text, str) and is_function(text)}
 
 

@@ -1,6 +1,6 @@
 """Parameters that a run does not train, chosen by their names before the model is cut.
 
-A frozen parameter has no gradient, no optimizer state and no average; a stage in which all are frozen sends nothing back.
+A frozen parameter has no gradient, no optimizer state and no average.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
     if len(lists.get(longest, ())) < 2:
         shown = ", ".join(names[:5])
         raise UsageError(
-            f"optimizer.layer_decay: the model has no numbered list of layers, such as layers.0 and layers.1, among its "
-            f"{len(names)} parameters ({shown}{', ...' if len(names) > 5 else ''}); give rates by optimizer.groups"
+            f"optimizer.layer_decay: the model has no numbered list of layers, such as layers.0 and layers.1, among "
+            f"its {len(names)} parameters ({shown}{', ...' if len(names) > 5 else ''}); give rates by optimizer.groups"
         )
     order = {number: place for place, number in enumerate(sorted(lists[longest]), start=1)}
     top = len(order) + 1

@@ -39,7 +39,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def rate_at(config: TrainConfig, step: int) -> float:
-    """The share of a learning rate in a step, counted from 0: up in `warmup` steps, then down to `final` at the last."""
+    """The share of a learning rate in a step, counted from 0: up in `warmup` steps, then down to `final` at the end."""
     options, steps = config.optimizer, config.training.steps
     if step < options.warmup:
         return (step + 1) / options.warmup

@@ -34,7 +34,21 @@ def functions_in(config: TrainConfig) -> dict[str, str]:
 
 
 def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
-    """What the function returns for the options; the working folder is looked in first, as `python -m` does."""
+    """What the function returns for the options."""
+    found = find_function(key, text)
+    try:
+        inspect.signature(found).bind(**options)
+    except TypeError as error:
+        raise UsageError(
+            f"{key}: {text} does not take these options ({', '.join(options) or 'none'}): {error}"
+        ) from None
+    except ValueError:  # a built-in that does not say what it takes
+        pass
+    return found(**options)
+
+
+def find_function(key: str, text: str) -> Any:
+    """The function that is meant; the working folder is looked in first, as `python -m` does."""
     if not is_function(text):
         raise UsageError(f'{key} is "{text}"; a function is written "module:function", such as "my_models:build"')
     module_name, _, path = text.partition(":")
@@ -54,12 +68,4 @@ def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
         found = getattr(found, name)
     if not callable(found):
         raise UsageError(f"{key}: {text} is a {type(found).__name__}, not a function")
-    try:
-        inspect.signature(found).bind(**options)
-    except TypeError as error:
-        raise UsageError(
-            f"{key}: {text} does not take these options ({', '.join(options) or 'none'}): {error}"
-        ) from None
-    except ValueError:  # a built-in that does not say what it takes
-        pass
-    return found(**options)
+    return found

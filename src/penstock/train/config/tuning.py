@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from numbers import Real
 from typing import Any
 
 from penstock.train.config.settings import TrainConfig
@@ -21,7 +20,7 @@ def tuning_faults(config: TrainConfig) -> Iterator[str]:
     if config.training.ema == 1:
         yield "training.ema is 1, with which the average would never change; give a decay below 1, such as 0.999"
     if config.evaluation.patience is not None and not config.evaluation.every:
-        yield "evaluation.patience counts evaluations, and evaluation.every is 0: none; set it to the steps between them"
+        yield "evaluation.patience counts evaluations, and evaluation.every is 0: none; set the steps between them"
     callback = config.logging.callback
     if callback is not None and not is_function(callback):
         yield f'logging.callback is "{callback}"; a function is written "module:function", such as "my_run:seen"'
@@ -50,7 +49,7 @@ def _are_betas(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
 def _group(path: str, options: Any, name: str) -> Iterator[str]:

@@ -86,6 +86,7 @@ class Checkpointer:
         extra: Any = None,
         config: Any = None,
         score: float | None = None,
+        while_best: bool = False,
     ) -> None:
         """Save the run as it is after `step` steps. Call it on every process.
 
@@ -102,6 +103,7 @@ class Checkpointer:
             extra: Plain values of yours: numbers, text, lists, dicts and tensors.
             config: Plain values that describe the run.
             score: A figure by which checkpoints are compared, such as a validation loss; the lowest is the best.
+            while_best: Whether this checkpoint stays only while its score is the lowest, beside those of `keep_last`.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: pass the number of steps that were done, a whole number from 0 on")
@@ -111,7 +113,7 @@ class Checkpointer:
         self._pipe = weakref.ref(pipe)
         if score is not None and not math.isfinite(score):
             raise UsageError(f"score={score!r}: pass a finite number, or None for a checkpoint that is not compared")
-        given = Given(optimizer, scheduler, scaler, data, extra, config, averages, score)
+        given = Given(optimizer, scheduler, scaler, data, extra, config, averages, score, while_best)
         while (saving := self._agree(processes, step, pipe, given)) is None:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:

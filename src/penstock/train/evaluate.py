@@ -11,13 +11,15 @@ from penstock.train.data.batches import open_data
 from penstock.train.generate import load_for
 
 
-def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> tuple[int, list[float]]:
+def evaluate_checkpoint(
+    config: TrainConfig, checkpoint: Path, batches: int, averages: bool = True
+) -> tuple[int, list[float]]:
     """The step of a checkpoint, and its loss on each validation batch; in this process, whatever the saved layout."""
     data = open_data(config)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")
     with pipe:
-        step = load_for(config, checkpoint, pipe)
+        step = load_for(config, checkpoint, pipe, averages=averages)
         losses = []
         for number in range(batches):
             batch = data.validation(number)

@@ -85,7 +85,7 @@ class Trainer:
         recordings = Recordings(self.config, self.pipe, self.folder, start, self.metrics is not None)
         asked = False
         try:
-            while self.step < steps and not self.stopping.over and not asked:
+            while not self._ends and not asked:
                 recordings.begin(self.step + 1)
                 loss, norm, lr, tokens = self._train()
                 pace.step(tokens)
@@ -95,8 +95,9 @@ class Trainer:
                 validation = self._evaluate() if self._evaluates(asked) else None
                 best = self._seen(validation)
                 self._report(loss, norm, lr, pace, memory, recorded, validation)
-                if not asked and (best or self._due(self.config.checkpoint.every)):
-                    self.save()
+                due = self._due(self.config.checkpoint.every) or self._ends
+                if not asked and (best or due):
+                    self.save(while_best=not due)
         finally:
             recordings.close()
         if self._saved != self.step or not start:
@@ -113,7 +114,12 @@ class Trainer:
         if self.average is not None:
             self.average.updates = extra.get("updates", 0)
 
-    def save(self) -> None:
+    @property
+    def _ends(self) -> bool:
+        return self.step >= self.config.training.steps or self.stopping.over
+
+    def save(self, while_best: bool = False) -> None:
+        """Save the run as it is; `while_best`: for its validation loss, and not because it is time to."""
         if self._saved == self.step and self.step:
             return
         self.checkpointer.save(
@@ -131,6 +137,7 @@ class Trainer:
             },
             config=to_document(self.config),
             score=self._score,
+            while_best=while_best,
         )
         self._saved = self.step
 

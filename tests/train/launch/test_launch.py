@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from train_jobs import job
 
-from penstock.errors import UsageError
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import torchrun_command
-from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Progress, Reading
 
 

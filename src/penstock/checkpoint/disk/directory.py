@@ -77,6 +77,10 @@ class Directory:
             if superseded:
                 remove(path)
                 continue
+            if manifest.while_best:  # beside the others: it takes no place of theirs
+                if path not in (newest, best):
+                    remove(path)
+                continue
             last += 1
             kept = self._keep_every is not None and manifest.step % self._keep_every == 0
             late = self._keep_last is not None and last > self._keep_last

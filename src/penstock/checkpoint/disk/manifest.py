@@ -56,6 +56,7 @@ class Manifest:
     files: Mapping[str, tuple[int, str]]
     origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
     score: float | None = None  # by which the best one is chosen: the lowest
+    while_best: bool = False  # it was saved for its score, and stays while that is the lowest
 
     @property
     def bytes(self) -> int:
@@ -127,6 +128,7 @@ def read_manifest(path: Path) -> Manifest:
             files=files,
             origin=body.get("origin"),
             score=_score(body.get("score")),
+            while_best=body.get("while_best") is True,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} lacks what a manifest has: {error!r}", path=path) from error

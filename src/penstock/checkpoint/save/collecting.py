@@ -33,6 +33,7 @@ class Given:
     config: Any = None
     averages: Mapping[str, Tensor] | None = None
     score: float | None = None
+    while_best: bool = False
 
 
 def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
@@ -107,4 +108,5 @@ def document_of(step: int, pipe: Pipeline, given: Given, processes: int) -> dict
         },
         "origin": pipe.deployment.split.origin,
         "score": given.score,
+        "while_best": given.while_best,
     }

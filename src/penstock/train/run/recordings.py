@@ -19,7 +19,7 @@ from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.settings import TrainConfig
-from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.train.run.run_folder import RunFolder
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept
@@ -79,9 +79,8 @@ class Recordings:
         if typical.step != self._written:
             write_whole(self._folder.timeline, to_json(shown))
             self._written = typical.step
-        write_json(
-            self._folder.recorded, {"typical": typical.step, "of": len(self._kept), **self._cores, "steps": self._list}
-        )
+        document = {"typical": typical.step, "of": len(self._kept), **self._cores, "steps": self._list}
+        write_whole(self._folder.recorded, json.dumps(document) + "\n")
 
 
 def _ranks_here(config: TrainConfig) -> int:

@@ -106,7 +106,7 @@ def test_weights_and_biases_keeps_a_run_offline_and_goes_on_with_it(
 
 
 def logged(file: Path) -> list[tuple[int, float, int]]:
-    """(step, loss, memory of rank 0) of each line; a short file is a header of 7 bytes and records, each with its own."""
+    """(step, loss, memory of rank 0) of each line; a short file is a header and records, each with its own."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, found = file.read_bytes(), 7, []

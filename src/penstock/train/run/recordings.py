@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -20,11 +21,13 @@ from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
+from penstock.view.account import account
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept
 LISTED = 1000  # recorded steps whose times are kept
 OUTLIER = 1.5  # times the median makespan
+COMPARED, MOST_COMPARED = 6, 5_000  # recorded steps whose advice is compared at the end, and the most spans of one
 
 
 class Recorded(NamedTuple):
@@ -74,13 +77,36 @@ class Recordings:
         self._list = [*self._list, found][-LISTED:]
         most = max(3, min(MOST, MOST_SPANS // len(timeline.spans)))
         self._kept = [*self._kept, (found, timeline)][-most:]
-        middle = statistics.median_low([entry.makespan for entry, _ in self._kept])
-        typical, shown = next(each for each in self._kept if each[0].makespan == middle)
+        typical, shown = self._typical()
         if typical.step != self._written:
             write_whole(self._folder.timeline, to_json(shown))
             self._written = typical.step
-        document = {"typical": typical.step, "of": len(self._kept), **self._cores, "steps": self._list}
+        self._note()
+
+    def _typical(self) -> tuple[Recorded, Timeline]:
+        middle = statistics.median_low([entry.makespan for entry, _ in self._kept])
+        return next(each for each in self._kept if each[0].makespan == middle)
+
+    def finish(self) -> None:
+        """At the end of a run: find out whether other recorded steps lead to the same advice as the typical one."""
+        if not self._kept:
+            return
+        _, shown = self._typical()
+        others = [timeline for _, timeline in self._kept if timeline is not shown][-COMPARED:]
+        if others and len(shown.spans) <= MOST_COMPARED:
+            wanted = _subject(shown)
+            self._note(agree=sum(_subject(other) == wanted for other in others), asked=len(others))
+
+    def _note(self, **more: int) -> None:
+        typical, _ = self._typical()
+        document = {"typical": typical.step, "of": len(self._kept), **self._cores, **more, "steps": self._list}
         write_whole(self._folder.recorded, json.dumps(document) + "\n")
+
+
+def _subject(timeline: Timeline) -> str:
+    """What the advice drawn from a step is about, without its figures."""
+    found = account(timeline).findings
+    return re.sub(r"[\d.,]+ ?(%|s|ms|us|times)", "", f"{found[0].kind}: {found[0].fact}") if found else ""
 
 
 def _ranks_here(config: TrainConfig) -> int:
@@ -121,6 +147,11 @@ def recorded_notes(folder: RunFolder) -> list[str]:
     notes.append(
         f"The timeline is of step {typical.step}, {one}: {1e3 * typical.makespan:.1f} ms, {typical.idle:.0%} idle."
     )
+    if document.get("asked") and 2 * document["agree"] < document["asked"]:
+        notes.append(
+            f"The advice below is drawn from that step, and only {document['agree']} of {document['asked']} other "
+            f"recorded steps lead to the same: it may be about that step and not about the run."
+        )
     slow = sorted((entry for entry in found if entry.makespan > OUTLIER * middle), key=lambda entry: -entry.makespan)
     if slow:
         shown = ", ".join(f"step {each.step} ({each.makespan / middle:.1f} times the median)" for each in slow[:5])

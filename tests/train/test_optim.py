@@ -130,6 +130,9 @@ def test_layers_are_found_by_their_numbers() -> None:
     assert shares["embed.token.weight"] == 0.5**12
     nested = layer_shares(["model.embed.weight", "model.layers.0.mlp.2.weight", "model.layers.7.mlp.2.weight"], 0.1)
     assert list(nested.values()) == pytest.approx([0.1**3, 0.1**2, 0.1])
+    assert list(layer_shares(["0.0.weight", "1.0.weight", "2.3.weight"], 0.1).values()) == pytest.approx(
+        [1e-3, 1e-2, 0.1]
+    )
     with pytest.raises(UsageError, match=r"no numbered list of layers.*\(first.weight, second.weight\).*groups"):
         layer_shares(["first.weight", "second.weight"], 0.9)
 

@@ -20,7 +20,7 @@ from penstock.pipeline import Pipeline
 from penstock.train.config.settings import TrainConfig
 
 Options = dict[str, Any]
-NUMBERED = re.compile(r"(?P<list>(?:.*?\.)?[A-Za-z_]*?)(?P<number>\d+)(?=\.|$)")
+NUMBERED = re.compile(r"(\D*)(\d+)")
 IMPLEMENTATIONS: dict[str, Options] = {
     "default": {},
     "foreach": {"foreach": True},
@@ -118,10 +118,9 @@ def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
     that comes before it in the model is one layer below them, and all that comes after it is one layer above.
     """
     lists: dict[str, set[int]] = {}
-    for name in names:
-        match = NUMBERED.match(name)
-        if match:
-            lists.setdefault(match["list"], set()).add(int(match["number"]))
+    places = {name: _place(name) for name in names}
+    for place in filter(None, places.values()):
+        lists.setdefault(place[0], set()).add(place[1])
     longest = max(lists, key=lambda each: len(lists[each]), default="")
     if len(lists.get(longest, ())) < 2:
         shown = ", ".join(names[:5])
@@ -134,9 +133,19 @@ def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
     depths: dict[str, int] = {}
     depth = 0  # of what comes before the list
     for name in names:
-        match = NUMBERED.match(name)
-        if match and match["list"] == longest:
-            depths[name], depth = order[int(match["number"])], top
+        place = places[name]
+        if place and place[0] == longest:
+            depths[name], depth = order[place[1]], top
         else:
             depths[name] = depth
     return {name: decay ** (top - depths[name]) for name in names}
+
+
+def _place(name: str) -> tuple[str, int] | None:
+    """The list that a parameter is in and its number there, by the first number in its name: `model.layers.`, 3."""
+    parts = name.split(".")
+    for depth, part in enumerate(parts):
+        match = NUMBERED.fullmatch(part)
+        if match:
+            return ".".join([*parts[:depth], match[1]]), int(match[2])
+    return None

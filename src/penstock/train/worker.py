@@ -172,7 +172,8 @@ def train_here(job: Job, stop: Stop) -> int:
         if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
             progress.say(pipe.describe())
             progress.say(f"data      {data.words}")
-            progress.say(f"peak      {peak}")
+            if share is not None or config.logging.peak_flops is not None:
+                progress.say(f"peak      {peak}")
         elif not start:
             progress.say("from the beginning: there is no whole checkpoint")
         if start:

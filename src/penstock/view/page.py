@@ -30,8 +30,16 @@ PLAIN = (Op.F, Op.B, Op.I, Op.W)
 MOST_ACCOUNTED = 200_000  # spans; the books of more take longer than anybody waits for a page
 
 
-def save_page(runs: Sequence[Run], path: str | PathLike[str], title: str | None = None) -> None:
-    Path(path).write_text(page(runs, title), encoding="utf-8")
+def save_page(
+    runs: Sequence[Run],
+    path: str | PathLike[str],
+    title: str | None = None,
+    *,
+    notes: Sequence[str] = (),
+    curve: Curve | None = None,
+) -> None:
+    """Write the page of runs side by side to a file."""
+    Path(path).write_text(page(runs, title, notes=notes, curve=curve), encoding="utf-8")
 
 
 def page(

@@ -119,8 +119,8 @@ def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
     """
     lists: dict[str, set[int]] = {}
     places = {name: _place(name) for name in names}
-    for place in filter(None, places.values()):
-        lists.setdefault(place[0], set()).add(place[1])
+    for owner, number in filter(None, places.values()):
+        lists.setdefault(owner, set()).add(number)
     longest = max(lists, key=lambda each: len(lists[each]), default="")
     if len(lists.get(longest, ())) < 2:
         shown = ", ".join(names[:5])

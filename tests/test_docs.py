@@ -147,7 +147,6 @@ LONG = {
     "docs/primer.md",
 }
 LITERAL = {
-    "README.md",
     "docs/explanations/bubble.md",
     "docs/explanations/what-is-a-schedule.md",
     "docs/guides/command.md",

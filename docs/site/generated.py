@@ -26,8 +26,8 @@ def _commands(entry: Any, path: str) -> Iterator[str]:
     usage = " ".join(entry.get_usage(context).removeprefix("Usage: ").split())
     yield from ["", f"## `{path}`", "", _help(entry.help or ""), "", "```text", usage, "```", ""]
     records = [parameter.get_help_record(context) for parameter in entry.get_params(context)]
-    rows = [f"| `{_cell(names)}` | {_cell(_help(about))} |" for names, about in filter(None, records)]
-    yield from ["| argument or option | meaning |", "|---|---|", *rows, ""]
+    rows = [f"| `{_cell(_names(names))}` | {_cell(_help(about))} |" for names, about in filter(None, records)]
+    yield from _table(["argument or option", "meaning"], "38 62", rows)
     for name, inner in getattr(entry, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
@@ -36,6 +36,16 @@ def _help(text: str) -> str:
     """Help as Markdown: options are code, lines are joined into paragraphs."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
     return "\n\n".join(re.sub(r"(?<![\w`-])(--?[a-z][\w-]*)", r"`\1`", paragraph) for paragraph in paragraphs)
+
+
+def _names(text: str) -> str:
+    """How an argument or option is written, without the type of a list, which says nothing to a user."""
+    return text.replace(" <list[str]>", "")
+
+
+def _table(head: list[str], widths: str, rows: list[str]) -> list[str]:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]
+    return ["```{table}", ":class: arguments", f":widths: {widths}", "", *lines, "```", ""]
 
 
 def _cell(text: str) -> str:
@@ -60,8 +70,8 @@ def _keys(title: str, kind: Any, keys: list[tuple[str, str, Any, str]]) -> list[
     for name, takes, default, about in keys:
         shown = "-" if default in (None, [], {}) else json.dumps(default)
         rows.append(f"| `{name}` | `{shown}` | {_cell(takes)} | {_cell(about)} |")
-    head = ["| key | default | takes | meaning |", "|---|---|---|---|"]
-    return ["", f"## {title}", "", kind.__doc__ or "", "", *head, *rows]
+    table = _table(["key", "default", "takes", "meaning"], "30 16 20 34", rows)
+    return ["", f"## {title}", "", kind.__doc__ or "", "", *table]
 
 
 TABLES: dict[str, Callable[[], str]] = {"command": command, "configuration": configuration}

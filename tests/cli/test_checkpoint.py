@@ -76,7 +76,7 @@ def test_verify_names_the_damaged_file_and_exits_with_1(trained: tuple[Path, obj
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert "there is no" in penstock_command("list", tmp_path / "no", code=2)
-    assert "has none in it" in penstock_command("verify", tmp_path, code=2)
+    assert "contains none" in penstock_command("verify", tmp_path, code=2)
     assert "Commands:" in penstock_command()
 
 
@@ -110,7 +110,7 @@ def test_export_writes_the_weights_under_their_own_names(
     for name, file in index["weight_map"].items():
         kept = weights[name].to(torch.bfloat16) if weights[name].is_floating_point() else weights[name]
         assert torch.equal(load_file(tmp_path / "many" / file)[name], kept)
-    assert "is there already" in penstock_command("export", folder, tmp_path / "many", code=2)
+    assert "already exists" in penstock_command("export", folder, tmp_path / "many", code=2)
     assert "choose one of" in penstock_command("export", folder, tmp_path / "x", "--dtype", "int4", code=2)
     assert "such as 5GB" in penstock_command("export", folder, tmp_path / "x", "--file-size", "much", code=2)
 

@@ -54,5 +54,5 @@ def _temperature(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise UsageError(f"--temperature: {text!r} is no temperature; give a number of 0 or more, such as 0.8")
+        raise UsageError(f"--temperature: {text!r} is not a temperature; give a number of 0 or more, such as 0.8")
     return value

@@ -61,7 +61,7 @@ def train(
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
     config, _ = read_config(items)
     if resume and fresh:
-        raise UsageError("--resume goes on with the run, --fresh removes it; give one of them")
+        raise UsageError("--resume continues the run, --fresh removes it; give one of them")
     raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh))
 
 

@@ -256,7 +256,9 @@ class GPipe(nn.Module):
         except TypeError as error:
             raise ModelError(f"{type(self.module).__name__} cannot be called like this: {error}") from error
         if bound.args and any(name not in bound.arguments for name in self._names(len(bound.args))):
-            raise ModelError("the first call of a model that is cut by its forward has all arguments by name, or none")
+            raise ModelError(
+                "in the first call of a model that is cut by its forward, pass either all arguments by keyword or none"
+            )
         return {**dict(zip(self._names(len(bound.args)), bound.args, strict=True)), **bound.kwargs}
 
     def _names(self, count: int) -> list[str]:

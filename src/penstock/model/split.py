@@ -291,7 +291,7 @@ def _groups(
     count = len(layers)
     if balance is None:
         if stages is None:
-            raise ModelError(f"say into how many stages the {count} layers go: stages=2, or balance=[3, 2, ...]")
+            raise ModelError(f"say how many stages to cut the {count} layers into: stages=2, or balance=[3, 2, ...]")
         if not 1 <= stages <= count:
             raise ModelError(f"{count} layers cannot make {stages} stages; pass stages= from 1 to {count}")
         size, larger = divmod(count, stages)

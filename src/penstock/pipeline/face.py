@@ -459,7 +459,7 @@ class Pipeline:
             optimizer: The optimizer, or several, whose state moves along.
         """
         if not isinstance(proposal, Proposal):
-            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) gives")
+            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
         if apply_cut(self, proposal, optimizer):
             self._recorded = None  # it was of the cut before
 

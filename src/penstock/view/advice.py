@@ -41,7 +41,7 @@ class Finding:
     at_most: bool = False
 
     def __str__(self) -> str:
-        most, what = "up to " if self.at_most else "", " a sample" if self.a_sample else ""
+        most, what = "up to " if self.at_most else "", " per sample" if self.a_sample else ""
         return f"{self.fact}: {self.remedy} for {most}-{percent(self.gain)}{what}"
 
 

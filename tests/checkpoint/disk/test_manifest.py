@@ -380,7 +380,7 @@ def test_a_folder_that_became_read_only_is_an_error_that_says_what_was_not_saved
         with monkeypatch.context() as patch:
             patch.setattr(Path, "mkdir", lambda *_, **__: os.mkdir("/proc/self/nowhere"))
             with pytest.raises(
-                CheckpointError, match=r"step 2 could not be saved in .*; earlier checkpoints are as they"
+                CheckpointError, match=r"step 2 could not be saved in .*; earlier checkpoints are unchanged"
             ):
                 writer.save(2, run.pipe, run.optimizer)
     assert names(tmp_path) == ["step-00000001"]

@@ -104,7 +104,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
     body = {name: value for name, value in document.items() if name != "checksum"}
     if document.get("checksum") != _own_checksum(body):
-        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content", path=path)
+        raise CheckpointError(f"{file} is damaged: its checksum does not match its content", path=path)
     if body.get("version") != VERSION:
         raise CheckpointError(
             f"{file} has format version {body.get('version')!r}; this Penstock reads {VERSION}", path=path
@@ -125,7 +125,7 @@ def read_manifest(path: Path) -> Manifest:
             origin=body.get("origin"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} lacks what a manifest has: {error!r}", path=path) from error
+        raise CheckpointError(f"{file} is not a complete manifest: {error!r}", path=path) from error
 
 
 def _count(value: Any, what: str) -> int:
@@ -155,7 +155,7 @@ def _json(file: Path, otherwise: str) -> Any:
                 )
             return json.loads(stream.read(LONGEST + 1))
     except FileNotFoundError:
-        raise CheckpointError(f"{otherwise}: {file} is not there", path=file.parent) from None
+        raise CheckpointError(f"{otherwise}: {file} does not exist", path=file.parent) from None
     except NotADirectoryError:
         raise CheckpointError(f"{file.parent} is a file; a checkpoint is a directory", path=file.parent) from None
     except OSError as error:
@@ -237,7 +237,7 @@ def checkpoints_at(place: str | Path) -> list[Path]:
         raise UsageError(f"there is no {place}; give a run's folder, a directory of checkpoints, or one of them")
     found = [named.path for named in checkpoints_in(path) or checkpoints_in(path / "checkpoints")]
     if not found:
-        raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
+        raise UsageError(f"{place} is not a checkpoint and contains none (they have names such as step-00000100)")
     return found
 
 

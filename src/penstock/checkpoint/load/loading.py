@@ -116,9 +116,7 @@ def _restoring(*arguments: Any) -> _Restoring:
         if isinstance(error, PenstockError):
             raise
         path = arguments[2].path
-        raise CheckpointError(
-            f"{path / INDEX} does not say what an index says: {str(error)[:200]}", path=path
-        ) from error
+        raise CheckpointError(f"{path / INDEX} is not a valid index: {str(error)[:200]}", path=path) from error
 
 
 class _Restoring:
@@ -197,7 +195,7 @@ class _Restoring:
                 part.load_state_dict(state)
             except WRONG as error:
                 raise CheckpointError(
-                    f"{self._contents.path}: {name}= does not take the state that was saved of it: {error!r}",
+                    f"{self._contents.path}: {name}= does not accept the state that was saved: {error!r}",
                     path=self._contents.path,
                 ) from error
         return None, None

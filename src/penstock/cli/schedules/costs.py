@@ -50,7 +50,9 @@ def amounts(option: str, text: str, stages: int) -> float | tuple[float, ...]:
     if len(values) == 1:
         return values[0]
     if len(values) != stages:
-        raise UsageError(f"{option} has {len(values)} numbers for {stages} stages; give one for each, or one in all")
+        raise UsageError(
+            f"{option} has {len(values)} numbers for {stages} stages; give one per stage, or a single one for all"
+        )
     return values
 
 

@@ -109,7 +109,9 @@ class PipelineTrainer(Trainer):
         schedule = options.get("schedule", "1f1b")
         if not isinstance(schedule, Schedule) and not options.get("split_at") and "balance" not in options:
             if ranks == 1 and "stages" not in options:
-                raise UsageError("one process: say how many stages run as its threads with pipeline={'stages': 4}")
+                raise UsageError(
+                    "in one process the stages run as threads: say how many there are with pipeline={'stages': 4}"
+                )
             options.setdefault("stages", ranks * family(schedule).stages_per_rank)
         if not isinstance(schedule, Schedule):
             most = PER_RANK * (ranks if ranks > 1 else options.get("stages", 1))

@@ -119,9 +119,9 @@ class Transaction:
         for number, versions in late.items():
             if any(version_of(parameter) != version for parameter, version in versions):
                 raise RunError(
-                    f"rank {number} left a step that had failed only now, and parameters of its stages were changed "
-                    f"before that: whether their buffers and counters are yours, or what that step left, cannot be "
-                    f"told. Load the state once more, by pipe.load_state_dict(), which waits for such a rank"
+                    f"rank {number} has only now left a step that failed earlier, and parameters of its stages were "
+                    f"changed in between, so its buffers and counters may be yours or left over from that step. Load "
+                    f"the state again with pipe.load_state_dict(), which waits for such a rank"
                 )
             self._ranks[number].put_back()
 

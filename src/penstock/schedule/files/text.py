@@ -218,7 +218,7 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
 def _keep_certificate(schedule: Schedule, written: Any) -> None:
     """Check the certificate of a file, and keep it. One by other rules says nothing, and is dropped."""
     if not isinstance(written, dict) or set(written) != {"digest", "proved", "rules"}:
-        raise NotationError("the certificate of the file is not whole; verify the schedule, and save it again")
+        raise NotationError("the certificate of the file is not complete; verify the schedule, and save it again")
     certificate = Certificate(written["digest"], tuple(written["proved"]), written["rules"])
     if certificate.rules == RULES:
         certificate.check(schedule)

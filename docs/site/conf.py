@@ -80,7 +80,9 @@ def complete(app: Any, name: str, source: list[str]) -> None:
         source[0] += "".join(toctree(entries, caption) for caption, entries in PAGES.items())
     elif name.endswith("/index"):  # such a page lists its folder: the side bar has the same pages in the same order
         source[0] += toctree([page for pages in sidebar.groups(source[0]).values() for page in pages])
-    source[0] = MARK.sub(lambda mark: generated.TABLES[mark["name"]](), source[0])
+    if MARK.search(source[0]):
+        app.env.note_reread()  # the code may have changed, though the page has not
+        source[0] = MARK.sub(lambda mark: generated.TABLES[mark["name"]](), source[0])
 
 
 def open_with_readme(app: Any, error: Exception | None) -> None:

@@ -85,7 +85,7 @@ class Checkpointer:
         Raises what went wrong with an earlier save, and then does not begin this one: call it again.
 
         Args:
-            step: The number of steps done.
+            step: The number of completed steps.
             pipe: The pipeline: its parameters, buffers and position in its random numbers.
             optimizer: One optimizer, or a list.
             scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
@@ -306,7 +306,7 @@ def save(
         path: The folder to write.
         pipe: The pipeline: its parameters, buffers and position in its random numbers.
         optimizer: One optimizer, or a list.
-        step: The number of steps done.
+        step: The number of completed steps.
         scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
         scaler: A `GradScaler`.
         data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.

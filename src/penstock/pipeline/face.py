@@ -59,7 +59,7 @@ class Pipeline:
         ranks: Number of ranks when they are threads. By default, as many as the schedule's family needs.
         group: The process group of the pipeline's ranks. By default, all processes.
         mesh: A `DeviceMesh` with an axis `pp`, and `dp` and `tp` for replicas and tensor parallelism.
-        devices: One device per rank, when ranks are threads.
+        devices: One device per rank, to which its stages move. By default, they stay where they are.
         transport: `"threads"`, `"shared"` (shared memory on one host) or `"distributed"` (`torch.distributed`). By
             default, the fastest that works for each link.
         recompute: Which microbatches run their forward again in the backward, to save memory: none (`"never"`), all but

@@ -87,9 +87,9 @@ def test_nothing_that_is_read_waits_for_a_writer_or_fills_the_memory(tmp_path: P
     for name in ("cut.json", "note", "metrics.jsonl"):
         os.mkfifo(tmp_path / name)
     assert read_note(tmp_path / "note") is None
-    with pytest.raises(OSError, match="no plain file"):
+    with pytest.raises(OSError, match="not a plain file"):
         RunFolder(tmp_path).cut()
-    with pytest.raises(OSError, match="no plain file"):
+    with pytest.raises(OSError, match="not a plain file"):
         read_metrics(tmp_path / "metrics.jsonl")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)

@@ -99,7 +99,7 @@ def _own_checksum(body: Mapping[str, Any]) -> str:
 def read_manifest(path: Path) -> Manifest:
     """The manifest, if it is one and is whole; the files that it lists are not looked at."""
     file = path / MANIFEST
-    document = _json(file, f"{path} is not a checkpoint of Penstock, or was torn before it was whole")
+    document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
     body = {name: value for name, value in document.items() if name != "checksum"}
@@ -248,5 +248,5 @@ def find_checkpoint(place: str | Path) -> Path:
         return found[0]
     newest, problems = find_newest(found[0].parent)
     if newest is None:
-        raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
+        raise CheckpointError("\n  ".join([f"{place} has no complete checkpoint:", *problems]))
     return newest

@@ -86,7 +86,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         log_skipped(problems)
         if not whole:
             more = f"; {len(problems)} are damaged" if problems else ""
-            raise CheckpointError(f"{place} has no whole checkpoint{more}", path=place)
+            raise CheckpointError(f"{place} has no complete checkpoint{more}", path=place)
         return [path for path, _ in whole]
 
     _, answers = processes.on_all(lambda: (None, candidates() if processes.first else None), place)
@@ -101,7 +101,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         if not problems and manifest is not None:
             return path, manifest
         if number + 1 == len(answers[0]):
-            raise CheckpointError("\n  ".join([f"{path} is not whole:", *problems]), path=path)
+            raise CheckpointError("\n  ".join([f"{path} is not complete:", *problems]), path=path)
         log_skipped(problems if processes.first else [])
     raise AssertionError("unreachable")
 

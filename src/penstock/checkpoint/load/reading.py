@@ -35,7 +35,7 @@ def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
     manifest = read_manifest(path)
     wrong = list(damages(path, manifest, sums=True))
     if wrong:
-        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
+        raise CheckpointError("\n  ".join([f"{path} is not complete:", *wrong]), path=path)
     return manifest, CheckpointContents(path)
 
 

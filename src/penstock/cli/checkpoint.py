@@ -30,7 +30,7 @@ def _entry(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-One = Annotated[str, typer.Argument(help="A checkpoint, or a directory of them, or a run: then the newest complete one.")]
+One = Annotated[str, typer.Argument(help="A checkpoint; or a directory of them or a run, for the newest complete one.")]
 SHOWN = 20
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -66,7 +66,7 @@ def list_(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, the newest last. Whether one is complete is judged by its manifest and sizes."""
+    """List the checkpoints of a directory, the newest last. Checksums are not read: see verify."""
     looked = [(path, *_looked_at(path, sums=False)) for path in checkpoints_at(directory)]
     looked.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
     if as_json:

@@ -27,6 +27,7 @@ version = release = penstock.__version__
 copyright = "the Penstock contributors"
 html_title = "Penstock"
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_favicon = "static/favicon.svg"

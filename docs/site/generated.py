@@ -27,7 +27,7 @@ def _commands(entry: Any, path: str) -> Iterator[str]:
     yield from ["", f"## `{path}`", "", _help(entry.help or ""), "", "```text", usage, "```", ""]
     records = [parameter.get_help_record(context) for parameter in entry.get_params(context)]
     rows = [f"| `{_cell(_names(names))}` | {_cell(_help(about))} |" for names, about in filter(None, records)]
-    yield from _table(["argument or option", "meaning"], "38 62", rows)
+    yield from _table("options", ["argument or option", "meaning"], rows)
     for name, inner in getattr(entry, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
@@ -43,9 +43,10 @@ def _names(text: str) -> str:
     return text.replace(" <list[str]>", "")
 
 
-def _table(head: list[str], widths: str, rows: list[str]) -> list[str]:
+def _table(kind: str, head: list[str], rows: list[str]) -> list[str]:
+    """A table whose columns are as wide as site.css says for its kind."""
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]
-    return ["```{table}", ":class: arguments", f":widths: {widths}", "", *lines, "```", ""]
+    return ["```{table}", f":class: arguments {kind}", "", *lines, "```", ""]
 
 
 def _cell(text: str) -> str:
@@ -70,7 +71,7 @@ def _keys(title: str, kind: Any, keys: list[tuple[str, str, Any, str]]) -> list[
     for name, takes, default, about in keys:
         shown = "-" if default in (None, [], {}) else json.dumps(default)
         rows.append(f"| `{name}` | `{shown}` | {_cell(takes)} | {_cell(about)} |")
-    table = _table(["key", "default", "takes", "meaning"], "30 16 20 34", rows)
+    table = _table("keys", ["key", "default", "takes", "meaning"], rows)
     return ["", f"## {title}", "", kind.__doc__ or "", "", *table]
 
 

@@ -24,8 +24,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-
-from tests.processes import free_port
+from processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->", re.DOTALL)

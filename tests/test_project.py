@@ -10,7 +10,8 @@ import pytest
 from penstock.schedule import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = [f"/{path.relative_to(ROOT).as_posix()}" for top in ("src", "tests", "docs") for path in (ROOT / top).rglob("*.py")]
+TOPS = [ROOT / "src", ROOT / "tests", ROOT / "docs"]
+FILES = [f"/{path.relative_to(ROOT).as_posix()}" for top in TOPS for path in top.rglob("*.py")]
 FOLDERS = {f"{path.rpartition('/')[0]}/" for path in FILES}
 
 

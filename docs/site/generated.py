@@ -39,8 +39,8 @@ def _help(text: str) -> str:
 
 
 def _names(text: str) -> str:
-    """How an argument or option is written, without the type of a list, which says nothing to a user."""
-    return text.replace(" <list[str]>", "")
+    """How an argument or option is written, without the types that typer adds, which say nothing to a user."""
+    return re.sub(r" <(str|list\[str\])>$", "", text)
 
 
 def _table(kind: str, head: list[str], rows: list[str]) -> list[str]:

@@ -33,7 +33,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the stages, the sc
 Trust = Annotated[
     bool, typer.Option("--trust", help="Let --dry-run import the functions that the configuration names.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume from the newest complete checkpoint of the run in `output`.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run in `output`.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
 
 

@@ -169,7 +169,7 @@ class Split:
                 f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "
                 f"model, because replaying its own forward is not possible ({self.fallback}). Pass cut_options="
                 f"CutOptions(method='graph') if "
-                f"that is meant, or method='replay' for an error in its place",
+                f"that is what you want, or method='replay' for an error instead",
                 FallbackWarning,
                 stacklevel=3,
             )

@@ -58,7 +58,7 @@ class Loaded:
 def log_skipped(problems: list[str]) -> None:
     """What was passed over, for the log."""
     for problem in problems:
-        logger.warning("passed over: %s", problem)
+        logger.warning("skipped: %s", problem)
 
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:

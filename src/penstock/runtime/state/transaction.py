@@ -138,8 +138,8 @@ class Transaction:
             )
         elif had and not (self._atomic or set_aside or self._alone):
             error.add_note(
-                "the gradients of this rank are as before the step; those that other ranks had may have got a part of "
-                "its own: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
+                "the gradients of this rank are as before the step; those of other ranks may contain a part of the "
+                "failed step: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
             )
         elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
             error.add_note(

@@ -192,7 +192,7 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
     if not missing and not document["name"].isprintable():  # it is shown on terminals
         missing = ["name"]
     if missing:
-        raise NotationError([Fault(f"the JSON is not a whole schedule: {key!r} is missing or odd") for key in missing])
+        raise NotationError([Fault(f"no complete schedule in JSON: {key!r} is missing or wrong") for key in missing])
     try:
         known = {
             "placement": Placement(document["placement"]),
@@ -210,9 +210,9 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
     except ScheduleError:
         raise
     except UsageError as error:
-        raise NotationError(f"the JSON is not a whole schedule: {error}") from error
+        raise NotationError(f"the JSON is not a complete schedule: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise NotationError(f"the JSON is not a whole schedule: {type(error).__name__} {error}") from error
+        raise NotationError(f"the JSON is not a complete schedule: {type(error).__name__} {error}") from error
 
 
 def _keep_certificate(schedule: Schedule, written: Any) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.batch.hidden_tensors import hides_tensors, is_array
 from penstock.runtime.batch.rowed import cut_rowed, is_rowed, rows_of_rowed
+from penstock.runtime.state.object_tensors import hides_tensors, is_array
 
 Dims = Mapping[str | int, Any]
 

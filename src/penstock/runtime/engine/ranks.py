@@ -89,7 +89,7 @@ class LocalRanks:
             }
             for index, stage in stages.items():
                 others = (part for part in split.parts if part.index != index and not part.reads_inputs)
-                stage.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
+                stage.memory.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         self._workers: Workers | None = None

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from penstock.errors import RunError
 from penstock.runtime.state.attribute_changes import ABSENT, Box, Deep, Drawn, Key, Look, ModuleSeen, is_trained
 from penstock.runtime.state.buffers import SMALL_BYTES
-from penstock.runtime.state.memory import copy_like, version_of
+from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.ownership import version_of
 
 
 class _Tensor(Deep):

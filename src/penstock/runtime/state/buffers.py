@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.runtime.state.memory import copy_like, version_of
+from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.ownership import version_of
 
 SMALL_BYTES = 64 * 1024  # up to here a copy is kept, whether or not the buffer is known to change
 

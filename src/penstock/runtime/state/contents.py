@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.model.original.placeholders import is_away
-from penstock.runtime.state.memory import elements_in, version_of
+from penstock.runtime.state.memory import elements_in
+from penstock.runtime.state.ownership import version_of
 
 LARGE_BYTES = 16 * 2**20
 

@@ -27,7 +27,7 @@ from penstock.errors import ModelError, RunError, UsageError
 from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import Deep, Key, Look, ModuleSeen, is_trained
 from penstock.runtime.state.contents import Contents
-from penstock.runtime.state.memory import version_of
+from penstock.runtime.state.ownership import version_of
 from penstock.runtime.state.randomness import Clock
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.errors import PeerFailure, UsageError
 from penstock.messages import plain
 from penstock.messages.secret import FILE_VARIABLE, has_secret
-from penstock.runtime.state.memory import version_of
+from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel, Outgoing
 from penstock.runtime.transport.gloo.header import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
 from penstock.runtime.transport.gloo.messages import ExpectedLayouts, Following, Part, UnderWay, has_end

@@ -203,15 +203,15 @@ class World:
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
-        transport = self._transport
-        if transport is None or transport.call:
+        watch = None if self._transport is None else self._transport.watch
+        if watch is None or watch.call:
             yield
             return
-        transport.call = call
+        watch.call = call
         try:
             yield
         finally:
-            transport.call = ""
+            watch.call = ""
 
 
 def _check_built(answers: Sequence[Any]) -> None:

@@ -27,9 +27,9 @@ from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers, different_batches, fingerprint_of, unlike
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.engine.action_log import LOG, log_program, logged
-from penstock.runtime.engine.computations import ActionWait, Computations
+from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
-from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of, what_went_wrong
@@ -132,7 +132,7 @@ class Executor:
     def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
         for part, (function, first, second) in parts:
             try:
-                if self.computations.waits is not None:
+                if self.mailbox.waits is not None:
                     self._watched(function, first, second, part)
                 else:
                     function(first, second)
@@ -228,7 +228,7 @@ class Executor:
     def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
         self.report.spans = [] if record else None
-        self.computations.waits = ActionWait()
+        self.mailbox.waits = ActionWait()
         try:
             for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
                 self._position = position
@@ -236,19 +236,19 @@ class Executor:
                     raise copy(self.transport.news[0])
                 self._watched(function, first, second, action)
         finally:
-            self.computations.waits = None
+            self.mailbox.waits = None
         self._position = len(plan)
 
     def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
-        outer, waits = self.computations.waits, ActionWait()
-        self.computations.waits = waits
+        outer, waits = self.mailbox.waits, ActionWait()
+        self.mailbox.waits = waits
         begin = perf_counter()
         with torch.profiler.record_function(f"penstock {action}"):
             function(first, second)
         if outer is not None:
             outer.add(waits.ended - waits.seconds, waits.ended)
-        self.computations.waits = outer
+        self.mailbox.waits = outer
         if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
             start = begin + waits.seconds  # a handler may wait anywhere; the default code waits first
             if action.op not in self.handlers:

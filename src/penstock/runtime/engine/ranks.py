@@ -8,6 +8,7 @@ context variables.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -35,7 +36,6 @@ from penstock.runtime.state.randomness import (
     GeneratorLock,
     StageRandomness,
     ThreadRandomness,
-    held,
     seeded,
     unit_stream,
 )
@@ -128,10 +128,10 @@ class LocalRanks:
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
-        may_compile()  # from now on, it is known when
+        if "torch._dynamo" in sys.modules:
+            may_compile()  # from now on, it is known when
         try:
-            room = GENERATOR_LOCK.here()
-            with room.kept(), self.precise():
+            with GENERATOR_LOCK.around_step(self._takes_turns) as room, self.precise():
                 if self._takes_turns:
                     self.turns.begin(room, alone)
                 yield
@@ -157,15 +157,14 @@ class LocalRanks:
         ((rank, executor),) = self.executors.items()
         run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
         try:
-            with nullcontext() if self._takes_turns else held(quietly=False):
-                return run() if context is None else context.copy().run(run)
+            return run() if context is None else context.copy().run(run)
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:
         """Inside, forwards are under `precision`, or else under the autocast that the caller has; nothing else is."""
-        caller = caller_precision()
+        caller = caller_precision() if torch._C._is_any_autocast_enabled() else None
         chosen: list[Precision | None] = []
         for rank, executor in self.executors.items():
             own = caller if self.precision is None else Precision.on(self.precision, self._kinds(rank, executor))

@@ -79,6 +79,7 @@ class Stage:
         self._buffers = Buffers(part.index, self.holds)
         self._attributes = Attributes(part.index, self.holds)
         self.fresh = FreshGradients(self.holds)
+        self._seeds: Sequence[int] = ()  # of the step's microbatches, where this rank has the generator to itself
         self.gathering = False  # `gathers`, in the step that runs
 
     @property
@@ -90,8 +91,9 @@ class Stage:
         """Tensors of these kinds are packed on their way to other stages."""
         self.memory.outgoing.carried = kinds
 
-    def begin_step(self) -> None:
-        """A program begins."""
+    def begin_step(self, microbatches: int) -> None:
+        """A program begins, on so many microbatches."""
+        self._seeds = () if self.turn.seeds is None else self.turn.seeds(microbatches)
         self.fresh.begin_step()
         self.gathering = self.gathers
 
@@ -108,7 +110,7 @@ class Stage:
         """A forward that keeps nothing; the loss has a graph only if that is asked for."""
         phase = Phase("forward", given.microbatch, self.statistics)
         precise = _NOTHING if self.precision is None else self.precision()
-        with torch.set_grad_enabled(graph), self.turn.forward(given.microbatch) or _NOTHING, phase, precise:
+        with torch.set_grad_enabled(graph), self._random_numbers(given.microbatch) or _NOTHING, phase, precise:
             emitted, loss = self._compute(given)
         return emitted, loss, phase.extra
 
@@ -154,7 +156,7 @@ class Stage:
         return results
 
     def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
-        turn = self.turn.forward(given.microbatch)
+        turn = self._random_numbers(given.microbatch)
         phase, recording = Phase(kind, given.microbatch, self.statistics), None
         if given.split:
             record.deferred = DeferredWeights(self._parameters)
@@ -171,6 +173,13 @@ class Stage:
         record.end_forward(emitted, loss, phase.extra, self.returns)
         self._inspect_graph(record, kind)
         return emitted, loss, phase.extra
+
+    def _random_numbers(self, microbatch: int) -> Any:
+        """Those of one forward: seeded at once, or a turn to enter, where ranks share the generator."""
+        if self.turn.seeds is None:
+            return self.turn.forward(microbatch)
+        self.turn.forward(self._seeds[microbatch])
+        return None
 
     def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""

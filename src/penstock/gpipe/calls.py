@@ -130,7 +130,7 @@ class ForwardCall:
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
             stage.begin(self._parameters[rank], self._pieces[rank])
         self._run(0, inputs)
-        last = calls.ranks.last()
+        last = calls.ranks.last
         assert last is not None
         outputs: list[Any] = last.computations.output()
         if calls.ranks.turns.draw:

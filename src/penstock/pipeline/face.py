@@ -191,7 +191,7 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         """Whether the last stage, which has the output and the loss, is in this process."""
-        return self.deployment.ranks.last() is not None
+        return self.deployment.ranks.last is not None
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:

@@ -227,6 +227,12 @@ class FreshGradients:
             if gradient is not None and _has_others(gradient):
                 parameter.grad = copy_like(gradient)
 
+    def run(self, weights: Callable[[], None]) -> None:
+        """W: accumulate the weight gradients that were put off."""
+        self.before()
+        weights()
+        self.after()
+
     def run_backward(self, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """`torch.autograd.backward`, without its questions about tensors that are edges here."""
         self.before()

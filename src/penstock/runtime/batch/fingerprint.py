@@ -44,6 +44,7 @@ SUMMED = {  # the dtypes that torch can sum, and in which dtype it does
 
 _PARTS = torch.arange(SAMPLE)
 
+BatchFingerprint = tuple[bool, dict["Key", int]]  # whether all numbers count, and the checksum of each argument
 Key = int | str | tuple[str, str]  # of an argument: its position, its name, or ("loss", its name among loss_kwargs)
 
 
@@ -103,8 +104,8 @@ class Seen:
         """Whether some of it is still to be read from a device."""
         return any(isinstance(leaf, _Tensor) and leaf.pending for each in self._leaves.values() for leaf in each)
 
-    def checksums(self) -> dict[Key, int]:
-        """By argument."""
+    def fingerprint(self) -> BatchFingerprint:
+        """What goes into the report of a step."""
         found = {}
         for name, leaves in self._leaves.items():
             checksum = 0
@@ -114,13 +115,13 @@ class Seen:
                 else:
                     checksum = leaf.checksum(checksum)
             found[name] = checksum
-        return found
+        return self.whole, found
 
-    def details(self, names: Iterable[Key]) -> dict[Key, list[Detail]]:
-        """What is behind the checksums of these arguments, of those that were given."""
+    def details(self, names: Iterable[Key] | None = None) -> dict[Key, list[Detail]]:
+        """What is behind the checksums of these arguments, of those that were given; by default, of all."""
         return {
             name: [leaf if isinstance(leaf, Detail) else leaf.detail() for leaf in self._leaves[name]]
-            for name in names
+            for name in (self._leaves if names is None else names)
             if name in self._leaves
         }
 

@@ -20,7 +20,7 @@ from penstock.runtime.engine.gathered_batch import GatheredBatch
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.report import StepInput, StepReport
 from penstock.runtime.engine.stage import Stage, StageInput
-from penstock.runtime.loss.losses import Seeds, StepLosses, sum_in_order
+from penstock.runtime.loss.losses import StepLosses, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
 
@@ -64,8 +64,9 @@ class Computations:
     def begin(self, given: StepInput) -> None:
         """A step begins, on this input."""
         self.given = given
-        seeds = Seeds(given.shares, len(given.batch.args), given.scale, given.replicas)
-        self.step_losses = StepLosses(given.batch, given.loss_fn, given.shares, given.check, given.training, seeds)
+        self.step_losses = StepLosses(
+            given.batch, given.loss_fn, given.shares, given.check, given.training, given.scale, given.replicas
+        )
         self.report.steps = given.steps
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
         for stage in self.stages.values():

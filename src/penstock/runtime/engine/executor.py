@@ -24,7 +24,7 @@ import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
-from penstock.runtime.batch.comparison import Readers, different_batches, fingerprint_of, unlike
+from penstock.runtime.batch.comparison import Readers, different_batches, unlike
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.engine.action_log import LOG, log_program, logged
 from penstock.runtime.engine.computations import Computations
@@ -322,7 +322,7 @@ class Executor:
         if failure is None:
             self.report.progress = self._done
         if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
-            self.report.fingerprint = fingerprint_of(self.seen)
+            self.report.fingerprint = self.seen.fingerprint()
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
             batches = self._compare_batches(reports)
@@ -340,7 +340,8 @@ class Executor:
 
     def _compare_batches(self, reports: list[StepReport]) -> str:
         """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
-        odd = unlike([report.fingerprint for report in reports])
+        fingerprints = [report.fingerprint for report in reports]
+        odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
         if not odd:
             return ""
         return different_batches(self.transport.exchange({} if self.seen is None else self.seen.details(odd)))

@@ -92,6 +92,8 @@ class LocalRanks:
                 stage.memory.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
+        has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
+        self.last = next(has_last, None)  # the local executor that has the last stage
         self._workers: Workers | None = None
         self._model = split.model
         self.watch()
@@ -260,7 +262,7 @@ class LocalRanks:
 
         def modules(executor: Executor) -> list[torch.nn.Module]:
             found = [stage.module for stage in executor.stages.values()]
-            for module in modules_of(loss()) if executor is self.last() else ():
+            for module in modules_of(loss()) if executor is self.last else ():
                 stages = {id(each) for own in self.modules().values() for each in own.modules()}
                 if stages.isdisjoint(map(id, module.modules())):  # else the loss looks at the model itself
                     found.append(module)
@@ -316,13 +318,6 @@ class LocalRanks:
             self._workers = None
         for transport in self.transports:
             transport.close()
-
-    def last(self) -> Executor | None:
-        """The local executor that has the last stage."""
-        for executor in self.executors.values():
-            if any(stage.is_last for stage in executor.stages.values()):
-                return executor
-        return None
 
     def modules(self) -> dict[int, torch.nn.Module]:
         """The modules of the local stages, in the order of stages."""

@@ -234,9 +234,7 @@ class Stage:
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
-        self.fresh.before()
-        deferred.run()
-        self.fresh.after()
+        self.fresh.run(deferred.run)
 
 
 def _save_nothing(tensor: Tensor) -> Tensor | None:

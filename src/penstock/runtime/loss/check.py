@@ -29,7 +29,7 @@ from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.pair_loss import CannotJoinError, first_rows, join_leaf, untouched
 from penstock.runtime.loss.shares import BatchShares, Weighing
-from penstock.runtime.loss.weights import Label, at, marks, telling
+from penstock.runtime.loss.weights import Mark, uneven_marks
 
 BYTES = 32 * 2**20  # of an output that is kept until the next one: of larger ones, fewer rows are looked at
 KINDS = 16  # of batches by their shapes; where these change at every step, they are not asked for ever
@@ -38,8 +38,6 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, As
 FEW = 64  # roundings that two numbers may be apart
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
 WIDE = torch.float32  # in which coarse ones are asked once more
-UNEVEN = 1e-6  # above what sums of the same numbers differ by
-Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that counts there
 
 
 class LossChecks:
@@ -57,7 +55,7 @@ class LossChecks:
         if self._off or len(batch.args) < 2:
             return None
         shapes = _shapes(batch) if len(self._asked) < KINDS else ()
-        uneven = {mark for place, _ in telling(batch, 0) for mark in _uneven(batch, place)}
+        uneven = uneven_marks(batch)
         if shapes in self._asked and uneven <= self._uneven:
             return None
         return PairCheck(self, batch, shares, shapes, uneven)
@@ -82,15 +80,6 @@ class LossChecks:
 def _shapes(batch: Batch) -> Hashable:
     leaves = pytree.tree_leaves((batch.args[0], batch.kwargs[0], batch.targets[0], batch.loss_kwargs[0]))
     return tuple((leaf.dtype, leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _uneven(batch: Batch, place: Label) -> Iterator[Mark]:
-    """The marks of one tensor that some microbatches have more of than others."""
-    pieces = [at(batch, number, place) for number in range(len(batch.args))]
-    if all(isinstance(piece, Tensor) for piece in pieces):
-        for kind, shares in marks([piece.detach().reshape(-1) for piece in pieces]).items():
-            if max(shares) - min(shares) > UNEVEN * max(map(abs, shares)):
-                yield place, kind
 
 
 Given = tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords

@@ -52,11 +52,12 @@ class StepLosses:
         shares: Shares,
         check: PairCheck | None,
         training: bool,
-        seeds: Seeds,
+        scale: float,
+        replicas: int,
     ) -> None:
         self._batch, self._loss_fn, self._shares, self._check = batch, loss_fn, shares, check
         self._training = training
-        self.seeds = seeds
+        self.seeds = Seeds(shares, len(batch.args), scale, replicas)
         # in an inference that has nothing to compare with, there is no loss
         self.are_wanted = loss_fn is None or training or batch.has_target
 

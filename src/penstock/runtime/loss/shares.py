@@ -169,7 +169,7 @@ class BatchShares(Shares):
                 raise
             self._refused = error
         if self.measure is not None or self._refused is not None:
-            if weighing.when == "before":
+            if weighing.when == "before" and replicas.replicas > 1:
                 self._total = replicas.total(sum(self.weights or ()))
             if replicas.replicas == 1 and training:
                 self()

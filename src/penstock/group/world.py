@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -151,9 +151,11 @@ class World:
                 self._transport.close()
             raise
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Around a step: where ranks are processes, Ctrl-C waits until a message, or the step's end, is whole."""
-        return nullcontext() if self._transport is None else CTRL_C.around_step()
+    @contextmanager
+    def stepping(self, call: str) -> Iterator[None]:
+        """Around a step: as `calling`; and on processes, Ctrl-C waits until a message, or the step's end, is whole."""
+        with self.calling(call), nullcontext() if self._transport is None else CTRL_C.around_step():
+            yield
 
     def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""

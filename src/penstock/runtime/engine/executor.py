@@ -168,31 +168,7 @@ class Executor:
         try:
             if isinstance(given, Refused):
                 raise given.error
-            self.seen, self.readers = given.seen, given.readers
-            computations.begin(given)
-            if self.mailbox.open():
-                for other in self._plans.values():
-                    other.entries.clear()
-            if not plan.entries:
-                plan.entries.extend(map(self._entry, plan.actions))
-            self._ready = True
-            entries = plan.entries
-            if LOG.isEnabledFor(DEBUG):
-                log_program(program, self.rank)
-                entries = list(logged(self.rank, plan.actions, entries))
-            if record or profiler._is_profiler_enabled:  # on any thread of this process
-                self._loop_watched(entries, record)
-            else:
-                self._loop(entries)
-            if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
-                self._part = part
-                raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
-            self.transport.flush()
-            if CTRL_C.since:
-                CTRL_C.look()
-            self.report.ended = perf_counter()
-            computations.join_outputs()
-            computations.sum_losses()
+            self._run_plan(plan, given, record)
         except PeerFailure as error:
             failure = copy(error)  # without the frames that it came through, which hold tensors
         except MessageError as error:
@@ -214,16 +190,42 @@ class Executor:
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
-    def _loop(self, plan: list[Entry]) -> None:
-        news = self.transport.news
-        for position, (function, first, second) in enumerate(plan):
-            self._position = position
-            if news:
-                raise copy(news[0])
-            if CTRL_C.since:
-                CTRL_C.look()
-            function(first, second)
-        self._position = len(plan)
+    def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
+        """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
+        computations = self.computations
+        self.seen, self.readers = given.seen, given.readers
+        computations.begin(given)
+        if self.mailbox.open():
+            for other in self._plans.values():
+                other.entries.clear()
+        if not plan.entries:
+            plan.entries.extend(map(self._entry, plan.actions))
+        self._ready = True
+        entries = plan.entries
+        if LOG.isEnabledFor(DEBUG):
+            log_program(plan.program, self.rank)
+            entries = list(logged(self.rank, plan.actions, entries))
+        if record or profiler._is_profiler_enabled:  # on any thread of this process
+            self._loop_watched(entries, record)
+        else:
+            news = self.transport.news
+            for position, (function, first, second) in enumerate(entries):
+                self._position = position
+                if news:
+                    raise copy(news[0])
+                if CTRL_C.since:
+                    CTRL_C.look()
+                function(first, second)
+        self._position = len(entries)
+        if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
+            self._part = part
+            raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
+        self.transport.flush()
+        if CTRL_C.since:
+            CTRL_C.look()
+        self.report.ended = perf_counter()
+        computations.join_outputs()
+        computations.sum_losses()
 
     def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
@@ -237,7 +239,6 @@ class Executor:
                 self._watched(function, first, second, action)
         finally:
             self.mailbox.waits = None
-        self._position = len(plan)
 
     def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""

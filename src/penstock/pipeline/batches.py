@@ -22,8 +22,8 @@ from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
-from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, merge, split_batch
-from penstock.runtime.batch.result import StepResult, loss_values
+from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, split_batch
+from penstock.runtime.batch.result import StepResult, loss_values, merge
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.loss.check import LossChecks
 from penstock.runtime.loss.loss_options import LossOptions

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
-from penstock.runtime.transport.channel import Ends, Incoming, Outgoing
+from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.handover import Rewritten, arrive, rewritten, share
 from penstock.schedule import Link, Placement, Topology, links
@@ -61,7 +61,7 @@ class Mailbox:
         self._transport = transport
         self._channels, self._numbers = channels_of(placement, topology)
         self.channels = tuple(self._channels)
-        self.ends: Ends[Incoming, Outgoing] = Ends()
+        self.ends: ChannelEnds[Incoming, Outgoing] = ChannelEnds()
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
         self.fetched: dict[tuple[str, int, int], dict[int, Any]] = {}  # taken before its computation: direction, stage
         self.waits: ActionWait | None = None  # where the step is recorded

@@ -85,7 +85,7 @@ def _shapes(batch: Batch) -> Hashable:
 Given = tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords
 
 
-class _Rows(NamedTuple):
+class _MicrobatchRows(NamedTuple):
     """Some rows of one microbatch, or all of them."""
 
     number: int
@@ -108,7 +108,7 @@ class PairCheck:
     ) -> None:
         self._checks, self._batch, self._shares = checks, batch, shares
         self._kind = (shapes, uneven)
-        self._before: _Rows | None = None
+        self._before: _MicrobatchRows | None = None
         self._seen: set[int] = set()
         self._kinds: set[torch.dtype] = set()  # of losses
         self.is_open = False  # outputs could not be joined, so that only whole forwards can tell
@@ -142,7 +142,7 @@ class PairCheck:
 
     # -- one microbatch
 
-    def _take(self, number: int, output: Any, loss: Tensor) -> _Rows:
+    def _take(self, number: int, output: Any, loss: Tensor) -> _MicrobatchRows:
         """What is kept of a microbatch until the next has come: all, or of large outputs as many rows as are small."""
         batch = self._batch
         if batch.rows is None:
@@ -159,7 +159,7 @@ class PairCheck:
                 [rows],
                 batch.has_target,
             )
-            return _Rows(number, rows, output, part, self._shares.weight(number), check_loss(loss).item())
+            return _MicrobatchRows(number, rows, output, part, self._shares.weight(number), check_loss(loss).item())
         part = Batch(
             [tuple(self._cut(place, value, number, few) for place, value in enumerate(batch.args[number]))],
             [{name: self._cut(name, value, number, few) for name, value in batch.kwargs[number].items()}],
@@ -169,7 +169,7 @@ class PairCheck:
             batch.has_target,
         )
         kept = pytree.tree_map_only(Tensor, Tensor.clone, self._cut("output", output, number, few))
-        found = _Rows(number, few, kept, part, self._weight(part), math.nan)
+        found = _MicrobatchRows(number, few, kept, part, self._weight(part), math.nan)
         return found._replace(loss=self._loss(found.given))
 
     def _weight(self, part: Batch) -> float | None:
@@ -213,7 +213,7 @@ class PairCheck:
 
     # -- two of them
 
-    def _compare(self, one: _Rows, two: _Rows) -> None:
+    def _compare(self, one: _MicrobatchRows, two: _MicrobatchRows) -> None:
         together = self._join(one, two)
         eps, few = self._precision(together)
         self._judge(one, two, together, eps, few)
@@ -222,7 +222,7 @@ class PairCheck:
             if wide[0] is not None and wide[1] is not None:
                 self._judge(wide[0], wide[1], self._join(wide[0], wide[1]), torch.finfo(WIDE).eps, FEW)
 
-    def _judge(self, one: _Rows, two: _Rows, together: Given, eps: float, few: int) -> None:
+    def _judge(self, one: _MicrobatchRows, two: _MicrobatchRows, together: Given, eps: float, few: int) -> None:
         expected = _expected((one.loss, two.loss), (one.weight, two.weight))
         if math.isinf(expected) or one.weight == two.weight == 0:
             return  # of a batch that has no mean, others will speak
@@ -247,7 +247,7 @@ class PairCheck:
             adds=abs(found - one.loss - two.loss) <= few * eps * scale,
         )
 
-    def _wide(self, rows: _Rows) -> _Rows | None:
+    def _wide(self, rows: _MicrobatchRows) -> _MicrobatchRows | None:
         """The same in numbers that hide no difference; None where the loss does not keep to them."""
         output, args, kwargs, targets, loss_kwargs = (
             pytree.tree_map_only(Tensor, _widened, each)
@@ -266,7 +266,7 @@ class PairCheck:
                 return None
         return None if any(_is_coarse(kind) for kind in kinds.seen) else wide
 
-    def _join(self, one: _Rows, two: _Rows) -> tuple[Any, Any, dict[str, Any]]:
+    def _join(self, one: _MicrobatchRows, two: _MicrobatchRows) -> tuple[Any, Any, dict[str, Any]]:
         if one.given[2].keys() != two.given[2].keys():
             raise CannotJoinError
         rows, dims = (one.rows, two.rows), self._checks.dims
@@ -319,7 +319,7 @@ def _expected(losses: tuple[float, float], weights: tuple[float | None, float | 
     return sum(counted) / total if total else math.nan
 
 
-def _weighed(part: _Rows) -> str:
+def _weighed(part: _MicrobatchRows) -> str:
     return f"{part.loss:.7g}" + ("" if part.weight is None else f" (weighing {part.weight:g})")
 
 

@@ -37,7 +37,7 @@ class Measure(Protocol):
         """What is counted, in words."""
 
 
-class _Rows:
+class _MeanOverRows:
     """A mean over rows; where nothing says how many there are, all microbatches count alike."""
 
     def __call__(self, batch: Batch) -> list[float]:
@@ -47,7 +47,7 @@ class _Rows:
         return "rows"
 
 
-class _Sum:
+class _LossesAddUp:
     def __call__(self, batch: Batch) -> None:
         return None
 
@@ -55,7 +55,7 @@ class _Sum:
         return "a sum"
 
 
-ROWS, SUM = _Rows(), _Sum()
+ROWS, SUM = _MeanOverRows(), _LossesAddUp()
 
 
 def as_plain(measure: Measure | None) -> Any:

@@ -61,7 +61,7 @@ class Transaction:
         self._late = late
         self._atomic = atomic
         self._alone = alone  # no other process has ranks of this pipeline
-        self._ranks = {rank: _Rank(modules, atomic) for rank, modules in stages.items()}
+        self._ranks = {rank: _RankState(modules, atomic) for rank, modules in stages.items()}
         self._inside = False
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # of parameters, when a step failed: by rank
 
@@ -158,7 +158,7 @@ class Transaction:
             )
 
 
-class _Rank:
+class _RankState:
     """The stages of one rank as they were."""
 
     def __init__(self, modules: Callable[[], Sequence[nn.Module]], every: bool) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
-from penstock.runtime.transport.channel import Ends
+from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.gloo.operations import Operations
 
 FRAME_BYTES = 512
@@ -73,7 +73,7 @@ class Exchange:
         self._operations = operations
 
     def exchange(
-        self, step: int, current: Ends[Any, Any], used: Sequence[Ends[Any, Any]], call: str, value: Any
+        self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Exchanged:
         """The same on every rank. `call` is what this rank's user has called."""
         mine = plain.dumps(value)
@@ -88,7 +88,7 @@ class Exchange:
         return Exchanged(calls, found, fault)
 
     def _conduct(
-        self, step: int, report: Report, used: Sequence[Ends[Any, Any]]
+        self, step: int, report: Report, used: Sequence[ChannelEnds[Any, Any]]
     ) -> tuple[str | None, list[str], list[bytes]]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         posted = {rank: self._post(rank) for rank in others}
@@ -152,7 +152,7 @@ class Exchange:
         return f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; all must run the same steps"
 
 
-def compare(reports: Sequence[Report], used: Sequence[Ends[Any, Any]]) -> str | None:
+def compare(reports: Sequence[Report], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:
     """What the ranks disagree on, or None."""
     odd = [rank for rank, report in enumerate(reports) if report.program != reports[0].program]
     if odd:

@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
-from penstock.runtime.transport.channel import Channel, Ends, check_channels
+from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.exchange import Exchange
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
@@ -107,8 +107,8 @@ class DistributedTransport(Transport):
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
-        self.ends = Ends((), self.rank)
-        self._opened: dict[tuple[Channel, ...], Ends[Any, Any]] = {}
+        self.ends = ChannelEnds((), self.rank)
+        self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
 
     @property
@@ -143,9 +143,9 @@ class DistributedTransport(Transport):
             self._next_channel += len(checked)
         self.ends = self._opened[checked]
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> Ends[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         """The ends of these channels on this rank."""
-        return Ends(
+        return ChannelEnds(
             channels,
             self.rank,
             {i: self._incoming(edge, tag, i) for i, edge in enumerate(channels) if edge.target_rank == self.rank},
@@ -243,7 +243,7 @@ class DistributedTransport(Transport):
         self.watch.close()
         self._opened.clear()
         self._book.clear()
-        self.ends = Ends((), self.rank)
+        self.ends = ChannelEnds((), self.rank)
 
 
 def _start_watch(

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.runtime.transport.channel import Channel, Ends
+from penstock.runtime.transport.channel import Channel, ChannelEnds
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
@@ -97,7 +97,7 @@ class SharedMemoryTransport(DistributedTransport):
             self.watch.waiting = None
             self._meeting.rest()
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> Ends[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         self._connect(channels)
         ends = super()._make_ends(channels, tag)
         words: dict[int, memoryview] = {}  # by peer
@@ -116,7 +116,7 @@ class SharedMemoryTransport(DistributedTransport):
                 # gloo's receive of a message that takes that way is posted where it is announced: no send may wait
                 through_gloo = self._outgoing(edge, tag, number, max_sends=ANY_NUMBER)
                 outgoing[number] = SharedOutgoing(through_gloo, *common, ends.program, place, self._max_sends)
-        return Ends(channels, self.rank, incoming, outgoing)
+        return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def _join(self, peer: int) -> None:
         reason = self._meeting.mine.apart(self._meeting.place(peer))

@@ -319,9 +319,9 @@ def test_a_checkpoint_is_evaluated_and_continued(tmp_path: Path, text: Path) -> 
     folder = RunFolder(Path(config.output))
     path = find_checkpoint(folder.root)
     assert path == find_checkpoint(folder.checkpoints) == find_checkpoint(path)
-    step, losses = evaluate_checkpoint(config, path, 2)
+    step, losses, mean = evaluate_checkpoint(config, path, 2)
     assert (step, len(losses)) == (80, 2)
-    assert sum(losses) / 2 == read_metrics(folder.metrics)[-1]["validation"]
+    assert mean == read_metrics(folder.metrics)[-1]["validation"] == pytest.approx(sum(losses) / 2)
     settings = [*TINY, f"data.source={text}", "data.sequence=12", "pipeline.ranks=1"]
     wide = load_config(None, settings)
     assert evaluate_checkpoint(wide, path, 2)[1] == pytest.approx(losses, rel=1e-5)  # another layout

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -94,15 +93,3 @@ def build_gpt(options: GPTOptions, sequence: int) -> nn.Sequential:
         parts[f"block{number}"] = Block(options.width, options.heads, options.layers, options.dropout)
     parts["head"] = Head(options.width, options.vocabulary)
     return nn.Sequential(parts)
-
-
-def token_loss(output: object, target: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token; the scores are the output or what it carries as `logits`."""
-    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if scores is None and isinstance(output, dict):
-        scores = output.get("logits")
-    if not isinstance(scores, Tensor):
-        raise TypeError(
-            f"the model returned a {type(output).__name__}; the loss of tokens needs a tensor of scores, or `logits`"
-        )
-    return F.cross_entropy(scores.flatten(0, -2).to(torch.float32), target.flatten())

@@ -476,7 +476,7 @@ def test_fp16_finds_its_scale_and_keeps_it_when_the_run_goes_on(tmp_path: Path, 
 
 
 def test_a_batch_is_shared_by_replicas_row_by_row() -> None:
-    from penstock.train.data.batches import DataBatch
+    from penstock.train.data.batch import DataBatch
 
     batch = DataBatch((torch.arange(8).reshape(4, 2),), {"mask": torch.ones(4), "scale": 2.0}, torch.arange(4), 8)
     halves = [batch.share(number, 2) for number in range(2)]

@@ -15,7 +15,7 @@ import penstock
 from penstock.errors import ModelError, UsageError
 from penstock.train.build import build_pipeline
 from penstock.train.config.read import load_config
-from penstock.train.data.batches import DataBatch
+from penstock.train.data.batch import DataBatch
 from penstock.train.loss import GivenLoss, MeanLoss, StepLoss, TokenLoss, build_loss, shares_of
 
 TOKENS, ROWS, LENGTH = 11, 8, 6

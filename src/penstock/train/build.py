@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
-from penstock.train.data.batches import DataBatch
+from penstock.train.data.batch import DataBatch
+from penstock.train.data.layouts import split_of
+from penstock.train.data.tokenizer import open_tokenizer
 from penstock.train.gpt import build_gpt
 from penstock.train.loss import StepLoss, build_loss
 
@@ -36,7 +39,11 @@ NO_FOLDER_CODE = (
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
-    return checked(GPTOptions, config.model.options, "model.options")
+    """The options of the built-in GPT; its vocabulary follows the tokenizer, unless it is set."""
+    options = checked(GPTOptions, config.model.options, "model.options")
+    if config.data.tokenizer and "vocabulary" not in config.model.options:
+        return replace(options, vocabulary=open_tokenizer(config.data.tokenizer, config.data.end).vocabulary)
+    return options
 
 
 def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
@@ -128,6 +135,7 @@ def build_pipeline(
         precision=options.precision,
         timeout=options.timeout,
         seed=config.seed,
+        batch_options=split_of(config.data),
         cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
         **wanted,

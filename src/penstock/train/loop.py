@@ -24,7 +24,7 @@ from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import DataBatch, DataBatches
+from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.launch.stopping import Stop
 from penstock.train.loss import MeanLoss, shares_of
 from penstock.train.nonfinite import NonFinite, find_culprit

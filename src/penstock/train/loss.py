@@ -161,7 +161,7 @@ def router_coefficient(config: TrainConfig, model: nn.Module) -> float:
             f"loss.router is {config.loss.router}, but {config.model.source} has no router loss: its configuration has "
             f"no output_router_logits; leave loss.router out"
         )
-    if hasattr(shape, "output_router_logits"):
+    if shape is not None and hasattr(shape, "output_router_logits"):
         shape.output_router_logits = bool(config.loss.router)
     return config.loss.router
 

@@ -93,7 +93,7 @@ class Encoder:
     def tokenizer(self) -> Tokenizer:
         if not self.options.tokenizer:
             raise UsageError(
-                f"rows of {self._format} need data.tokenizer, a folder with a tokenizer; only rows of input_ids need none"
+                f"rows of {self._format} need data.tokenizer, a folder with a tokenizer; rows of input_ids need none"
             )
         return open_tokenizer(self.options.tokenizer, self.options.end)
 

@@ -27,8 +27,8 @@ Row = list[Document]
 class Padded:
     """One document per row, as wide as the longest of its batch."""
 
-    def __init__(self, *, mask: bool) -> None:
-        self._mask = mask  # whether the model takes one; a causal model does not need it for padding at the end
+    def __init__(self, *, bare: bool) -> None:
+        self._bare = bare  # tokens alone: causal attention needs no mask for padding at the end
 
     def rows(self, documents: Sequence[Document]) -> list[Row]:
         return [[document] for document in documents]
@@ -40,8 +40,10 @@ class Padded:
         lengths = torch.tensor([sum(map(len, row)) for row in rows])
         valid = (torch.arange(width) < lengths[:, None]).to(torch.int64)
         valid[:, 0] = 1  # a row of padding alone: a softmax over nothing is nan
-        kwargs = {"attention_mask": valid} if self._mask else {}
-        return DataBatch((ids,), kwargs, target, int(lengths.sum()))
+        tokens = int(lengths.sum())
+        if self._bare:
+            return DataBatch((ids,), {}, target, tokens)
+        return DataBatch((), {"input_ids": ids, "attention_mask": valid}, target, tokens)
 
 
 class Packed:
@@ -77,7 +79,7 @@ class Packed:
         tokens = sum(len(document) for row in rows for document in row)
         if self._stacked:
             return DataBatch((torch.stack([ids, positions], 1),), {}, target, tokens)
-        return DataBatch((ids,), {"position_ids": positions}, target, tokens)
+        return DataBatch((), {"input_ids": ids, "position_ids": positions}, target, tokens)
 
 
 Layout = Padded | Packed
@@ -99,5 +101,5 @@ def split_of(data: Data) -> BatchOptions:
     if data.max_tokens is None:
         return BatchOptions()
     return BatchOptions(
-        split=by_tokens(data.max_tokens, lengths="attention_mask", sequences=(0, "attention_mask", "target"))
+        split=by_tokens(data.max_tokens, lengths="attention_mask", sequences=("input_ids", "attention_mask", "target"))
     )

@@ -224,7 +224,7 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
 
 def _layout(config: TrainConfig) -> Layout:
     is_gpt = config.model.source == "gpt"
-    return Packed(config.data.sequence, stacked=is_gpt) if config.data.packing else Padded(mask=not is_gpt)
+    return Packed(config.data.sequence, stacked=is_gpt) if config.data.packing else Padded(bare=is_gpt)
 
 
 def _read_all(files: Sequence[RowFile], encoder: Encoder) -> list[Document]:

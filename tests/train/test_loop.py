@@ -93,6 +93,22 @@ def test_it_learns_and_says_where_things_are(tmp_path: Path, text: Path, capsys:
     assert [path.name for path in sorted(folder.checkpoints.glob("step-*"))] == [f"step-{n:08}" for n in (20, 40, 60)]
 
 
+def test_packed_rows_that_are_streamed_go_on_at_the_exact_row(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lengths = [(number * 7) % 15 + 2 for number in range(60)]
+    rows.write_text("".join(json.dumps({"input_ids": [length] * length}) + "\n" for length in lengths))
+    change = ["data.packing=true", "data.streaming=true", "data.window=9", f"data.validation_source={rows}"]
+    change += ["training.accumulate=2", "evaluation.every=2"]
+    whole, parts = (config_of(tmp_path, rows, *change, f"output={tmp_path / name}") for name in ("whole", "parts"))
+    assert trained(whole) == 0
+    stop = Stop()
+    stop.asked = True
+    assert trained(parts, stop=stop) == INTERRUPTED
+    assert trained(parts, resume=True) == 0
+    assert losses(parts) == losses(whole)
+    assert len(set(losses(whole))) == 8
+
+
 @pytest.mark.parametrize(
     "change", [[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]]
 )

@@ -290,7 +290,7 @@ def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None,
         lines.append(f"timeline    {page}")
     if ending.stopped:
         lines.append(f"go on       {job.resume_command}")
-    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes":
+    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes" and not job.config.data.tokenizer:
         lines.append(f"try it      penstock generate {folder.root} --prompt 'def '")
     return "\n".join(lines)
 

@@ -18,6 +18,7 @@ from penstock.train.data.documents import Document
 from penstock.train.data.layouts import Packed, Padded
 from penstock.train.data.packing_check import check_packing
 from penstock.train.gpt import build_gpt
+from penstock.train.loss import TokenLoss
 
 
 def documents(*lengths: int) -> list[Document]:
@@ -69,6 +70,27 @@ def test_the_built_in_gpt_treats_packed_documents_as_if_each_were_alone() -> Non
     with penstock.Pipeline(model, stages=3, microbatches=1) as pipe:
         piped = pipe.predict(Packed(16, stacked=True).batch([some]).args[0])
     assert torch.equal(piped[0], packed)
+
+
+def test_packed_and_padded_rows_have_the_same_loss_and_gradient() -> None:
+    some = documents(6, 2, 5, 9, 1, 3)
+    found = []
+    for layout in (Packed(12, stacked=True), Padded(bare=True)):
+        torch.manual_seed(0)
+        model = build_gpt(GPTOptions(layers=2, width=16, heads=2), 16).double()
+        rows, loss = layout.rows(some), TokenLoss()
+        half = -(-len(rows) // 2)
+        passes = [layout.batch(rows[:half]), layout.batch(rows[half:])]  # of different numbers of tokens
+        with penstock.Pipeline(
+            model, stages=2, microbatches=1, loss_fn=loss, loss_options=loss.options, schedule="1f1b"
+        ) as pipe:
+            shares = loss.shares([batch.target for batch in passes])
+            losses = [
+                pipe.step(*batch.args, target=batch.target, loss_kwargs=share).loss
+                for batch, share in zip(passes, shares, strict=True)
+            ]
+        found.append((sum(losses), [parameter.grad for parameter in model.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-11, atol=1e-14)
 
 
 SHAPE = "vocab_size=64,hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4"

@@ -106,14 +106,18 @@ def _from_text(files: Sequence[Path]) -> Tokens:
     return Tokens(values, digest, "")
 
 
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text, which a tokenizer takes: {error}") from None
+
+
 def _tokenized(files: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     """The tokens of each file, with the one that ends a text after it."""
     values = array("i")
-    for path in files:
-        try:
-            values.extend(tokenizer.ended(tokenizer.encode(path.read_text(encoding="utf-8"))))
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{path} is not UTF-8 text, which a tokenizer takes: {error}") from None
+    for ids in tokenizer.encode_all(map(_text, files)):
+        values.extend(ids)
     digest = hashlib.sha256(values.tobytes()).hexdigest()
     return Tokens(torch.tensor(values, dtype=torch.int32), digest, "")
 

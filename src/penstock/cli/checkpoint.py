@@ -32,7 +32,9 @@ def _entry(context: typer.Context) -> None:
 
 One = Annotated[
     str,
-    typer.Argument(help="A checkpoint; or a directory of them, or a run: the newest whole one, or RUN/best the best."),
+    typer.Argument(
+        help="A checkpoint; or a directory of them or a run, for the newest complete one; RUN/best: the best."
+    ),
 ]
 SHOWN = 20
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -69,7 +71,7 @@ def list_(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, the newest last; whole or not goes by manifest and sizes."""
+    """List the checkpoints of a directory, the newest last. Checksums are not read: see verify."""
     looked = [(path, *_looked_at(path, sums=False)) for path in checkpoints_at(directory)]
     looked.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
     if as_json:
@@ -91,7 +93,7 @@ def list_(
                 str(layout.get("stages", "")),
                 str(layout.get("schedule", "")),
                 str(layout.get("processes", "")),
-                wrong[0] if wrong else f"whole{_scored(manifest, path == best)}",
+                wrong[0] if wrong else f"complete{_scored(manifest, path == best)}",
             )
         )
     write(table(rows, left=range(len(rows[0]))))
@@ -121,7 +123,7 @@ def verify(
                 write("\n".join([f"{path}: damaged", *(f"  {line}" for line in wrong)]))
             else:
                 count = f"{len(manifest.files)} files, {size_text(manifest.bytes)}"
-                write(f"{path}: whole (step {manifest.step}, {count}, every checksum right)")
+                write(f"{path}: complete (step {manifest.step}, {count}, every checksum right)")
     if any(wrong for _, _, wrong in looked):
         raise typer.Exit(1)
 

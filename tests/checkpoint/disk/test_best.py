@@ -26,7 +26,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "run").name == "step-00000005"
     assert find_checkpoint(tmp_path / "run" / "best").name == "step-00000002"
     listed = CliRunner().invoke(app, ["checkpoint", "list", str(tmp_path / "run")]).stdout.splitlines()
-    assert [line.partition("whole")[2] for line in listed[1:]] == [", score 1.0000, the best", ", score 1.0000"]
+    assert [line.partition("complete")[2] for line in listed[1:]] == [", score 1.0000, the best", ", score 1.0000"]
     with Checkpointer(tmp_path / "none", async_save=False) as checkpointer:
         checkpointer.save(1, run.pipe)
     with Checkpointer(tmp_path / "beside", keep_last=2, keep_best=True, async_save=False) as checkpointer:

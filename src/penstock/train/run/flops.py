@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from penstock.checkpoint.processes import Processes
 from penstock.pipeline import Pipeline
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import DataBatch
+from penstock.train.data.batch import DataBatch
 
 # dense FLOP/s of one device by a part of its name, from the vendors' data sheets: bfloat16 or float16, then float32 (as
 # TensorFloat-32 where there is such). The first that matches counts.

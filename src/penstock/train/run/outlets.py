@@ -15,7 +15,7 @@ from penstock.checkpoint.disk.plain_files import read_plain, write_whole
 from penstock.errors import UsageError
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import find_function
+from penstock.train.config.source import find_source
 
 Figures = dict[str, Any]
 
@@ -125,7 +125,7 @@ def _run_id(root: Path, start: int) -> str:
 class _Callback:
     def __init__(self, text: str) -> None:
         self._text = text
-        self._function = find_function("logging.callback", text)
+        self._function = find_source("logging.callback", text)
 
     def write(self, step: int, figures: Figures) -> None:
         try:

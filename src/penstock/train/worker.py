@@ -172,19 +172,8 @@ def train_here(job: Job, stop: Stop) -> int:
             folder.keep_config(config)
         metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
         progress = Progress(sys.stdout if first else None, config.logging.every)
-        if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            progress.say(pipe.describe())
-            progress.say(f"data      {data.words}")
-            if share is not None or config.logging.peak_flops is not None:
-                progress.say(f"peak      {peak}")
-        elif not start:
-            progress.say("from the beginning: there is no whole checkpoint")
-        if start:
-            progress.say(f"going on from step {start}: {checkpointer.latest()}")
-            if notes:
-                progress.say(f"note: changed since that checkpoint: {', '.join(notes)}")
-        if changed := getattr(data, "changed", ""):
-            progress.say(f"note: {changed}; losses will not be those of a run that was never stopped")
+        for line in _first_lines(job, pipe, data, peak if share is not None else "", checkpointer, start, notes):
+            progress.say(line)
         trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
         trainer.average, trainer.utilisation = average, share
         trainer.go_on(extra)
@@ -203,6 +192,25 @@ def train_here(job: Job, stop: Stop) -> int:
             progress.say(_where(job, folder, ending, checkpointer.latest(), monotonic() - began))
         pipe.close()
     return INTERRUPTED if ending.stopped else 0
+
+
+def _first_lines(
+    job: Job, pipe: Pipeline, data: DataBatches, peak: str, checkpointer: Checkpointer, start: int, notes: list[str]
+) -> Iterator[str]:
+    """What a run says before its first step: how it is laid out, or where it goes on."""
+    if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        yield pipe.describe()
+        yield f"data      {data.words}"
+        if peak:
+            yield f"peak      {peak}"
+    elif not start:
+        yield "from the beginning: there is no complete checkpoint"
+    if start:
+        yield f"going on from step {start}: {checkpointer.latest()}"
+        if notes:
+            yield f"note: changed since that checkpoint: {', '.join(notes)}"
+    if changed := getattr(data, "changed", ""):
+        yield f"note: {changed}; losses will not be those of a run that was never stopped"
 
 
 def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:

@@ -166,6 +166,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward for a batch, or only forward without a `loss_fn`.
@@ -176,6 +179,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             losses: A list that is filled with one loss per microbatch.
             return_outputs: Whether to return the output.
             loss_kwargs: Further keyword arguments of the loss function.
+            arg_mbs: Instead of `*args`, a tuple of them per microbatch.
+            kwarg_mbs: Instead of `**kwargs`, a dict of them per microbatch.
+            target_mbs: Instead of `target`, one per microbatch.
             **kwargs: Keyword inputs.
 
         Returns:
@@ -183,7 +189,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         """
 
         def given() -> Given:
-            if not self._trains() and (target is not None or losses is not None):
+            if not self._trains() and (target is not None or target_mbs is not None or losses is not None):
                 raise RunError(
                     "Forward-only schedule does not support loss computation: it was made without a loss_fn, or is "
                     "for inference; leave target= and losses= out"
@@ -193,7 +199,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
                     "step() requires gradients to be enabled for backward computation; it should not be used under "
                     "torch.no_grad() context. Please call eval() instead."
                 )
-            return args, kwargs, target
+            return self._whole_or_split((args, kwargs, target), arg_mbs, kwarg_mbs, target_mbs)
 
         return self._run(self._trains(), given, losses, return_outputs, loss_kwargs)
 
@@ -203,6 +209,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         target: Any = None,
         losses: list[Any] | None = None,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run only forward, in eval mode, without touching what training uses.
@@ -212,9 +221,16 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             target: The target, on the rank of the last stage.
             losses: A list that is filled with one loss per microbatch.
             loss_kwargs: Further keyword arguments of the loss function.
+            arg_mbs: Instead of `*args`, a tuple of them per microbatch.
+            kwarg_mbs: Instead of `**kwargs`, a dict of them per microbatch.
+            target_mbs: Instead of `target`, one per microbatch.
             **kwargs: Keyword inputs.
         """
-        return self._run(False, lambda: (args, kwargs, target), losses, True, loss_kwargs)
+
+        def given() -> Given:
+            return self._whole_or_split((args, kwargs, target), arg_mbs, kwarg_mbs, target_mbs)
+
+        return self._run(False, given, losses, True, loss_kwargs)
 
     def _step_microbatches(
         self,
@@ -226,11 +242,16 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """A step on microbatches that are split already."""
+        split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **split)
 
-        def given() -> Given:
-            return as_arguments(self._n_microbatches, arg_mbs, kwarg_mbs, target_mbs)
-
-        return self._run(self._trains(), given, losses, return_outputs, loss_kwargs)
+    def _whole_or_split(self, whole: Given, *split: list[Any] | None) -> Given:
+        """A batch that is to be split, or one that is split already; these are arguments, keywords and targets."""
+        if all(each is None for each in split):
+            return whole
+        if whole[0] or whole[1] or whole[2] is not None:
+            raise UsageError("pass a batch, or its microbatches as arg_mbs, kwarg_mbs and target_mbs, but not both")
+        return as_arguments(self._n_microbatches, *split)
 
     def _trains(self) -> bool:
         """Whether `step` has a backward."""

@@ -150,7 +150,7 @@ class Split:
                 f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "
                 f"model, because replaying its own forward is not possible ({self.fallback}). Pass cut_options="
                 f"CutOptions(method='graph') if "
-                f"that is meant, or method='replay' for an error in its place",
+                f"that is what you want, or method='replay' for an error instead",
                 FallbackWarning,
                 stacklevel=3,
             )
@@ -275,7 +275,7 @@ def _groups(
     count = len(layers)
     if balance is None:
         if stages is None:
-            raise ModelError(f"say into how many stages the {count} layers go: stages=2, or balance=[3, 2, ...]")
+            raise ModelError(f"say how many stages to cut the {count} layers into: stages=2, or balance=[3, 2, ...]")
         if not 1 <= stages <= count:
             raise ModelError(f"{count} layers cannot make {stages} stages; pass stages= from 1 to {count}")
         size, larger = divmod(count, stages)

@@ -63,13 +63,18 @@ class ModelState:
         group. Every rank has all groups, in the same order, with the parameters that it owns.
         """
         aliases = self.first_names()
+        here = [(aliases.get(name, name), parameter) for name, parameter in self.named_parameters()]
+        return group_parameters(rules or {}, here, self.every_parameter().items(), aliases)
+
+    def every_parameter(self) -> dict[str, nn.Parameter]:
+        """The parameters of the whole model by their first names; those of other ranks may have no values here."""
+        aliases = self.first_names()
         every: dict[str, nn.Parameter] = {}
         for holding in self.deployment.split.holdings():
             for name, parameter in holding.module.named_parameters(remove_duplicate=False):
                 full = holding.names.get(name, name)
                 every.setdefault(aliases.get(full, full), parameter)
-        here = [(aliases.get(name, name), parameter) for name, parameter in self.named_parameters()]
-        return group_parameters(rules or {}, here, every.items(), aliases)
+        return every
 
     def first_names(self) -> dict[str, str]:
         """Of every parameter that stands in several places of the whole model: other name -> first name."""

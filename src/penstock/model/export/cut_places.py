@@ -128,7 +128,7 @@ def _module_start(values: Values, name: str, use: int) -> int:
                 if len(calls) == use:
                     return place
     if calls:
-        raise ModelError(f"split_at: {name}#{use} is no place to cut: the model calls {name!r} {len(calls)} times")
+        raise ModelError(f"split_at: {name}#{use} is not a place to cut: the model calls {name!r} {len(calls)} times")
     hint = similar_names(name, filter(None, known), "modules")
     raise ModelError(f"split_at: no module {name!r} computes anything in the model's forward{hint}")
 

@@ -151,8 +151,8 @@ class GraphPrograms:
         count = len({settings for _, settings in self._made})
         if count > MOST_CAPTURES:
             raise ModelError(
-                f"attributes of the model have been set to {count} different things, each of which had to be captured, "
-                f"because a graph has them built in; make what changes often a registered buffer"
+                f"attributes of the model have had {count} different values, and each needed another capture, "
+                f"because a graph has them built in; make a value that changes often a registered buffer"
             )
         with in_modes(self._modules, modes), with_memory(self._model):
             made = capture(self._model, self._arguments, args, kwargs)

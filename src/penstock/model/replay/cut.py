@@ -215,7 +215,7 @@ def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
     uses = [number for number, unit in enumerate(names) if unit == name]
     if len(uses) < use or uses[use - 1] not in starts:
         raise ModelError(
-            f"split_at: {name}#{use} is no place to cut: the model calls the unit {name!r} {len(uses)} times"
+            f"split_at: {name}#{use} is not a place to cut: the model calls the unit {name!r} {len(uses)} times"
             + (", and it updates itself, so that all its calls belong on one stage" if len(uses) >= use else "")
         )
     return uses[use - 1]

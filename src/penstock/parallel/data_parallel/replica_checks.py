@@ -67,8 +67,9 @@ class ReplicaChecks:
         strangers = self._reducer.strangers(held)
         if strangers:
             raise UsageError(
-                f"{len(strangers)} parameters are not those that the pipeline was made with ({strangers[0]}, for one), "
-                f"so replicas would train them apart; change the model first, then make the Pipeline and the optimizer"
+                f"{len(strangers)} parameters are not those that the pipeline was made with ({strangers[0]}, for "
+                f"example), so replicas would train them apart; change the model first, then make the Pipeline and "
+                f"the optimizer"
             )
         trained = [parameter.requires_grad for parameter in held]
         if trained != self._trained:
@@ -140,7 +141,7 @@ class ReplicaChecks:
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
         seen = self._executor.seen
-        given = {} if seen is None else seen.details(seen.checksums())
+        given = {} if seen is None else seen.details()
         reports = self._shards.exchange(((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]

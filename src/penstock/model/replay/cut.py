@@ -12,9 +12,7 @@ from penstock.errors import ModelError
 from penstock.model.balance.partition import counts_between
 from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
-from penstock.model.default_inputs import default_inputs
 from penstock.model.lazy import is_lazy
-from penstock.model.original.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
@@ -24,6 +22,7 @@ from penstock.model.replay.recording.units import find_units, smaller_units
 from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.split import Split
+from penstock.model.transformers_models import default_inputs, origin_of
 from penstock.model.use_names import name_and_use, similar_names
 
 

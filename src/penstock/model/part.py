@@ -99,5 +99,5 @@ def state_names(module: nn.Module) -> list[str]:
     """
     found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for place, holder in module.named_modules(remove_duplicate=False):
-        found += [dotted_name(place, name) for name in holder._buffers]
+        found += [dotted_name(place, name) for name, _ in holder._buffers.items()]  # of a scripted one, no dict
     return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))

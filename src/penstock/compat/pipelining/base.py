@@ -18,7 +18,7 @@ from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, one_
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import RunError, UsageError
-from penstock.model.original.wrapped import wrappings
+from penstock.model.original.wrappers import wrappings
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared
 from penstock.runtime.loss.loss_options import LossOptions

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat.pipelining.chunks import ByChunk
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.messages.collective import all_gather
-from penstock.model.original.wrapped import FSDP, wrappings
+from penstock.model.original.wrappers import FSDP, wrappings
 
 __all__ = ["PipeInfo", "PipelineStage", "RemoteStage", "all_stages", "build_stage", "hang"]
 

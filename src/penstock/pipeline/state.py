@@ -16,7 +16,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
-from penstock.optim.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
+from penstock.optim.norms import check_finite, check_limit, join_norms, local_part, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.other_ranks import OtherRanks
 from penstock.runtime.loss.module import LOSS
@@ -207,7 +207,7 @@ class ModelState:
         limit = check_limit("clip_value", clip_value)
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_value_()")
-        held = [here(parameter) for parameter in self.parameters() if parameter.grad is not None]
+        held = [local_part(parameter) for parameter in self.parameters() if parameter.grad is not None]
         if held:  # torch has an error for none
             nn.utils.clip_grad_value_(held, limit, foreach)
 

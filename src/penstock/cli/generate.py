@@ -15,7 +15,10 @@ from penstock.cli.source import whole
 from penstock.errors import UsageError
 
 Place = Annotated[
-    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint), or one checkpoint.")
+    str,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint; RUN/best: its best), or one."
+    ),
 ]
 Prompt = Annotated[str, typer.Option(help="What the text begins with.")]
 Count = Annotated[int, typer.Option("--tokens", "-n", parser=whole(1), metavar="N", help="Bytes to add.")]

@@ -20,7 +20,7 @@ from torch import nn
 from penstock.errors import FallbackWarning, ModelError
 from penstock.model.declared_skips import SkipRoutes, find_routes
 from penstock.model.part import OUTPUT, Names, StagePart, state_names
-from penstock.model.shared_layers import SharedState, refuse_shared_norms
+from penstock.model.shared_layers import SharedLayers, refuse_shared_norms
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
 
@@ -57,7 +57,7 @@ class ModulePart(StagePart):
         copied: Sequence[nn.Module] = (),
         spread: bool,
         entrances: Sequence[str] = (),
-        shared: SharedState | None = None,
+        shared: SharedLayers | None = None,
         declared: SkipRoutes | None = None,
     ) -> None:
         super().__init__(index)
@@ -234,7 +234,7 @@ def split_model(
             copied=[model] if isinstance(model, nn.Sequential) else (),
             spread=spread,
             entrances=entrances,
-            shared=SharedState.of(index, modules, names[index]),
+            shared=SharedLayers.of(index, modules, names[index]),
             declared=SkipRoutes.of(index, module, routes),
         )
         for index, module in enumerate(modules)

@@ -21,13 +21,13 @@ class Evaluated(NamedTuple):
     loss: float  # of all of them, each by its targets
 
 
-def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> Evaluated:
+def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, averages: bool = True) -> Evaluated:
     """The loss of a checkpoint on the validation batches; in this process, whatever the saved layout."""
     data = open_data(config)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")
     with pipe:
-        step = load_for(config, checkpoint, pipe)
+        step = load_for(config, checkpoint, pipe, averages=averages)
         losses, mean = [], MeanLoss(pipe.loss_fn)
         for number in range(batches):
             batch = data.validation(number)

@@ -196,9 +196,9 @@ class RowBatches:
 def open_row_batches(config: TrainConfig) -> RowBatches:
     """The batches of `data.source`, where that names files of rows."""
     data = config.data
-    encoder, files = Encoder(data), open_rows(data.source)
+    encoder, files = Encoder(data), open_rows("data.source", data.source, data.options)
     layout = _layout(config)
-    held_back = _read_all(open_rows(data.validation_source, "data.validation_source"), encoder)
+    held_back = _read_all(open_rows("data.validation_source", data.validation_source, {}), encoder)
     if data.streaming:
         documents: Documents = Streamed(files, encoder)
         words = f"rows of {_names(files)}, read while training goes on"

@@ -1,8 +1,8 @@
 """Rows of files, one after the other, from any place where a run has stopped.
 
 JSON lines are read here. Folders written by `save_to_disk` and Arrow files are mapped by the `datasets` library,
-Parquet is read by pyarrow, which comes with it. A function of the user's may return rows as well. A position is two numbers, the file and the place in it, so that a
-checkpoint can hold it and nothing before it is read again.
+Parquet is read by pyarrow, which comes with it. A function of the user's may return rows as well. A position is two
+numbers, the file and the place in it, so that a checkpoint can hold it and nothing before it is read again.
 """
 
 from __future__ import annotations

@@ -73,9 +73,13 @@ def learned(tokenizer: Tokenizer, messages: Any) -> list[str]:
 
 def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    fast().save(str(path))
+    made = fast()
+    made.enable_truncation(2)  # as some files have it: tokens would be lost without a word
+    made.enable_padding(length=30)
+    made.save(str(path))
     tokenizer = Tokenizer(str(path), "<|end|>")
     ids = tokenizer.encode("Hello")
+    assert tokenizer.decode(next(tokenizer.encode_all(["Hello Good day"]))) == "Hello Good day"
     assert tokenizer.of_transformers is None
     assert tokenizer.decode(ids) == "Hello"
     assert tokenizer.ended(ids) == tokenizer.ended(tokenizer.ended(ids)) == [*ids, 0]
@@ -117,6 +121,7 @@ def test_the_answers_of_a_chat_are_learned_with_their_ends(tmp_path: Path, templ
     assert learned(tokenizer, CHAT) == ["Good day<|end|>", "Well<|end|>"]
     ids, marks = encode_chat(tokenizer, CHAT, False, "here")
     assert all(marks)
+    assert ids == tokenizer.of_transformers.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
     assert tokenizer.of_transformers.decode(ids) == tokenizer.of_transformers.apply_chat_template(CHAT, tokenize=False)
 
 

@@ -111,8 +111,13 @@ def test_text_and_the_built_in_gpt_follow_the_tokenizer(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [1, 300]}\n')
     numbers = load_config(None, [f"data.source={rows}", "data.validation=0"])
-    with pytest.raises(UsageError, match="hold the token 300, the model knows 256"):
+    with pytest.raises(UsageError, match="hold the token 300; the model knows 256"):
         check_vocabulary(numbers, build_model(numbers)[0], open_data(numbers))
+    streamed = load_config(None, [f"data.source={rows}", "data.streaming=true"])
+    later = open_data(streamed)
+    check_vocabulary(streamed, build_model(streamed)[0], later)
+    with pytest.raises(UsageError, match="hold the token 300"):
+        later.at(0)
 
 
 @pytest.mark.parametrize("template", [TURNS + PROMPT, MARKED], ids=["by beginnings", "marked"])

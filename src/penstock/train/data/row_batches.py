@@ -127,7 +127,7 @@ class RowBatches:
         """UsageError where a row that was read so far has a token that the model does not know."""
         if self.limit is not None and self._tally.largest >= self.limit:
             raise UsageError(
-                f"the rows of data.source hold the token {self._tally.largest}; the model knows {self.limit}, from 0 to "
+                f"the rows of data.source hold the token {self._tally.largest}; the model knows {self.limit}, 0 to "
                 f"{self.limit - 1}: they do not belong together"
             )
 

@@ -18,7 +18,7 @@ from penstock.compat.pipelining.order import Ordered
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
 from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
 from penstock.errors import PenstockError, RunError, UsageError
-from penstock.model.original.wrapped import wrappings
+from penstock.model.original.wrappers import wrappings
 from penstock.rules import check_count
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared

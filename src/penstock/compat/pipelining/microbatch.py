@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.batch.microbatch import Batch, Microbatches, merge, split_batch
+from penstock.runtime.batch.microbatch import Batch, Microbatches, split_batch
+from penstock.runtime.batch.result import merge
 
 __all__ = [
     "TensorChunkSpec",
@@ -90,7 +91,9 @@ def dims_of(spec: Any) -> Any:
         return {key: dims_of(value) for key, value in spec.items()}
     if isinstance(spec, (list, tuple)):
         return tuple(dims_of(value) for value in spec)
-    raise UsageError(f"{spec!r} is no chunk spec; pass TensorChunkSpec(dimension), or None for a value that goes whole")
+    raise UsageError(
+        f"{spec!r} is not a chunk spec; pass TensorChunkSpec(dimension), or None for a value that goes whole"
+    )
 
 
 def check_specs(args_chunk_spec: Any, kwargs_chunk_spec: Any) -> None:

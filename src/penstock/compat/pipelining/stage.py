@@ -21,7 +21,7 @@ from penstock.compat.pipelining.chunks import ByChunk
 from penstock.compat.pipelining.errors import TooManyRanks
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.messages.collective import all_gather
-from penstock.model.original.wrapped import FSDP, wrappings
+from penstock.model.original.wrappers import FSDP, wrappings
 from penstock.rules import check_count, is_index
 
 __all__ = ["PipeInfo", "PipelineStage", "RemoteStage", "all_stages", "build_stage", "hang"]

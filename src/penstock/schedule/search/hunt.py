@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import Candidate, Score, complete, price
+from penstock.schedule.search.evaluate import Candidate, Overrun, Score, complete, price
 from penstock.schedule.search.improve import OVERRUNS, improve
 from penstock.schedule.search.problem import Orders, Problem
 from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
@@ -114,7 +114,7 @@ class Hunt:
         score = price(short, self._rows(family, short), None)
         return math.inf if score is None else score[0] + (problem.microbatches - microbatches) * problem.busiest
 
-    def _offer(self, orders: Orders, overrun: float | None) -> Score:
+    def _offer(self, orders: Orders, overrun: Overrun | None) -> Score:
         self._count(1)
         score = price(self.problem, orders, overrun)
         if score is None:
@@ -130,7 +130,7 @@ class Hunt:
         if found.score < NOTHING and all(found.score != other.score for other in self.best):
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
-    def _refill(self, orders: Orders, overruns: tuple[float, ...] = OVERRUNS) -> Score:
+    def _refill(self, orders: Orders, overruns: tuple[Overrun, ...] = OVERRUNS) -> Score:
         return min(self._offer(orders, overrun) for overrun in (overruns[:1] if self.large else overruns))
 
     # -- what is made

@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.dispatch import Rule, dispatch
+from penstock.schedule.search.evaluate import Overrun
 from penstock.schedule.search.grouped import Grouping, grouped
+from penstock.schedule.search.improve import OVERRUNS
 from penstock.schedule.search.problem import Orders, Problem
 from penstock.schedule.search.rhythm import Rhythm, follow
 
@@ -44,11 +46,11 @@ def made(problem: Problem, recipe: Recipe) -> Orders | None:
     return grouped(problem, recipe) if isinstance(recipe, Grouping) else follow(problem, recipe)
 
 
-def overruns_for(recipe: Recipe) -> tuple[float, ...]:
+def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
     """How late W may make other actions, where it is filled into an order of this kind."""
     if isinstance(recipe, Rhythm):
-        return 0.0, 0.3, 0.6, 0.9
-    return (0.0, 0.6) if isinstance(recipe, Grouping) else (0.0, 0.3, 0.6)
+        return (0.9, 0.0), (0.6, 0.0), (0.3, 0.3), (0.0, 0.0)
+    return OVERRUNS[::2] if isinstance(recipe, Grouping) else OVERRUNS
 
 
 def first_recipes(problem: Problem) -> list[Recipe]:

@@ -6,8 +6,8 @@ next rank after a share d of a slot, and one that moves up after 1 - d. Seen fro
 shifts by exactly one slot against what moves down. So if all that moves down starts at whole slots, and all that moves
 up a fixed part of a slot later, nothing ever meets: each slot of each rank has one action of a leg that moves down, one
 of a leg that moves up, and a W. What is left to choose are whole slots of rest at the turns, so that the v legs that
-move down are in different slots modulo v, and those that move up too (`_rests`). All ranks then hold the same: about p / 2
-microbatches.
+move down are in different slots modulo v, and those that move up too (`_rests`). All ranks then hold the same: about
+p / 2 microbatches.
 
 The rhythm tells what should come first when several actions are there, not when they run: a rank that is free takes the
 first of what has arrived, so that the fill is quick. A share of memory for each stage (`quotas`) keeps one stage from

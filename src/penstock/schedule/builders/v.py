@@ -45,7 +45,7 @@ from typing import NamedTuple
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
 
-__all__ = ["v_half", "v_min", "v_placement", "zb_v"]
+__all__ = ["half_cap", "min_cap", "v_half", "v_min", "v_placement", "zb_v"]
 
 PERIOD = 6  # slots of work that a rank has for one microbatch: F, I and W on two stages
 
@@ -75,12 +75,22 @@ V_MIN = (
 
 def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
     """About half of 1F1B's memory: at most `(ranks + 2) // 2` whole-rank microbatches."""
-    return _best(V_HALF, ranks, microbatches, cap=2 * ((ranks + 2) // 2))
+    return _best(V_HALF, ranks, microbatches, half_cap(ranks))
+
+
+def half_cap(ranks: int, stages_per_rank: int = 2) -> int:
+    """How many stages of microbatches a rank of v-half may hold."""
+    return stages_per_rank * ((ranks + 2) // 2)
 
 
 def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
     """About a third of 1F1B's memory: at most `(ranks + 4) // 3` whole-rank microbatches."""
-    return _best(V_MIN, ranks, microbatches, cap=2 * ((ranks + 4) // 3))
+    return _best(V_MIN, ranks, microbatches, min_cap(ranks))
+
+
+def min_cap(ranks: int, stages_per_rank: int = 2) -> int:
+    """How many stages of microbatches a rank of v-min may hold."""
+    return stages_per_rank * ((ranks + 4) // 3)
 
 
 def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:

@@ -5,8 +5,8 @@ rule of `builders/greedy.py`: a W is awaited by nobody, so a rank runs the oldes
 owes when its next F would not fit into memory, and when it would otherwise idle for about as
 long as a W takes. "About" is `overrun`: the share of a W by which it may make the next action
 late; it is one share while the rank has forwards to run, and another one in the drain, where a late gradient makes
-all that is left late. A search asks for thousands of prices, so here everything is a number, memory may have
-any size, and links may queue.
+all that is left late. A share above one means one W before each action, whether there is a gap or not. A search asks
+for thousands of prices, so here everything is a number, memory may have any size, and links may queue.
 
 There is no event queue, for the reason that `greedy` gives: ranks are advanced in turn, each
 until it meets an action whose input is not made yet.
@@ -104,7 +104,7 @@ class _Run:
         )
         filling, logging, log, paid = self.filling, self.logging, self.logs[rank], self.paid[rank]
         forwards = self.forwards[rank]
-        if not forwards:
+        if not forwards and order[self.places[rank] - 1] >= size:
             keep = self.keep_in_drain
         for place in range(self.places[rank], len(order)):
             x = order[place]
@@ -122,16 +122,18 @@ class _Run:
                     paid += 1
                     if logging:
                         log.append(weight)
+                    if keep < 0.0:
+                        break
                 else:
                     break
             if need > 0.0 and held + need > cap:
                 return False
             held += takes[x]
             if filling:
-                if x >= size:
-                    owed.append(x)
-                else:
+                if x < size:
                     forwards -= 1
+                else:
+                    owed.append(x)
                     if not forwards:
                         keep = self.keep_in_drain
             if logging:

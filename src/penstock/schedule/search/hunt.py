@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.evaluate import Candidate, Overrun, Score, complete, price
-from penstock.schedule.search.improve import OVERRUNS, improve
-from penstock.schedule.search.problem import Orders, Problem
+from penstock.schedule.search.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.problem import ROUNDING, Orders, Problem
 from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.timing.bounds import lower_bound
 
@@ -62,6 +62,11 @@ class Hunt:
         return self.problem.placement.stages_per_rank
 
     @property
+    def done(self) -> bool:
+        """Is nothing better left to find?"""
+        return self.value <= self.bound * (1 + ROUNDING)
+
+    @property
     def small(self) -> bool:
         """A run of changes takes no time, so that many can begin anew."""
         return 3 * self.problem.size <= SMALL
@@ -93,10 +98,13 @@ class Hunt:
                 continue
             if self.large and self._estimate(family, problem.ranks) > best() * MARGIN:
                 continue
-            rows = self._rows(family, problem)
-            self._offer(rows, None)
-            self._refill([[x for x in row if x < 2 * problem.size] for row in rows])
+            self.begin(self._rows(family, problem))
             yield
+
+    def begin(self, orders: Orders) -> None:
+        """Try a complete order as it is, and with W filled in anew."""
+        self._offer(orders, None)
+        self._refill([[x for x in order if x < 2 * self.problem.size] for order in orders], (*OVERRUNS, IN_TURN))
 
     def _rows(self, family: Family, problem: Problem) -> Orders:
         sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)

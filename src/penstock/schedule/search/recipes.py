@@ -9,13 +9,13 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any
 
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.dispatch import Rule, dispatch
 from penstock.schedule.search.evaluate import Overrun
 from penstock.schedule.search.grouped import Grouping, grouped
-from penstock.schedule.search.improve import OVERRUNS
+from penstock.schedule.search.improve import IN_TURN, OVERRUNS
 from penstock.schedule.search.problem import Orders, Problem
 from penstock.schedule.search.rhythm import Rhythm, follow
 
@@ -31,10 +31,9 @@ RULES = (
 )
 RHYTHMS = (
     Rhythm(),
+    Rhythm(patience=1.0, overrun=0.9, weight_time=1.0, hop_time=1.0),
     Rhythm(slack=None),
-    Rhythm(patience=0.0, overrun=0.0),
     Rhythm(slack=None, patience=1.0, overrun=0.0),
-    Rhythm(slack=0.3, patience=1.0),
 )
 SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
 
@@ -50,7 +49,7 @@ def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
     """How late W may make other actions, where it is filled into an order of this kind."""
     if isinstance(recipe, Rhythm):
         return (0.9, 0.0), (0.6, 0.0), (0.3, 0.3), (0.0, 0.0)
-    return OVERRUNS[::2] if isinstance(recipe, Grouping) else OVERRUNS
+    return (*OVERRUNS[::2], IN_TURN) if isinstance(recipe, Grouping) else OVERRUNS
 
 
 def first_recipes(problem: Problem) -> list[Recipe]:
@@ -80,14 +79,10 @@ def _sizes(problem: Problem) -> list[int]:
 def drawn(problem: Problem, like: Recipe | None, generator: random.Random) -> Recipe:
     """A recipe at random; or one that differs from `like` in a few points."""
     if like is None:
-        kinds: list[Callable[[Problem, random.Random], dict[str, Any]]] = [_rule]
-        first = first_recipes(problem)[0]
-        if not isinstance(first, Rule):
-            kinds.append(_grouping if isinstance(first, Grouping) else _rhythm)
+        kinds = list(dict.fromkeys((Rule, type(first_recipes(problem)[0]))))
         kind = generator.choice(kinds)
-        choices = kind(problem, generator)
-        return cast("Recipe", {_rule: Rule, _grouping: Grouping, _rhythm: Rhythm}[kind](**choices))
-    choices = {Rule: _rule, Grouping: _grouping, Rhythm: _rhythm}[type(like)](problem, generator)
+        return kind(**CHOICES[kind](problem, generator))
+    choices = CHOICES[type(like)](problem, generator)
     changed = generator.sample([field.name for field in fields(like)], generator.choice((1, 1, 2, 3)))
     return replace(like, **{name: choices[name] for name in changed})
 
@@ -131,3 +126,10 @@ def _rhythm(problem: Problem, generator: random.Random) -> dict[str, Any]:
         "weight_time": generator.choice((1.0, 1.0, generator.uniform(0.3, 1.2))),
         "hop_time": generator.choice((0.0, 1.0)),
     }
+
+
+CHOICES: dict[type[Recipe], Callable[[Problem, random.Random], dict[str, Any]]] = {
+    Rule: _rule,
+    Grouping: _grouping,
+    Rhythm: _rhythm,
+}

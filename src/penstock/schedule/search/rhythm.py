@@ -36,7 +36,7 @@ class Rhythm:
     patience: float = 0.3  # how long to wait for what should come first, in forwards
     overrun: float = 0.6  # the share of a W by which it may make the next action late
     memory: float = 1.0  # the share of the caps to use
-    weight_time: float = 1.0  # the clock, in true W and hops
+    weight_time: float = 0.7  # the clock, in true W and hops
     hop_time: float = 0.0
 
 

@@ -21,8 +21,9 @@ from penstock.schedule.search.problem import ROUNDING, Orders, Problem
 from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.timing.bounds import lower_bound
 
-__all__ = ["Hunt"]
+__all__ = ["Hunt", "Key"]
 
+Key = tuple[tuple[int, ...], frozenset[int]]  # the rank of each stage, and the stages that recompute
 NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
@@ -60,6 +61,11 @@ class Hunt:
     def stages_per_rank(self) -> int:
         """How many stages each rank has."""
         return self.problem.placement.stages_per_rank
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the others of a search."""
+        return self.problem.placement.by_stage, self.problem.recompute
 
     @property
     def done(self) -> bool:

@@ -23,7 +23,7 @@ from penstock.schedule.timing.costs import Costs
 
 __all__ = ["tuned"]
 
-EFFORT = 2_000_000  # orders times computes, about: a second or two
+EFFORT = 3_000_000  # orders times computes, about: two or three seconds
 FEWEST, MOST = 100, 600  # orders
 
 

@@ -74,7 +74,7 @@ def _best_rounds(ranks: int, microbatches: int, stages_per_rank: int, size: int,
     """Rounds of `size`, with a remainder at the end or spread over all of them, whichever is shorter.
 
     A round that is smaller than half the ranks may keep ranks waiting in a circle: it comes around the loop before its
-    turn. So the remainder may also join the last round or the first, which always finishes.
+    turn. So the remainder may also make the first rounds larger, which always finishes, and takes more memory.
     """
     rounds, remainder = divmod(microbatches, size)
     choices = [[size] * rounds + [remainder] * (remainder > 0)]
@@ -82,8 +82,8 @@ def _best_rounds(ranks: int, microbatches: int, stages_per_rank: int, size: int,
         smaller, larger = divmod(microbatches, rounds + 1)
         choices.append([smaller + 1] * larger + [smaller] * (rounds + 1 - larger))
         if size < ranks:
-            choices.append([size] * (rounds - 1) + [size + remainder])
-            choices.append([size + remainder] + [size] * (rounds - 1))
+            smaller, larger = divmod(microbatches, rounds)
+            choices.append([smaller + 1] * larger + [smaller] * (rounds - larger))
     found = [_interleaved(ranks, sizes, stages_per_rank, cap) for sizes in choices]
     candidates = [filled for filled in found if filled is not None]
     return min(candidates, key=lambda filled: preference(filled, cap)).orders
@@ -98,10 +98,24 @@ def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int, cap: int) -
         forwards = _in_rounds(stages, Op.F, sizes)
         inputs = _in_rounds(stages[::-1], Op.I, sizes)
         orders.append(alternate(forwards, inputs, warmup=(stages_per_rank - 1) * sizes[0] + ranks - rank))
+    if not _turns_in_order(orders[-1], stage_count - 1):
+        return None
     try:
         return fill_weights(orders, [stage % ranks for stage in range(stage_count)], cap)
     except ScheduleError:
         return None
+
+
+def _turns_in_order(order: list[Action], last: int) -> bool:
+    """Does every microbatch pass the last stage forward before it goes back?"""
+    forwards = backwards = 0
+    for action in order:
+        if action.stage == last:
+            forwards += action.op is Op.F
+            backwards += action.op is Op.I
+            if backwards > forwards:
+                return False
+    return True
 
 
 def _in_rounds(stages: range, op: Op, sizes: list[int]) -> list[Action]:

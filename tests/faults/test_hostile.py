@@ -36,8 +36,8 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.silence import Marks
-from penstock.runtime.transport.gloo.header import CHANGED, HEADER, MAGIC, Header, blank_header
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
+from penstock.runtime.transport.gloo.messages import CHANGED, HEADER, MAGIC, Header, blank_header
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Layout, flatten
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
@@ -149,7 +149,7 @@ def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:
 
 def test_a_layout_makes_no_type_that_is_not_a_known_container() -> None:
     spec = ("collections:namedtuple", {"type": "subprocess:Popen"}, [None])
-    with pytest.raises(MessageError, match=r"subprocess:Popen.*no named tuple"):
+    with pytest.raises(MessageError, match=r"subprocess:Popen.*neither a named tuple"):
         encoding.load(plain.dumps(("", spec, [None], b"", False)), is_known=True)
 
 

@@ -7,12 +7,15 @@ wrong in the background is raised by the next `save` or `wait`, on every process
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, Single, sees
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
@@ -39,6 +42,7 @@ class Checkpointer:
         directory: Where the checkpoints are, one folder per saved step.
         keep_last: How many of the newest checkpoints are kept. `None`: all.
         keep_every: Checkpoints of steps that are multiples of this are kept as well.
+        keep_best: Whether the checkpoint with the lowest `score` is kept as well.
         async_save: Whether `save` returns once everything is copied, while a thread writes. With `False`, it returns
             when the checkpoint is complete.
     """
@@ -49,14 +53,15 @@ class Checkpointer:
         *,
         keep_last: int | None = 3,
         keep_every: int | None = None,
+        keep_best: bool = False,
         async_save: bool = True,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such rule")
+                raise UsageError(f"{name}={value!r}: pass a whole number of at least 1, or None to turn this rule off")
         self.directory = Path(directory).absolute()
         self.async_save = async_save
-        self._files = Directory(self.directory, keep_last, keep_every)
+        self._files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: list[tuple[Saving, Future[Path]]] = []
@@ -77,30 +82,38 @@ class Checkpointer:
         scheduler: Any = None,
         scaler: Any = None,
         data: Any = None,
+        averages: Mapping[str, Tensor] | None = None,
         extra: Any = None,
         config: Any = None,
+        score: float | None = None,
+        while_best: bool = False,
     ) -> None:
         """Save the run as it is after `step` steps. Call it on every process.
 
         Raises what went wrong with an earlier save, and then does not begin this one: call it again.
 
         Args:
-            step: The number of steps done.
+            step: The number of completed steps.
             pipe: The pipeline: its parameters, buffers and position in its random numbers.
             optimizer: One optimizer, or a list.
             scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
             scaler: A `GradScaler`.
             data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.
+            averages: Averages of parameters, by parameter name, each laid out as its parameter is.
             extra: Plain values of yours: numbers, text, lists, dicts and tensors.
             config: Plain values that describe the run.
+            score: A figure by which checkpoints are compared, such as a validation loss; the lowest is the best.
+            while_best: Whether this checkpoint stays only while its score is the lowest, beside those of `keep_last`.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"step={step!r}: pass the number of steps that were done, a whole number from 0 on")
+            raise UsageError(f"step={step!r}: pass the number of completed steps, a whole number of at least 0")
         if self._closed:
             raise UsageError("this Checkpointer is closed; make a new one")
         processes = Processes(pipe, "save()")
         self._pipe = weakref.ref(pipe)
-        given = Given(optimizer, scheduler, scaler, data, extra, config)
+        if score is not None and not math.isfinite(score):
+            raise UsageError(f"score={score!r}: pass a finite number, or None for a checkpoint that is not compared")
+        given = Given(optimizer, scheduler, scaler, data, extra, config, averages, score, while_best)
         while (saving := self._agree(processes, step, pipe, given)) is None:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
@@ -119,7 +132,7 @@ class Checkpointer:
             return self._files.place(step, {saving.final.name for saving, _ in self._under_way})
         except OSError as error:
             raise CheckpointError(
-                f"step {step} could not be saved in {self.directory}: {error}; earlier checkpoints are as they were",
+                f"step {step} could not be saved in {self.directory}: {error}; earlier checkpoints are unchanged",
                 path=self.directory,
             ) from error
 
@@ -131,7 +144,7 @@ class Checkpointer:
             if not self._collect(AT_ONCE - 1, 0.0) or self._failed is not None:
                 return (Saved(), {}), (False, step, "", None)
             saved = collect(pipe, given, processes.number)
-            document = document_of(step, pipe, given.config, processes.count)
+            document = document_of(step, pipe, given, processes.count)
             changed = self._planner.look(saved.tensors)
             if processes.first:
                 made.append(self._place(step))
@@ -233,6 +246,7 @@ class Checkpointer:
         scheduler: Any = None,
         scaler: Any = None,
         data: Any = None,
+        averages: Mapping[str, Tensor] | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> Loaded:
         """Load a checkpoint into a pipeline of any layout. Call it on every process.
@@ -243,12 +257,13 @@ class Checkpointer:
             scheduler: What was saved as `scheduler`.
             scaler: What was saved as `scaler`.
             data: What was saved as `data`.
+            averages: Tensors to fill with what was saved as `averages`; `loaded.averages` names those that were filled.
             path: The checkpoint to load. By default, the newest complete one.
 
         Returns:
             A `Loaded`; the next step to train is `loaded.step + 1`.
         """
-        given = Given(optimizer, scheduler, scaler, data)
+        given = Given(optimizer, scheduler, scaler, data, averages=averages)
         if path is None:
             return load_into(pipe, given, self.directory, newest=True)
         return load_into(pipe, given, Path(path), newest=False)
@@ -306,7 +321,7 @@ def save(
         path: The folder to write.
         pipe: The pipeline: its parameters, buffers and position in its random numbers.
         optimizer: One optimizer, or a list.
-        step: The number of steps done.
+        step: The number of completed steps.
         scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
         scaler: A `GradScaler`.
         data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.

@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.checkpoint.disk.manifest import Manifest
 from penstock.checkpoint.disk.tensors import FileLayout, TensorEntry, streamed, write_file
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
+from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.checkpoint.save.saving import sync_directory
 from penstock.errors import UsageError
 
@@ -46,10 +47,12 @@ def export(
     *,
     dtype: str | None = None,
     file_bytes: int | None = None,
+    averages: bool = False,
 ) -> Exported:
     """Write the weights to `out`: a file if its name ends in .safetensors, else a new directory.
 
-    `dtype` turns floating-point tensors into another type; `file_bytes` is the most that one file holds.
+    `dtype` turns floating-point tensors into another type; `file_bytes` is the most that one file holds; `averages`
+    writes the moving averages of parameters in the place of those that have one.
     """
     path, goal = Path(checkpoint), Path(out).absolute()
     if dtype is not None and dtype not in FLOATS:
@@ -57,14 +60,18 @@ def export(
     if file_bytes is not None and file_bytes < 1:
         raise UsageError(f"file_bytes={file_bytes}: pass at least 1")
     if os.path.lexists(goal):
-        raise UsageError(f"{goal} is there already; choose another name, or delete it first")
+        raise UsageError(f"{goal} already exists; choose another name, or delete it first")
     manifest, contents = open_whole(path)
-    return _Export(contents, manifest, dtype).write(goal, file_bytes)
+    if averages and not any(key.startswith(AVERAGE) for key in contents.tensors):
+        raise UsageError(
+            f"{path} has no averages of weights; train with training.ema, or export the weights themselves"
+        )
+    return _Export(contents, manifest, dtype, averages).write(goal, file_bytes)
 
 
 class _Export:
-    def __init__(self, contents: CheckpointContents, manifest: Manifest, dtype: str | None) -> None:
-        self._contents = contents
+    def __init__(self, contents: CheckpointContents, manifest: Manifest, dtype: str | None, averages: bool) -> None:
+        self._contents, self._averages = contents, averages
         self._origin: Mapping[str, Any] | None = manifest.origin
         self._dtype = dtype
         self._entries = [self._entry(key) for key in sorted(contents.tensors) if key.startswith("model.")]
@@ -77,7 +84,9 @@ class _Export:
         return TensorEntry(key.removeprefix("model."), wanted, shape, (0,) * len(shape))
 
     def _value_of(self, entry: TensorEntry) -> Tensor:
-        return self._contents.tensor(f"model.{entry.key}").to(entry.dtype)
+        averaged = f"{AVERAGE}{entry.key}"
+        has = self._averages and averaged in self._contents.tensors
+        return self._contents.tensor(averaged if has else f"model.{entry.key}").to(entry.dtype)
 
     def write(self, goal: Path, file_bytes: int | None) -> Exported:
         goal.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +94,7 @@ class _Export:
         try:
             if goal.suffix == ".safetensors":
                 if file_bytes is not None:
-                    raise UsageError(f"{goal.name} is one file; for several, name a directory")
+                    raise UsageError(f"{goal.name} is one file; to write several, name a directory")
                 self._write_weights(temporary, self._entries)
                 names = []
             else:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 Optimizers = list[torch.optim.Optimizer]
+AVERAGE = "average."  # what the keys of averaged parameters begin with
 NOT_OPTIONS = ("params", "param_names")
 
 
@@ -60,6 +61,10 @@ class Saved:
                 self.plain.setdefault("model", {})[name] = self.add(
                     f"model-extra.{name}", value, f"the extra state {name}"
                 )
+
+    def add_averages(self, averages: Mapping[str, Tensor]) -> None:
+        """Averages of parameters, by parameter name."""
+        self.tensors |= {f"{AVERAGE}{name}": value.detach() for name, value in averages.items()}
 
     def add_optimizers(self, pipe: Pipeline, optimizers: Optimizers) -> None:
         """State and options, by parameter name."""
@@ -114,8 +119,8 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
     if strange:
         what = f"a tensor of shape {tuple(strange[0].shape)}" if isinstance(strange[0], Tensor) else repr(strange[0])
         raise UsageError(
-            f"{type(optimizer).__name__} keeps state under {what}, which is none of its parameters; a checkpoint has "
-            f"state by parameter: save the rest in extra="
+            f"{type(optimizer).__name__} keeps state under {what}, which is not one of its parameters; a checkpoint "
+            f"stores state per parameter: save the rest in extra="
         )
 
 

@@ -15,13 +15,16 @@ from penstock.cli.source import whole
 from penstock.errors import UsageError
 
 Place = Annotated[
-    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint), or one checkpoint.")
+    str,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint; RUN/best: its best), or one."
+    ),
 ]
 Prompt = Annotated[str, typer.Option(help="What the text begins with.")]
 Count = Annotated[int, typer.Option("--tokens", "-n", parser=whole(1), metavar="N", help="Bytes to add.")]
 Temperature = Annotated[str, typer.Option(help="0: always the likeliest byte; 1: as the model says.")]
 Top = Annotated[int | None, typer.Option(parser=whole(1), metavar="K", help="Choose among the K likeliest.")]
-Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another one, another text.")]
+Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another seed gives another text.")]
 
 
 @guarded
@@ -54,5 +57,5 @@ def _temperature(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise UsageError(f"--temperature: {text!r} is no temperature; give a number of 0 or more, such as 0.8")
+        raise UsageError(f"--temperature: {text!r} is not a temperature; give a number of 0 or more, such as 0.8")
     return value

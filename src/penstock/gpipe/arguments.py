@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.original.wrapped import refuse_compiled_model
+from penstock.model.original.wrappers import refuse_compiled_model
 from penstock.pipeline import arguments
 from penstock.pipeline.arguments import check_gpus
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
@@ -46,8 +46,8 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
         raise ModelError("the model has lazy layers that do not know their sizes yet; call it once before it is cut")
     if any(each.is_meta for each in model.parameters()):
         raise ModelError(
-            "the model has parameters without values, on the meta device; build it as it is (it is Pipeline that takes "
-            "models from penstock.lazy())"
+            "the model has parameters without values, on the meta device; build it outside of penstock.lazy(), which "
+            "is for a Pipeline only"
         )
     if isinstance(model, nn.ModuleList):
         raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")

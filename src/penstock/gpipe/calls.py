@@ -21,7 +21,8 @@ from penstock.gpipe.attached_stage import AttachedStage, Weights, check_weights,
 from penstock.gpipe.graph_nodes import Outputs, Stages
 from penstock.model.split import Split
 from penstock.runtime.backward.record import GraphRecord
-from penstock.runtime.batch.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
+from penstock.runtime.batch.result import merge
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.report import StepInput
 from penstock.runtime.loss.shares import Shares
@@ -130,7 +131,7 @@ class ForwardCall:
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
             stage.begin(self._parameters[rank], self._pieces[rank])
         self._run(0, inputs)
-        last = calls.ranks.last()
+        last = calls.ranks.last
         assert last is not None
         outputs: list[Any] = last.computations.output()
         if calls.ranks.turns.draw:
@@ -208,8 +209,8 @@ class ForwardCall:
         """The gradients of `sources`, from those of the outputs."""
         if self._records is None:
             raise RunError(
-                "this forward of the pipeline was gone back through already, and what it held is freed; call "
-                "backward(retain_graph=True) the first time to do it again"
+                "the backward of this forward has run already, and its activations are freed; to run it twice, pass "
+                "retain_graph=True to the first backward()"
             )
         calls, stages = self.calls, self.calls.stages
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())

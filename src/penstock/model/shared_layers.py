@@ -35,7 +35,7 @@ def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[st
                     )
 
 
-class SharedState:
+class SharedLayers:
     """What one stage's layers keep that other stages have as well, in buffers or plain attributes: it must stay."""
 
     def __init__(self, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> None:
@@ -66,7 +66,7 @@ class SharedState:
                 kind = f"buffer {self._names[name]}" if changed[0] in layer._buffers else f"attribute {changed[0]}"
                 raise ModelError(
                     f"stages {self._index} and {other} have one {type(layer).__name__}, which changes its {kind} at "
-                    f"each call; on two stages the order of updates would be another. Cut so that both places are on "
+                    f"each call; on two stages the order of updates would differ. Cut so that both places are on "
                     f"one stage (balance=[...]), or use a copy for each"
                 )
         return result

@@ -28,15 +28,15 @@ from penstock.model.cut_options import CutOptions
 from penstock.model.part import OUTPUT
 from penstock.model.split import Split
 from penstock.optim.precision import Precision
-from penstock.parity_check.trace import Trace, watching_stages
-from penstock.parity_check.uncut import compare_whole, largest, near, uncut
+from penstock.parity_check.tensor_trace import Trace, watching_stages
+from penstock.parity_check.uncut import check_close, compare_whole, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
 from penstock.runtime.backward.record import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Alone
-from penstock.runtime.loss.losses import check_loss, own_loss
+from penstock.runtime.loss.losses import check_loss, own_loss, read_loss
 from penstock.runtime.loss.module import module_of
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
@@ -169,7 +169,8 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precis
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
                 loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics)
-                shares.saw(number, loss)
+                if shares.learns:
+                    shares.saw(number, read_loss(loss))
                 share = shares()[number] if shares.counts(number) else 0.0
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
@@ -234,7 +235,9 @@ def _compare(pipe: Pipeline, plain: Trace, piped: Trace, tolerance: float | None
         )
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(want.dtype).eps if reordered else 0.0
         kind = "gradient" if place.kind == "tied" else place.kind
-        worst[kind] = max(worst[kind], near(place, want, have.to(want.device), allowed, scale * (kind == "gradient")))
+        worst[kind] = max(
+            worst[kind], check_close(place, want, have.to(want.device), allowed, scale * (kind == "gradient"))
+        )
     return Parity(**worst, compared=len(expected))
 
 

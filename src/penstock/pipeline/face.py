@@ -59,7 +59,7 @@ class Pipeline:
         ranks: Number of ranks when they are threads. By default, as many as the schedule's family needs.
         group: The process group of the pipeline's ranks. By default, all processes.
         mesh: A `DeviceMesh` with an axis `pp`, and `dp` and `tp` for replicas and tensor parallelism.
-        devices: One device per rank, when ranks are threads.
+        devices: One device per rank, to which its stages move. By default, they stay where they are.
         transport: `"threads"`, `"shared"` (shared memory on one host) or `"distributed"` (`torch.distributed`). By
             default, the fastest that works for each link.
         recompute: Which microbatches run their forward again in the backward, to save memory: none (`"never"`), all but
@@ -191,7 +191,7 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         """Whether the last stage, which has the output and the loss, is in this process."""
-        return self.deployment.ranks.last() is not None
+        return self.deployment.ranks.last is not None
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -204,7 +204,6 @@ class Pipeline:
 
     # -- training
 
-    @collective("step()")
     def step(
         self,
         *args: Any,
@@ -234,13 +233,11 @@ class Pipeline:
         """
         call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
         deployment = self.deployment
-        self._check_open()
-        deployment.ranks.wait_for_late_ranks()
-        if not self.state.other_ranks.checked:
-            self.state.other_ranks.check(deployment)
-        deployment.ranks.follow()
-        self._take_count(self.batches.take_lengths(call))
-        with deployment.world.stepping():
+        with deployment.world.stepping(call.name):
+            self._begin()
+            if not self.state.other_ranks.checked:
+                self.state.other_ranks.check(deployment)
+            self._take_count(self.batches.take_lengths(call))
             with self._transaction(training=True, set_aside=deployment.replicas.sets_aside):
                 begun = None if self._recorder is None else self._recorder.begin()
                 with deployment.tied.summed() if deployment.tied.groups else nullcontext():
@@ -252,6 +249,12 @@ class Pipeline:
             if self._recorder is not None:
                 self._recorder.keep(reports)
             return self.batches.result(call, reports)
+
+    def _begin(self) -> None:
+        """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""
+        self._check_open()
+        self.deployment.ranks.wait_for_late_ranks()
+        self.deployment.ranks.follow()
 
     def _run(self, program: Schedule, call: Call, record: Begun | None = None) -> list[StepReport]:
         """One program on the local ranks, among the replicas of this pipeline."""
@@ -274,7 +277,6 @@ class Pipeline:
 
     # -- inference
 
-    @collective("evaluate()")
     def evaluate(
         self,
         *args: Any,
@@ -297,11 +299,9 @@ class Pipeline:
         """
         call = Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False)
         deployment = self.deployment
-        self._check_open()
-        deployment.ranks.wait_for_late_ranks()
-        deployment.ranks.follow()
-        program = deployment.programs.inference(self.batches.count(call), deployment.replicas.lowered)
-        with deployment.world.stepping():
+        with deployment.world.stepping(call.name):
+            self._begin()
+            program = deployment.programs.inference(self.batches.count(call), deployment.replicas.lowered)
             with self._transaction(training=False) as before:
                 with deployment.ranks.evaluating(holding.module for holding in deployment.holdings()):
                     reports = self._run(program, call)
@@ -459,7 +459,7 @@ class Pipeline:
             optimizer: The optimizer, or several, whose state moves along.
         """
         if not isinstance(proposal, Proposal):
-            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) gives")
+            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
         if apply_cut(self, proposal, optimizer):
             self._recorded = None  # it was of the cut before
 
@@ -507,7 +507,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """The table of stages and how they run, as text."""
-        from penstock.view.stages import stage_table
+        from penstock.view.stage_table import stage_table  # numpy and what draws tables: 40 ms that few need
 
         return stage_table(self)
 

@@ -1,4 +1,4 @@
-"""From a configuration to the things that train: model, pipeline, optimizer, learning rate.
+"""From a configuration to the things that train: model and pipeline.
 
 The same functions serve a rank of a run, a dry run, an evaluation and sampling; what differs is where the ranks live.
 """
@@ -6,28 +6,32 @@ The same functions serve a rank of a run, a dry run, an evaluation and sampling;
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import UsageError
 from penstock.model.cut_options import CutOptions
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
-from penstock.runtime.loss.losses import own_loss
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
-from penstock.train.data.batches import DataBatch
-from penstock.train.gpt import build_gpt, token_loss
+from penstock.train.data.batch import DataBatch
+from penstock.train.data.layouts import split_of
+from penstock.train.data.tokenizer import open_tokenizer
+from penstock.train.freeze import freeze
+from penstock.train.gpt import build_gpt
+from penstock.train.loss import StepLoss, build_loss
 
 Loss = Callable[..., Any]
+PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose memory a cut counts with
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
     'model.source = "module:function"'
@@ -35,21 +39,25 @@ NO_FOLDER_CODE = (
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
-    return checked(GPTOptions, config.model.options, "model.options")
+    """The options of the built-in GPT; its vocabulary follows the tokenizer, unless it is set."""
+    options = checked(GPTOptions, config.model.options, "model.options")
+    if config.data.tokenizer and "vocabulary" not in config.model.options:
+        return replace(options, vocabulary=open_tokenizer(config.data.tokenizer, config.data.end).vocabulary)
+    return options
 
 
 def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
-    """The model with fresh weights, the same on every rank, and its loss where it has one of its own."""
+    """The model with fresh weights, the same on every rank, and its loss where it brings one of its own."""
     torch.manual_seed(config.seed)
     source = config.model.source
     if source == "gpt":
-        return build_gpt(gpt_options(config), config.data.sequence), token_loss
+        return build_gpt(gpt_options(config), config.data.sequence), None
     if source.startswith(HUGGINGFACE):
-        return _from_huggingface(source.removeprefix(HUGGINGFACE), config.model.options), token_loss
+        return _from_huggingface(source.removeprefix(HUGGINGFACE), config.model.options), None
     if not is_function(source):
         raise UsageError(f'model.source is "{source}"; a function is written "module:function"')
     found = call_source("model.source", source, config.model.options)
-    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, token_loss)
+    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module) or not (loss is None or callable(loss)):
         raise UsageError(
             f"model.source: {source} returned a {type(found).__name__}; return an nn.Module, or (nn.Module, loss)"
@@ -91,17 +99,6 @@ def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
     return model.to(torch.float32)
 
 
-class _Scaled:
-    """A loss divided by the passes of one optimizer step, so that their gradients add up to the mean's."""
-
-    def __init__(self, loss: Loss | None, passes: int) -> None:
-        self._loss, self._passes = loss, passes
-
-    def __call__(self, output: Any, target: Any, **extra: Any) -> Any:
-        loss = own_loss(output) if self._loss is None else self._loss(output, target, **extra)
-        return loss / self._passes
-
-
 def build_pipeline(
     config: TrainConfig,
     model: nn.Module,
@@ -115,14 +112,12 @@ def build_pipeline(
 ) -> Pipeline:
     """The pipeline of a configuration; `batch` shows what the model takes."""
     options = config.pipeline
+    freeze(model, config.training.freeze)
     replicated = ParallelOptions()
     if mesh is not None:
         window = config.mesh.window if config.mesh.replicate == "fsdp" else None
         replicated = ParallelOptions(replicate=config.mesh.replicate, window=window)
-    if batch.target is None:
-        loss = None
-    if config.training.accumulate > 1:
-        loss = _Scaled(loss, config.training.accumulate)
+    step_loss = build_loss(config, model, loss, batch.target is not None)
     wanted: dict[str, Any] = {"balance": balance or options.balance}
     if options.split_at:
         wanted = {"split_at": options.split_at}
@@ -131,7 +126,8 @@ def build_pipeline(
         stages=stages_of(config),
         microbatches=options.microbatches,
         schedule=options.schedule,
-        loss_fn=loss,
+        loss_fn=step_loss,
+        loss_options=step_loss.options if isinstance(step_loss, StepLoss) else LossOptions(),
         example=example_of(batch, options.microbatches),
         ranks=ranks,
         mesh=mesh,
@@ -140,7 +136,8 @@ def build_pipeline(
         precision=options.precision,
         timeout=options.timeout,
         seed=config.seed,
-        cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
+        batch_options=split_of(config.data),
+        cut_options=CutOptions(optimizer=PRICED_AS.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
         **wanted,
     )
@@ -156,53 +153,3 @@ def example_of(batch: DataBatch, microbatches: int) -> tuple[Any, ...] | dict[st
     if batch.kwargs:
         return {name: piece(value) for name, value in batch.kwargs.items()}
     return tuple(piece(value) for value in batch.args)
-
-
-def build_optimizer(config: TrainConfig, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Over the parameters that this process owns: matrices with weight decay, vectors without."""
-    options = config.optimizer
-    vectors = any(parameter.dim() < 2 for part in pipe.deployment.split.parts for parameter in part.module.parameters())
-    groups = pipe.parameter_groups({_is_vector: {"weight_decay": 0.0}} if vectors else {})
-    common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.name == "sgd":
-        return torch.optim.SGD(groups, momentum=options.momentum, **common)
-    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
-    return kind(groups, betas=(options.betas[0], options.betas[1]), eps=options.eps, **common)
-
-
-def _is_vector(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() < 2
-
-
-def build_rate(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """The learning rate over time, as torch's own scheduler."""
-    return LambdaLR(optimizer, lambda step: rate_at(config, step))
-
-
-def follow_config(config: TrainConfig, optimizer: torch.optim.Optimizer, rate: LambdaLR, options: list[Any]) -> None:
-    """After a load: options are what the configuration says now, `options` of each group, and not what was saved.
-
-    Where nothing was changed, these are the same numbers.
-    """
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
-        group["lr"] = group["initial_lr"] * rate_at(config, rate.last_epoch)
-    rate.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-    rate._last_lr = [group["lr"] for group in optimizer.param_groups]
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group was told, without its parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def rate_at(config: TrainConfig, step: int) -> float:
-    """The share of `optimizer.lr` in a step, counted from 0: up in `warmup` steps, then down to `final` at the last."""
-    options = config.optimizer
-    if step < options.warmup:
-        return (step + 1) / options.warmup
-    if options.decay == "constant":
-        return 1.0
-    way = min(1.0, (step - options.warmup) / max(1, config.training.steps - 1 - options.warmup))
-    fallen = way if options.decay == "linear" else (1 - math.cos(math.pi * way)) / 2
-    return 1.0 - (1.0 - options.final) * fallen

@@ -17,6 +17,7 @@ from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
+from penstock.train.data.vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def make_plan(config: TrainConfig) -> DryRun:
     data = open_data(config)
     batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)
+    check_vocabulary(config, model, data)
     pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads")
     with pipe:
         table = pipe.describe().split("\n\n")[0]

@@ -16,6 +16,7 @@ from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, gpt_options
 from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
+from penstock.train.ema import WeightAverage
 from penstock.train.gpt import Embed
 
 
@@ -27,9 +28,16 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     return checked(TrainConfig, document, str(checkpoint))
 
 
-def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline) -> int:
-    """Put a checkpoint's weights into a pipeline of any layout; the step that they are from."""
-    return int(Checkpointer(checkpoint.parent).load(pipe, path=checkpoint).step)
+def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages: bool = True) -> int:
+    """Put a checkpoint's weights into a pipeline of any layout, by default as it was evaluated: averaged, where it has
+    averages; returns the step that they are from."""
+    average = WeightAverage(pipe, 1.0) if averages and saved_config(checkpoint).training.ema is not None else None
+    tensors = None if average is None else average.tensors
+    loaded = Checkpointer(checkpoint.parent).load(pipe, path=checkpoint, averages=tensors)
+    if average is not None:
+        average.begin(loaded.averages)
+        average.write()
+    return int(loaded.step)
 
 
 def open_gpt(checkpoint: Path) -> tuple[nn.Sequential, int, TrainConfig]:

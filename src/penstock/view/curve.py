@@ -1,76 +1,128 @@
-"""Idle time against memory, as lines for a terminal and as a page of one file."""
+"""The loss over the steps of a run, as SVG inside the page: it follows the page's colours and needs no script.
+
+Of many steps, each column of the drawing shows the range of its losses and their mean, so that spikes stay visible.
+"""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
 
-from penstock.schedule import CurvePoint
-from penstock.view.figures import percent
+from penstock.view.figures import number
 
-__all__ = ["curve_lines", "curve_page"]
-
-WIDTH, HEIGHT, MARGIN = 720, 360, 56
-STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 48rem; color: #222; }
-table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: right; }
-th { border-bottom: 1px solid #999; } svg text { font: 12px system-ui, sans-serif; fill: #444; }"""
+Points = Sequence[tuple[float, float]]  # steps and losses
+WIDTH, HEIGHT = 800, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 12, 34
+COLUMNS = 400  # at most so many places of the training loss
+TICKS = 5
 
 
-def curve_lines(points: Sequence[CurvePoint], columns: int, bar: str = "#") -> list[str]:
-    """One line per cap: the cap, the idle share, a bar of that length, and the placement."""
-    most = max((point.idle for point in points), default=0.0) or 1.0
-    room = max(10, columns - 44)
-    lines = [f"{'memory':>10}  {'idle':>7}  {'stages per rank':<18}"]
-    for point in points:
-        chosen = point.found.chosen
-        kind = f"{chosen.stages_per_rank} {chosen.placement}"
-        lines.append(
-            f"{point.memory:>10g}  {percent(point.idle):>7}  {kind:<18}{bar * round(room * point.idle / most)}"
+@dataclass(frozen=True)
+class Curve:
+    """The loss by step in training, and of evaluations; steps whose loss is no finite number are left out."""
+
+    training: Points
+    validation: Points = ()
+
+    def svg(self) -> str:
+        """The drawing, or nothing where there is nothing to draw."""
+        training, validation = _finite(self.training), _finite(self.validation)
+        if not training and not validation:
+            return ""
+        return "\n".join(_Drawing(training, validation).lines())
+
+
+def _finite(points: Points) -> Points:
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+class _Drawing:
+    def __init__(self, training: Points, validation: Points) -> None:
+        self.training, self.validation = training, validation
+        both = [*training, *validation]
+        self.steps = min(step for step, _ in both), max(step for step, _ in both)
+        self.marks = _ticks(min(value for _, value in both), max(value for _, value in both))
+
+    def x(self, step: float) -> float:
+        first, last = self.steps
+        return LEFT + (step - first) / max(1, last - first) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        low, high = self.marks[0], self.marks[-1]
+        return TOP + (high - value) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+    def lines(self) -> Iterator[str]:
+        yield f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.words())}" class="curve">'
+        for mark in self.marks:
+            y = self.y(mark)
+            yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(mark)}</text>'
+        for step in dict.fromkeys(
+            round(self.steps[0] + part / 4 * (self.steps[1] - self.steps[0])) for part in range(5)
+        ):
+            yield f'<text x="{self.x(step):.1f}" y="{HEIGHT - 12}" text-anchor="middle">{step:,}</text>'
+        yield from self._training()
+        yield from self._validation()
+        yield "</svg>"
+
+    def _training(self) -> Iterator[str]:
+        columns = _columns(self.training)
+        if len(columns) < len(self.training):
+            edge = [(step, high) for step, _, _, high in columns] + [(step, low) for step, low, _, _ in columns[::-1]]
+            yield f'<polygon class="range" points="{self._path(edge)}"/>'
+        if columns:
+            yield f'<polyline class="training" points="{self._path([(step, mean) for step, _, mean, _ in columns])}"/>'
+
+    def _validation(self) -> Iterator[str]:
+        if not self.validation:
+            return
+        yield f'<polyline class="validation" points="{self._path(self.validation)}"/>'
+        lowest = min(self.validation, key=lambda point: point[1])
+        shown = self.validation if len(self.validation) <= COLUMNS // 4 else [lowest]
+        for step, value in shown:
+            kind, size = ("best", 6) if (step, value) == lowest else ("validation", 3.5)
+            words = f"step {step:,}: validation {number(value)}{', the lowest' if kind == 'best' else ''}"
+            yield (
+                f'<circle class="{kind}" cx="{self.x(step):.1f}" cy="{self.y(value):.1f}" r="{size}">'
+                f"<title>{words}</title></circle>"
+            )
+
+    def _path(self, points: Points) -> str:
+        return " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points)
+
+    def words(self) -> str:
+        """The drawing for those who hear it."""
+        told = []
+        if self.training:
+            (first, begin), (last, end) = self.training[0], self.training[-1]
+            told.append(f"training loss from {number(begin)} in step {first} to {number(end)} in step {last}")
+        if self.validation:
+            step, lowest = min(self.validation, key=lambda point: point[1])
+            told.append(f"validation loss at the lowest {number(lowest)}, in step {step}")
+        return "; ".join(told)
+
+
+def _columns(points: Points) -> list[tuple[float, float, float, float]]:
+    """(step, lowest, mean, highest) of the steps that share a column."""
+    size = max(1, math.ceil(len(points) / COLUMNS))
+    parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
+    return [
+        (
+            sum(step for step, _ in part) / len(part),
+            min(value for _, value in part),
+            sum(value for _, value in part) / len(part),
+            max(value for _, value in part),
         )
-    return lines
+        for part in parts
+    ]
 
 
-def curve_page(points: Sequence[CurvePoint], title: str) -> str:
-    """A page that draws the curve and lists its points; it needs no network."""
-    shown = html.escape(title)
-    head = "<tr><th>memory<th>idle<th>makespan<th>lower bound<th>stages per rank<th>placement<th>peak memory</tr>"
-    rows = "\n".join(
-        f"<tr><td>{point.memory:g}<td>{percent(point.idle)}<td>{point.found.timeline.makespan:g}"
-        f"<td>{point.found.lower_bound:g}<td>{point.found.chosen.stages_per_rank}"
-        f"<td>{html.escape(point.found.chosen.placement)}<td>{max(point.found.timeline.peak_memory):g}</tr>"
-        for point in points
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{shown}</title>\n<style>{STYLE}</style>\n'
-        f"<h1>{shown}</h1>\n<p>The idle share of all ranks' time, against the memory that each rank may use.</p>\n"
-        f"{_drawing(points)}\n<table>{head}\n{rows}\n</table>\n</html>\n"
-    )
-
-
-def _drawing(points: Sequence[CurvePoint]) -> str:
-    """The curve as an SVG: memory to the right, idle share upwards."""
-    most_memory = max(point.memory for point in points)
-    most_idle = max(point.idle for point in points) or 1.0
-
-    def place(memory: float, idle: float) -> tuple[float, float]:
-        across = MARGIN + (WIDTH - 2 * MARGIN) * memory / most_memory
-        return across, HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * idle / most_idle
-
-    places = [place(point.memory, point.idle) for point in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#0072b2"><title>{point.memory:g}: {percent(point.idle)}</title>'
-        f'</circle><text x="{x:.1f}" y="{HEIGHT - MARGIN + 18}" text-anchor="middle">{point.memory:g}</text>'
-        for point, (x, y) in zip(points, places, strict=True)
-    )
-    ticks = "".join(
-        f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>'
-        f'<text x="{MARGIN - 8}" y="{y + 4:.1f}" text-anchor="end">{percent(share * most_idle)}</text>'
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0)
-        for y in (place(0.0, share * most_idle)[1],)
-    )
-    return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="idle share against memory">{ticks}'
-        f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="2"/>{dots}'
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">memory of each rank</text></svg>'
-    )
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers that enclose all values: 1, 2 or 5 times a power of ten apart."""
+    room = (high - low) or abs(high) or 1.0
+    power = 10.0 ** math.floor(math.log10(room / TICKS))
+    step = next(factor * power for factor in (1, 2, 5, 10) if room / (factor * power) <= TICKS)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [step * place for place in range(first, max(last, first + 1) + 1)]

@@ -20,6 +20,7 @@ has abandoned step 300.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -38,6 +39,7 @@ VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
 LONGEST = 2**30  # bytes of a manifest or an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+BEST = "best"  # in a path: the checkpoint with the lowest score
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -53,6 +55,8 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, tuple[int, str]]
     origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
+    score: float | None = None  # by which the best one is chosen: the lowest
+    while_best: bool = False  # it was saved for its score, and stays while that is the lowest
 
     @property
     def bytes(self) -> int:
@@ -99,12 +103,12 @@ def _own_checksum(body: Mapping[str, Any]) -> str:
 def read_manifest(path: Path) -> Manifest:
     """The manifest, if it is one and is whole; the files that it lists are not looked at."""
     file = path / MANIFEST
-    document = _json(file, f"{path} is not a checkpoint of Penstock, or was torn before it was whole")
+    document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
     body = {name: value for name, value in document.items() if name != "checksum"}
     if document.get("checksum") != _own_checksum(body):
-        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content", path=path)
+        raise CheckpointError(f"{file} is damaged: its checksum does not match its content", path=path)
     if body.get("version") != VERSION:
         raise CheckpointError(
             f"{file} has format version {body.get('version')!r}; this Penstock reads {VERSION}", path=path
@@ -123,15 +127,23 @@ def read_manifest(path: Path) -> Manifest:
             versions=dict(body["versions"]),
             files=files,
             origin=body.get("origin"),
+            score=_score(body.get("score")),
+            while_best=body.get("while_best") is True,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} lacks what a manifest has: {error!r}", path=path) from error
+        raise CheckpointError(f"{file} is not a complete manifest: {error!r}", path=path) from error
 
 
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{what} is {str(value)[:40]}, not a count")
     return value
+
+
+def _score(value: Any) -> float | None:
+    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        raise ValueError(f"score is {str(value)[:40]}, not a finite number")
+    return None if value is None else float(value)
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -155,7 +167,7 @@ def _json(file: Path, otherwise: str) -> Any:
                 )
             return json.loads(stream.read(LONGEST + 1))
     except FileNotFoundError:
-        raise CheckpointError(f"{otherwise}: {file} is not there", path=file.parent) from None
+        raise CheckpointError(f"{otherwise}: {file} does not exist", path=file.parent) from None
     except NotADirectoryError:
         raise CheckpointError(f"{file.parent} is a file; a checkpoint is a directory", path=file.parent) from None
     except OSError as error:
@@ -222,6 +234,12 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[str
     return whole, problems
 
 
+def best_of(whole: list[tuple[Path, Manifest]]) -> Path | None:
+    """The checkpoint with the lowest score; of several with the same, the first that was saved."""
+    scored = [(manifest.score, manifest.serial, path) for path, manifest in whole if manifest.score is not None]
+    return min(scored)[2] if scored else None
+
+
 def find_newest(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, and why others were passed over."""
     whole, problems = newest_first(directory)
@@ -237,16 +255,25 @@ def checkpoints_at(place: str | Path) -> list[Path]:
         raise UsageError(f"there is no {place}; give a run's folder, a directory of checkpoints, or one of them")
     found = [named.path for named in checkpoints_in(path) or checkpoints_in(path / "checkpoints")]
     if not found:
-        raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
+        raise UsageError(f"{place} is not a checkpoint and contains none (they have names such as step-00000100)")
     return found
 
 
 def find_checkpoint(place: str | Path) -> Path:
-    """The checkpoint at a place, or the newest whole one in the directory or run there."""
+    """The checkpoint at a place, or the newest whole one in the directory or run there; of RUN/best, the best one."""
+    if Path(place).name == BEST and not Path(place).exists():
+        whole, _ = newest_first(checkpoints_at(Path(place).parent)[0].parent)
+        best = best_of(whole)
+        if best is None:
+            raise UsageError(
+                f"{place}: none of the {len(whole)} checkpoints there has a score, such as a validation loss; name one "
+                f"by its step, or {Path(place).parent} for the newest"
+            )
+        return best
     found = checkpoints_at(place)
     if found == [Path(place)]:
         return found[0]
     newest, problems = find_newest(found[0].parent)
     if newest is None:
-        raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
+        raise CheckpointError("\n  ".join([f"{place} has no complete checkpoint:", *problems]))
     return newest

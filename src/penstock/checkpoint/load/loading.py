@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_first, read_manifest
 from penstock.checkpoint.generators import check_states, restore_generators
 from penstock.checkpoint.load.reading import CheckpointContents
-from penstock.checkpoint.load.restoring import OptimizerFit, fit_model
+from penstock.checkpoint.load.restoring import OptimizerFit, fit_averages, fit_model
 from penstock.checkpoint.named_tensors import model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.collecting import Given, check_stateful, layout_of
@@ -43,6 +43,7 @@ class Loaded:
         generators: What happened to the random generators: `"own"` (each process got its own back), `"one for all"`
             (all had the same, and have it again) or `"left alone"`.
         versions: The versions of Penstock, torch and Python that saved it.
+        averages: The names of this process's `averages` that were in it, and are filled.
     """
 
     step: int
@@ -53,12 +54,13 @@ class Loaded:
     same_layout: bool = True
     generators: str = "own"  # the random generators: each process's own, one for all, or left alone
     versions: dict[str, str] = field(default_factory=dict)
+    averages: frozenset[str] = frozenset()
 
 
 def log_skipped(problems: list[str]) -> None:
     """What was passed over, for the log."""
     for problem in problems:
-        logger.warning("passed over: %s", problem)
+        logger.warning("skipped: %s", problem)
 
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
@@ -86,7 +88,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         log_skipped(problems)
         if not whole:
             more = f"; {len(problems)} are damaged" if problems else ""
-            raise CheckpointError(f"{place} has no whole checkpoint{more}", path=place)
+            raise CheckpointError(f"{place} has no complete checkpoint{more}", path=place)
         return [path for path, _ in whole]
 
     _, answers = processes.on_all(lambda: (None, candidates() if processes.first else None), place)
@@ -101,7 +103,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         if not problems and manifest is not None:
             return path, manifest
         if number + 1 == len(answers[0]):
-            raise CheckpointError("\n  ".join([f"{path} is not whole:", *problems]), path=path)
+            raise CheckpointError("\n  ".join([f"{path} is not complete:", *problems]), path=path)
         log_skipped(problems if processes.first else [])
     raise AssertionError("unreachable")
 
@@ -116,9 +118,7 @@ def _restoring(*arguments: Any) -> _Restoring:
         if isinstance(error, PenstockError):
             raise
         path = arguments[2].path
-        raise CheckpointError(
-            f"{path / INDEX} does not say what an index says: {str(error)[:200]}", path=path
-        ) from error
+        raise CheckpointError(f"{path / INDEX} is not a valid index: {str(error)[:200]}", path=path) from error
 
 
 class _Restoring:
@@ -142,6 +142,9 @@ class _Restoring:
         self._fit = OptimizerFit(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
         if self._fit is not None:
             self.targets |= self._fit.targets
+        averages = fit_averages(pipe, contents, given.averages or {})
+        self._averages = frozenset(averages)
+        self.targets |= dict(averages.values())
         for name in ("scheduler", "scaler", "data"):
             if getattr(given, name) is not None:
                 check_stateful(getattr(given, name), name)
@@ -197,7 +200,7 @@ class _Restoring:
                 part.load_state_dict(state)
             except WRONG as error:
                 raise CheckpointError(
-                    f"{self._contents.path}: {name}= does not take the state that was saved of it: {error!r}",
+                    f"{self._contents.path}: {name}= does not accept the state that was saved: {error!r}",
                     path=self._contents.path,
                 ) from error
         return None, None
@@ -228,6 +231,7 @@ class _Restoring:
             same_layout=self._alike,
             generators=self._whose,
             versions=dict(manifest.versions),
+            averages=self._averages,
         )
 
 

@@ -25,7 +25,7 @@ from torch.fx import Node
 from penstock.errors import ModelError
 from penstock.model.export.containers import Arguments, Template, is_channels_last, put_together, settled, take_apart
 from penstock.model.export.effects import Effects, Where, nothing_lost
-from penstock.model.export.hidden_inputs import Draws
+from penstock.model.export.nondeterminism import Draws
 
 PREFIX = "model."  # of all names, because the model stands inside a _Flat
 REMEDY = "pass a list of stage modules instead"
@@ -138,7 +138,7 @@ def _captured(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwarg
     if stale:
         raise ModelError(
             f"the model's forward reads tensors that an earlier one left in it ({stale[0].name}) and replaces them; "
-            f"a captured graph would read the same ones for ever. Make them registered buffers that change in place"
+            f"a captured graph would always read the same ones. Make them registered buffers that change in place"
         )
     return made
 

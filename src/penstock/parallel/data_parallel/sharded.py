@@ -6,7 +6,7 @@ backward of every microbatch. In a pipeline these moments are planned (`UNSHARD`
 proved, so the hooks are taken off, and each action calls the one thing that it means. Parameters are whole from their
 UNSHARD to their RESHARD; gradients add up over microbatches in the whole parameters, and are reduced once.
 
-This file, `fsdp_groups` and `wrapped` are the only ones that know how FSDP2 looks inside.
+This file, `fsdp_groups` and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
 
 Two things stay whole, and are reduced as in plain data parallelism: parameters that several stages share, because a
 group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.
@@ -28,7 +28,7 @@ from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
 from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.stage import Run
+from penstock.runtime.state.ownership import Run
 from penstock.schedule import Action, Op
 
 
@@ -40,7 +40,7 @@ def check_shardable(parts: Mapping[int, StagePart], precise: bool, shared: set[n
         dtypes = {str(parameter.dtype) for parameter in own if parameter.requires_grad}
         if len(dtypes) > 1:
             raise ModelError(
-                f"stage {stage} has trained parameters of {' and '.join(sorted(dtypes))}; FSDP reduces one dtype a "
+                f"stage {stage} has trained parameters of {' and '.join(sorted(dtypes))}; FSDP reduces one dtype per "
                 f"stage: cast them to one, or use replicate='ddp'"
             )
         if precise and any(parameter in shared for parameter in module.parameters()):
@@ -101,7 +101,7 @@ class Sharder:
             for group in state._fsdp_param_groups:
                 group.reshard_after_backward = False  # RESHARD says when
             if precision is not None:
-                stage.wrap = _Casts(precision).wrap
+                stage.memory.wrap = _Casts(precision).wrap
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
         self.present = 0

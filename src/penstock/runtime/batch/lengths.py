@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.messages import plain
 from penstock.rules import is_count
-from penstock.runtime.batch.microbatch import Dims, Splitter, merge
+from penstock.runtime.batch.microbatch import Dims, Splitter
+from penstock.runtime.batch.result import merge
 
 Label = str | int
 
@@ -168,7 +169,7 @@ def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
     if found.dim() != 1 or found.is_floating_point() or found.dtype is torch.bool or not len(found):
         raise ModelError(
             f"{said} has shape {tuple(found.shape)} and dtype {found.dtype}; by_tokens takes one whole number per row, "
-            f"or a mask with one entry a token"
+            f"or a mask with one entry per token"
         )
     lengths: list[int] = found.tolist()
     if min(lengths) < 0:

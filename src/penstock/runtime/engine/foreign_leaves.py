@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home
 from penstock.model.split import Split
+from penstock.runtime.backward.graph_leaves import leaves_in_graph
 from penstock.runtime.backward.record import GraphRecord
-from penstock.runtime.backward.split import leaves_in_graph
 from penstock.runtime.engine.stage import Stage
 from penstock.schedule import Placement
 
@@ -89,7 +89,7 @@ def _tell(stage: Stage, what: str, home: Home | None, replicated: bool) -> None:
     if home is not None:
         raise ModelError(
             f"{who} computes with {home.name}, a parameter of {home}, which it does not hold: on another rank the "
-            f"value grows old and the gradient is lost; with replicas it is reduced at the wrong time. Compute the "
+            f"value is outdated and the gradient is lost; with replicas it is reduced at the wrong time. Compute the "
             f"term in the forward of the module that has it, with penstock.add_loss(name, value); for an L2 penalty, "
             f"use the optimizer's weight_decay"
         )

@@ -53,15 +53,59 @@ class Data:
     """What it is trained on."""
 
     source: str | list[str] = key(
-        "stdlib", '"stdlib", files and globs (one or a list), or "module:function" that returns batches'
+        "stdlib",
+        '"stdlib"; files and globs (one or a list) of text, or of rows: .jsonl, .parquet, .arrow, a folder written by '
+        'save_to_disk; or "module:function" that returns batches',
     )
     options: dict[str, Any] = key({}, "keyword arguments of a module:function")
     tokens: Literal["bytes", "uint8", "uint16", "int32", "int64"] = key(
-        "bytes", "how files hold tokens: text as bytes, or memory-mapped numbers"
+        "bytes", "how files without a tokenizer hold tokens: text as bytes, or memory-mapped numbers"
     )
+    tokenizer: str = key("", "a folder with a tokenizer of transformers, or a tokenizer.json; nothing is downloaded")
+    end: str = key("", "the token at the end of each text (default: the tokenizer's own, where it has one)")
+    format: Literal["auto", "messages", "prompt", "input_ids", "text"] = key(
+        "auto", "what rows hold: chats, prompts with completions, tokens, or text (default: by their columns)"
+    )
+    columns: dict[str, Any] = key({}, 'columns that have other names: { messages = "conversation" }')
+    loss_on: Literal["answers", "all"] = key("answers", "the tokens of chats and prompts that are learned")
     sequence: int = key(128, "tokens in a row", least=1)
     batch: int = key(32, "rows in a step, all accumulated steps together", least=1)
-    validation: float = key(0.05, "share of the tokens, from their end, that is kept for evaluation", least=0, most=0.9)
+    packing: bool = key(False, "whether several short documents share a row, without seeing each other")
+    max_tokens: int | None = key(
+        None, "the most tokens per microbatch, padding included; rows of similar length share one", least=1
+    )
+    too_long: Literal["truncate", "split", "drop", "error"] = key(
+        "truncate", "what happens to rows of more than data.sequence tokens"
+    )
+    empty: Literal["error", "drop"] = key("error", "what happens to rows that hold nothing to learn")
+    shuffle: bool = key(True, "whether rows come in an order drawn from the seed, another one in each epoch")
+    streaming: bool = key(False, "whether rows are read while training goes on, instead of before it")
+    window: int = key(
+        1000, "documents that are packed together, and under streaming shuffled among each other", least=1
+    )
+    validation: float = key(
+        0.05, "share of the tokens or rows, from their end, that is kept for evaluation", least=0, most=0.9
+    )
+    validation_source: str | list[str] = key([], "rows to evaluate with instead of such a share; as data.source")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is minimized, and how it is averaged."""
+
+    function: str = key("", '"module:function" of (output, target) (default: cross-entropy of the next token)')
+    options: dict[str, Any] = key({}, "further keyword arguments of that function")
+    weight: Literal["tokens", "rows"] | None = key(
+        None,
+        "what counts alike in a step, whatever batch it is in: each target token, or each row (default: tokens; for a "
+        "function of yours, what the pipeline finds)",
+    )
+    label_smoothing: float = key(0.0, "share of the probability that the target leaves to all tokens", least=0, most=1)
+    router: float | None = key(
+        None,
+        "coefficient of a mixture of experts' router loss (default: the model's own, where it asks for one)",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -95,15 +139,29 @@ class Mesh:
 class Optimizer:
     """How weights change, and the learning rate over time."""
 
-    name: Literal["adamw", "adam", "sgd"] = key("adamw", "the optimizer")
+    name: Literal["adamw", "adam", "sgd", "adamw8bit"] = key(
+        "adamw", "the optimizer; adamw8bit is bitsandbytes' AdamW, with states of 8 bits"
+    )
+    implementation: Literal["default", "foreach", "fused", "loop"] = key(
+        "default", "how torch's optimizers update: its own choice, many tensors at once, in one kernel, or one by one"
+    )
     lr: float = key(3e-3, "the highest learning rate", above=0)
+    layer_decay: float | None = key(
+        None, "each layer's rate is this share of the rate of the layer above it", above=0, most=1
+    )
+    groups: dict[str, Any] = key(
+        {}, "options by name pattern, such as {'head.*' = {lr = 1e-4, weight_decay = 0}}; the first that matches counts"
+    )
     betas: list[float] = key([0.9, 0.95], "of Adam: two shares from 0 to below 1")
     eps: float = key(1e-8, "of Adam", above=0)
     momentum: float = key(0.0, "of SGD", least=0, most=1)
     weight_decay: float = key(0.1, "of parameters with two dimensions or more", least=0)
     clip: float | None = key(1.0, "the norm that gradients are clipped to", above=0)
     warmup: int = key(20, "steps in which the rate rises from 0", least=0)
-    decay: Literal["constant", "linear", "cosine"] = key("cosine", "how the rate falls after that")
+    decay: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "cosine", "how the rate falls after that; wsd (warm-up, stable, decay) holds it first, then falls linearly"
+    )
+    decay_share: float = key(0.2, "of wsd: share of all steps, at the end, in which the rate falls", least=0, most=1)
     final: float = key(0.1, "share of the rate that is left at the last step", least=0, most=1)
 
 
@@ -113,6 +171,15 @@ class Training:
 
     steps: int = key(200, "optimizer steps in all", least=1)
     accumulate: int = key(1, "passes through the pipeline before one optimizer step", least=1)
+    freeze: list[str] = key(
+        [], "name patterns of parameters that are not trained; a later one that begins with ! trains its own after all"
+    )
+    ema: float | None = key(
+        None,
+        "decay per step of a moving average of the weights, which is evaluated and saved beside them, such as 0.999",
+        above=0,
+        most=1,
+    )
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "a loss or gradient that is inf or NaN ends the run, or is left out"
     )
@@ -125,6 +192,8 @@ class Evaluation:
 
     every: int = key(50, "steps between evaluations; 0: none", least=0)
     batches: int = key(4, "batches in one evaluation", least=1)
+    patience: int | None = key(None, "evaluations in a row without a lower loss that end the run", least=1)
+    min_delta: float = key(0.0, "by how much a loss must be lower to count as lower, for patience", least=0)
 
 
 @dataclass(frozen=True)
@@ -134,6 +203,7 @@ class Checkpoints:
     every: int = key(50, "steps between checkpoints; 0: only at the end", least=0)
     keep_last: int = key(3, "how many of the newest stay", least=1)
     keep_every: int | None = key(None, "steps whose multiples stay for good", least=1)
+    keep_best: bool = key(True, "save whenever an evaluation has the lowest loss so far, and keep that one as well")
     async_save: bool = key(True, "write while training goes on")
 
 
@@ -154,6 +224,14 @@ class Logging:
     tensorboard: Literal["auto", "on", "off"] = key(
         "auto", "write for TensorBoard: when it is installed, always, never"
     )
+    wandb: Literal["off", "online", "offline"] = key(
+        "off", "send figures to Weights & Biases, or keep them in the run's folder for `wandb sync`"
+    )
+    wandb_options: dict[str, Any] = key({}, "keyword arguments of wandb.init, such as project and name")
+    callback: str | None = key(None, '"module:function" of yours, called on rank 0 with every step\'s figures')
+    peak_flops: float | None = key(
+        None, "FLOP/s of one rank's device, for MFU (default: from a table of GPUs; a CPU is measured)", above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -164,6 +242,7 @@ class TrainConfig:
     seed: int = key(0, "of weights, batches and dropout", least=0)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
+    loss: Loss = field(default_factory=Loss)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     mesh: Mesh = field(default_factory=Mesh)
     optimizer: Optimizer = field(default_factory=Optimizer)

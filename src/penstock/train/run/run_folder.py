@@ -2,9 +2,10 @@
 
 config.json      the configuration, every key
 cut.json         layers by stage, as first measured: a run that goes on is cut alike
-metrics.jsonl    one line a step
-timeline.json    the last recorded step;  timeline.html  the page of it
+metrics.jsonl    one line per step
+timeline.json    a typical recorded step;  recorded.json  what the recorded steps took;  timeline.html  the page
 checkpoints/     by step
+tensorboard/, wandb/  the figures for these two
 logs/            the output of each rank, by attempt
 incidents.jsonl  what failed, who, and from where it went on
 """
@@ -22,8 +23,17 @@ from penstock.errors import UsageError
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 
-OWN = ("config.json", "cut.json", "metrics.jsonl", "timeline.json", "timeline.html", "incidents.jsonl")
-OWN_FOLDERS = ("checkpoints", "logs", "tensorboard")
+OWN = (
+    "config.json",
+    "cut.json",
+    "metrics.jsonl",
+    "timeline.json",
+    "recorded.json",
+    "timeline.html",
+    "incidents.jsonl",
+    "wandb.json",
+)
+OWN_FOLDERS = ("checkpoints", "logs", "tensorboard", "wandb")
 
 
 class RunFolder:
@@ -34,6 +44,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
         self.timeline = root / "timeline.json"
+        self.recorded = root / "recorded.json"
         self.page = root / "timeline.html"
         self.logs = root / "logs"
         self.incidents = root / "incidents.jsonl"

@@ -1,0 +1,66 @@
+"""Generators of random numbers that a forward may draw from, and their states."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every GPU
+
+
+def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
+    """Those that modules have as attributes, and all others that there are in Python."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = {random.Random, *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState))}
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    found = [value for value in attributes if isinstance(value, (torch.Generator, *kinds))]
+    return found + [each for each in gc.get_objects() if type(each) in kinds] if everywhere else found
+
+
+def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
+    """(whose, its state) of each."""
+    python, array, (tensor, _) = global_states()
+    found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", repr(array))]
+    if torchs:
+        found.append(("torch's generator, past its operations", tensor.tolist()))
+    for each in generators:
+        if isinstance(each, random.Random):
+            found.append(("Python's random", each.getstate()))
+        elif not isinstance(each, torch.Generator):
+            bits = each.bit_generator if hasattr(each, "bit_generator") else each._bit_generator
+            found.append(("numpy's random", repr(bits.state)))
+        elif torchs:
+            found.append(("a torch.Generator", each.get_state().tolist()))
+    return found
+
+
+def global_states() -> tuple[Any, Any, TorchState]:
+    """Of Python, numpy and torch."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state(), random_state()
+
+
+def put_back(states: tuple[Any, Any, TorchState]) -> None:
+    """Put back what `global_states` found."""
+    python, array, tensors = states
+    random.setstate(python)
+    restore_random(tensors)
+    if array is not None:
+        sys.modules["numpy"].random.set_state(array)
+
+
+def random_state() -> TorchState:
+    """Of torch's generators, on the CPU and on every GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def restore_random(state: TorchState) -> None:
+    """Put back what `random_state` found."""
+    torch.set_rng_state(state[0])
+    if state[1]:  # not run here: no GPU
+        torch.cuda.set_rng_state_all(state[1])

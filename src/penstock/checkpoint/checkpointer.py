@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, Single, sees
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
-from penstock.checkpoint.disk.tensors import Body
 from penstock.checkpoint.load.loading import Loaded, load_into, log_skipped
 from penstock.checkpoint.named_tensors import Saved
 from penstock.checkpoint.processes import Processes
@@ -24,6 +23,7 @@ from penstock.checkpoint.save.collecting import Given, collect, document_of
 from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
+from penstock.files.tensors import Body
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

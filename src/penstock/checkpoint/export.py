@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest
-from penstock.checkpoint.disk.tensors import FileLayout, TensorEntry, streamed, write_file
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
-from penstock.checkpoint.save.saving import sync_directory
 from penstock.errors import UsageError
+from penstock.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from penstock.checkpoint.disk.manifest import PLAIN_NAME, Manifest, damages, read_index, read_manifest
-from penstock.checkpoint.disk.tensors import TYPES
 from penstock.errors import CheckpointError
+from penstock.files.tensors import TYPES
 
 
 def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:

@@ -1,0 +1,1 @@
+"""Files of tensors on disk, and the folders of them that other libraries read and write."""

@@ -21,11 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
+from penstock.files.adapters import is_adapter, name_without_adapter
+from penstock.files.tensors import TYPES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PIECE = 16 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
 SHOWN = 8  # names in an error
+_DTYPES = {name: dtype for dtype, name in TYPES.items()}
 TOKENIZER_FILES = (  # what a tokenizer may consist of, beside its own names for vocabularies
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,10 +46,11 @@ TOKENIZER_FILES = (  # what a tokenizer may consist of, beside its own names for
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor is, and its shape."""
+    """Where a tensor is, its shape and its type."""
 
     file: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
@@ -61,10 +65,12 @@ class PretrainedFolder:
 
     Args:
         folder: The folder, with `model.safetensors` or with `model.safetensors.index.json` and the files it names.
+        file: The name of the only file, where it is another one.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], file: str = WEIGHTS) -> None:
         self.folder = Path(folder)
+        self._file = file
         self.tensors = dict(self._stored())
         self._places: dict[str, str] = {}  # names that a tensor has in the model, and not in the file
 
@@ -78,7 +84,9 @@ class PretrainedFolder:
         stored_as = self._places.get(name, name)
         stored = self.tensors.get(stored_as)
         if stored is None:
-            raise UsageError(f"{self.folder} has no tensor {name}; it has, for one, {', '.join(list(self.tensors)[:3])}")
+            raise UsageError(
+                f"{self.folder} has no tensor {name}; it has, for one, {', '.join(list(self.tensors)[:3])}"
+            )
         if stored.shape != tuple(tensor.shape):
             raise UsageError(f"{self.folder}: {name} has shape {stored.shape}, and {tuple(tensor.shape)} in the model")
         with torch.no_grad():
@@ -92,10 +100,14 @@ class PretrainedFolder:
     def fit(self, model: nn.Module) -> None:
         """Compare names and shapes with a model of transformers, and read the buffers that are stored.
 
+        Adapters that were put into the model are left out, and what they were put around is found under its old name.
+
         Args:
             model: The model, with or without values. A parameter that is in several places may be stored once.
         """
-        state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+        own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+        state = {name_without_adapter(name): value for name, value in own.items() if not is_adapter(name)}
+        self._places = {name: name_without_adapter(name) for name in own}
         places: dict[int, list[str]] = {}
         for name, value in state.items():
             places.setdefault(id(value), []).append(name)
@@ -105,7 +117,7 @@ class PretrainedFolder:
             if found is None:
                 missing.append(names[0])
                 continue
-            self._places.update({name: found for name in names if name != found})
+            self._places |= {name: found for name, stored_as in self._places.items() if stored_as in names}
             shapes = self.tensors[found].shape, tuple(state[found].shape)
             if shapes[0] != shapes[1]:
                 wrong.append(f"{found} {shapes[0]}, not {shapes[1]}")
@@ -127,11 +139,12 @@ class PretrainedFolder:
         for file in self._files():
             with self._open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  (no mapping)
-                    yield name, StoredTensor(file, tuple(opened.get_slice(name).get_shape()))
+                    found = opened.get_slice(name)
+                    yield name, StoredTensor(file, tuple(found.get_shape()), _DTYPES[found.get_dtype()])
 
     def _files(self) -> list[str]:
-        if (self.folder / WEIGHTS).is_file():
-            return [WEIGHTS]
+        if (self.folder / self._file).is_file() or self._file != WEIGHTS:
+            return [self._file]
         if not (self.folder / INDEX).is_file():
             raise UsageError(
                 f"{self.folder} has neither {WEIGHTS} nor {INDEX}, so there are no weights to load; write them by "

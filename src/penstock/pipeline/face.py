@@ -7,8 +7,10 @@ on every local rank, share the losses.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -25,6 +27,7 @@ from penstock.pipeline.arguments import check_arguments, op_of
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.construction import Construction
 from penstock.pipeline.rebalance import apply_cut, propose_cut
+from penstock.pipeline.save_pretrained import save_pretrained
 from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.result import StepResult
@@ -367,6 +370,47 @@ class Pipeline:
         """
         self._check_open()
         return self.state.full_state_dict(rank)
+
+    def full_tensors(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the whole model, one tensor at a time. Every rank calls it and walks through all of it.
+
+        The order is the same on all ranks. Each tensor is a copy on the CPU, whole where it is sharded or spread over
+        ranks; a tied parameter comes once, under its first name. A rank never holds more than a few of them.
+
+        Args:
+            rank: The rank that gets the tensors; on the others the loop ends without any. By default, every rank
+                gets them.
+
+        Yields:
+            Pairs of (name, tensor), under the model's own names.
+        """
+        self._check_open()
+        return self.state.full_tensors(rank)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        max_shard_size: int = 5_000_000_000,
+        merge_adapters: bool = False,
+    ) -> None:
+        """Write the model as a folder that transformers' `from_pretrained` loads. Call it on every rank.
+
+        Each rank writes the tensors of its own stages, one at a time. The folder is there when it is complete, or not
+        at all, and an error on one rank is raised on all. A model with peft's adapters is saved as these adapters,
+        in peft's format.
+
+        Args:
+            folder: The folder to write; it must not be there yet. With several hosts, on a file system they share.
+            tokenizer: A tokenizer with `save_pretrained`, or the folder of one. By default, the tokenizer that lies
+                in the folder the model was loaded from, if there is one.
+            max_shard_size: The most bytes that one file holds.
+            merge_adapters: Whether to add adapters to the weights and save a model without adapters.
+        """
+        self._check_open()
+        self.state.check_values()
+        save_pretrained(self.state, Path(folder), tokenizer, max_shard_size, merge_adapters)
 
     def fill_model(self, rank: int | None = None) -> None:
         """Give the original model all its values again, until the next step. Call it on every rank.

@@ -5,10 +5,8 @@ The same functions serve a rank of a run, a dry run, an evaluation and sampling;
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +24,10 @@ from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.train.data.batches import DataBatch
 from penstock.train.gpt import build_gpt, token_loss
+from penstock.train.huggingface import build_huggingface, tensor_plan_of, values_of
+from penstock.train.lora import add_adapters, has_adapters
 
 Loss = Callable[..., Any]
-NO_FOLDER_CODE = (
-    "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
-    'model.source = "module:function"'
-)
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
@@ -39,13 +35,22 @@ def gpt_options(config: TrainConfig) -> GPTOptions:
 
 
 def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
-    """The model with fresh weights, the same on every rank, and its loss where it has one of its own."""
+    """The model, with adapters if there are to be some, and its loss where it has one of its own.
+
+    Fresh weights are the same on every rank. A model whose weights are in a folder has none yet: `build_pipeline` has
+    each rank read its own.
+    """
     torch.manual_seed(config.seed)
+    model, loss = _plain_model(config)
+    return (add_adapters(config, model) if has_adapters(config) else model), loss
+
+
+def _plain_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
     source = config.model.source
     if source == "gpt":
         return build_gpt(gpt_options(config), config.data.sequence), token_loss
     if source.startswith(HUGGINGFACE):
-        return _from_huggingface(source.removeprefix(HUGGINGFACE), config.model.options), token_loss
+        return build_huggingface(config), token_loss
     if not is_function(source):
         raise UsageError(f'model.source is "{source}"; a function is written "module:function"')
     found = call_source("model.source", source, config.model.options)
@@ -55,40 +60,6 @@ def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
             f"model.source: {source} returned a {type(found).__name__}; return an nn.Module, or (nn.Module, loss)"
         )
     return model, loss
-
-
-def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
-    """A model of random weights from a configuration's name, or from a folder that holds one.
-
-    Nothing is downloaded, and code that lies in the folder is not run, whatever the configuration says.
-    """
-    if "trust_remote_code" in options:
-        raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")
-    try:
-        # optional, and slow to load
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise UsageError("huggingface models need the transformers package: pip install transformers") from None
-    if Path(name, "config.json").is_file():
-        try:
-            shape = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-        except ValueError as error:
-            first = str(error).splitlines()[0]
-            raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
-    elif name in CONFIG_MAPPING:
-        shape = AutoConfig.for_model(name, **options)
-    else:
-        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3) or ["llama", "gpt2", "qwen2"]
-        raise UsageError(
-            f'model.source: transformers has no configuration "{name}", and there is no folder of that name with a '
-            f"config.json; near: {', '.join(near)}"
-        )
-    shape.use_cache = False
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise UsageError(f"model.source: {name} is no language model: {str(error).splitlines()[0]}") from None
-    return model.to(torch.float32)
 
 
 class _Scaled:
@@ -117,8 +88,10 @@ def build_pipeline(
     options = config.pipeline
     replicated = ParallelOptions()
     if mesh is not None:
-        window = config.mesh.window if config.mesh.replicate == "fsdp" else None
-        replicated = ParallelOptions(replicate=config.mesh.replicate, window=window)
+        window = config.mesh.window if config.mesh.replicate == "fsdp" and config.mesh.replicas > 1 else None
+        replicate = config.mesh.replicate if config.mesh.replicas > 1 else None
+        plan = tensor_plan_of(config, model) if config.mesh.tp > 1 else None
+        replicated = ParallelOptions(replicate=replicate, window=window, tensor_plan=plan)
     if batch.target is None:
         loss = None
     if config.training.accumulate > 1:
@@ -142,6 +115,7 @@ def build_pipeline(
         seed=config.seed,
         cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
+        init=values_of(config, model),
         **wanted,
     )
 

@@ -251,11 +251,17 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
         ranks=config.pipeline.ranks,
         balance=balance,
         transport=None if processes else "threads",
-        mesh=make_mesh(pp=config.pipeline.ranks, dp=replicas) if replicas > 1 else None,
+        mesh=_mesh(config),
     )
     if balance is None and pipe.deployment.split.cuts and Processes(pipe, "penstock train").first:
         folder.keep_cut(stages, list(pipe.deployment.split.balance))
     return pipe
+
+
+def _mesh(config: TrainConfig) -> Any:
+    """The axes of the processes; None where there is no other than the pipeline's."""
+    replicas, tp = config.mesh.replicas, config.mesh.tp
+    return make_mesh(pp=config.pipeline.ranks, dp=replicas, tp=tp) if replicas * tp > 1 else None
 
 
 def log_as(config: TrainConfig, rank: int) -> None:

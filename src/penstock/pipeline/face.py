@@ -25,6 +25,7 @@ from penstock.optim.tied import TiedParameters, tied_places
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.arguments import check_arguments, op_of
 from penstock.pipeline.batches import Batches, Call
+from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
 from penstock.pipeline.rebalance import apply_cut, propose_cut
 from penstock.pipeline.save_pretrained import save_pretrained
@@ -298,7 +299,9 @@ class Pipeline:
         Returns:
             A `StepResult`.
         """
-        call = Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False)
+        return self._infer(Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False))
+
+    def _infer(self, call: Call) -> StepResult:
         deployment = self.deployment
         self._check_open()
         deployment.ranks.wait_for_late_ranks()
@@ -314,17 +317,35 @@ class Pipeline:
             return self.batches.result(call, reports)
 
     @collective("predict()")
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(
+        self,
+        *args: Any,
+        reduce: Callable[..., Any] | None = None,
+        reduce_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Compute the model's output for a batch of any size in eval mode.
+
+        With `reduce`, the last stage keeps only what the function makes of each microbatch's output, such as the
+        log-probability of each token and not a row of scores for each.
 
         Args:
             *args: Positional inputs of the model.
+            reduce: A function of (output, **reduce_kwargs) of one microbatch.
+            reduce_kwargs: Further keyword arguments of `reduce`, split into microbatches like the inputs.
             **kwargs: Keyword inputs of the model.
 
         Returns:
-            The output on the rank of the last stage, `None` on the others.
+            The output on the rank of the last stage, `None` on the others. With `reduce`, what it made of the
+            microbatches, joined like outputs; for inputs that you have split yourself (`Microbatches`), a list with
+            one entry per microbatch, which may be of different shapes.
         """
-        return self.evaluate(*args, outputs=True, **kwargs).output
+        call = Call("predict()", args, kwargs, None, reduce_kwargs or {}, True, training=False, reduce=reduce)
+        if reduce is None and reduce_kwargs:
+            raise UsageError("reduce_kwargs= are for the function reduce=, which was not passed")
+        if reduce is not None:
+            check_reduce(reduce, list(call.loss_kwargs))
+        return self._infer(call).output
 
     # -- the model's values in this process, under the model's own names: see `ModelState`
 

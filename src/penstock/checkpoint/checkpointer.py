@@ -41,6 +41,8 @@ class Checkpointer:
         keep_every: Checkpoints of steps that are multiples of this are kept as well.
         async_save: Whether `save` returns once everything is copied, while a thread writes. With `False`, it returns
             when the checkpoint is complete.
+        leave_out: A function of the name of a parameter: whether it is not saved, and stays as it is when a checkpoint
+            is loaded. For frozen parameters that come from elsewhere, such as those beside adapters.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class Checkpointer:
         keep_last: int | None = 3,
         keep_every: int | None = None,
         async_save: bool = True,
+        leave_out: Callable[[str], bool] | None = None,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such rule")
         self.directory = Path(directory).absolute()
-        self.async_save = async_save
+        self.async_save, self._leave_out = async_save, leave_out
         self._files = Directory(self.directory, keep_last, keep_every)
         self._planner = Planner()
         self._writer: ThreadPoolExecutor | None = None
@@ -100,7 +103,7 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed; make a new one")
         processes = Processes(pipe, "save()")
         self._pipe = weakref.ref(pipe)
-        given = Given(optimizer, scheduler, scaler, data, extra, config)
+        given = Given(optimizer, scheduler, scaler, data, extra, config, self._leave_out)
         while (saving := self._agree(processes, step, pipe, given)) is None:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
@@ -248,7 +251,7 @@ class Checkpointer:
         Returns:
             A `Loaded`; the next step to train is `loaded.step + 1`.
         """
-        given = Given(optimizer, scheduler, scaler, data)
+        given = Given(optimizer, scheduler, scaler, data, leave_out=self._leave_out)
         if path is None:
             return load_into(pipe, given, self.directory, newest=True)
         return load_into(pipe, given, Path(path), newest=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from penstock.files.tensors import TYPES
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PIECE = 16 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
+ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
 SHOWN = 8  # names in an error
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
 TOKENIZER_FILES = (  # what a tokenizer may consist of, beside its own names for vocabularies
@@ -134,6 +136,16 @@ class PretrainedFolder:
         for name, buffer in state.items():
             if not isinstance(buffer, nn.Parameter):
                 self(name, buffer)
+
+    def fingerprint(self) -> str:
+        """What tells these weights from others: of every file its size, its beginning and its end."""
+        mark = 0
+        for name in self._files():
+            with open(self.folder / name, "rb") as file:
+                for begin in (0, max(0, os.fstat(file.fileno()).st_size - ENDS)):
+                    file.seek(begin)
+                    mark = zlib.crc32(file.read(ENDS) + str(begin).encode(), mark)
+        return f"{mark:08x}"
 
     def _stored(self) -> Iterator[tuple[str, StoredTensor]]:
         for file in self._files():

@@ -17,6 +17,7 @@ from penstock.train.build import build_model, gpt_options
 from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
 from penstock.train.gpt import Embed
+from penstock.train.huggingface import check_base, left_out
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
@@ -29,7 +30,9 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 
 def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline) -> int:
     """Put a checkpoint's weights into a pipeline of any layout; the step that they are from."""
-    return int(Checkpointer(checkpoint.parent).load(pipe, path=checkpoint).step)
+    loaded = Checkpointer(checkpoint.parent, leave_out=left_out(config)).load(pipe, path=checkpoint)
+    check_base(config, loaded.extra.get("base"))
+    return int(loaded.step)
 
 
 def open_gpt(checkpoint: Path) -> tuple[nn.Sequential, int, TrainConfig]:

@@ -20,7 +20,7 @@ from penstock.files.pretrained import PretrainedFolder, has_weights
 from penstock.model.lazy import is_lazy, lazy
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
-from penstock.train.lora import adapter_values
+from penstock.train.lora import adapter_values, has_adapters
 
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
@@ -58,6 +58,27 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
     model.name_or_path = str(folder)
     _take_generation_config(model, folder)
     return cast(nn.Module, model)
+
+
+def left_out(config: TrainConfig) -> Callable[[str], bool] | None:
+    """What checkpoints need not hold, by name: the frozen weights beside adapters, which are in their folder."""
+    return (lambda name: not is_adapter(name)) if has_adapters(config) and is_pretrained(config) else None
+
+
+def base_mark(config: TrainConfig) -> str | None:
+    """What tells the weights that checkpoints leave out from others."""
+    folder = folder_of(config)
+    return None if left_out(config) is None or folder is None else PretrainedFolder(folder).fingerprint()
+
+
+def check_base(config: TrainConfig, saved: Any) -> None:
+    """A checkpoint of adapters goes with the weights that they were trained on."""
+    mark = base_mark(config)
+    if mark != saved:
+        raise UsageError(
+            f"the checkpoint's adapters were trained on other weights than those that {folder_of(config)} has now "
+            f"(marks {saved} and {mark}); restore the folder, or start over with --fresh"
+        )
 
 
 def values_of(config: TrainConfig, model: nn.Module) -> Callable[[str, Tensor], Any] | None:

@@ -24,6 +24,7 @@ from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import DataBatch, DataBatches
+from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
 from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.run.metrics import Metrics
@@ -72,6 +73,7 @@ class Trainer:
         self._idle: float | None = None
         self._recording: ExitStack | None = None
         self._saved: int | None = None
+        self._base = base_mark(config)  # what checkpoints leave out
         self._mark = 0  # a checksum of what this step was given
 
     def run(self, start: int, stop: Stop) -> Ending:
@@ -108,7 +110,7 @@ class Trainer:
             scheduler=self.rate,
             scaler=self.scaler,
             data=self.data,
-            extra={"skips": self.skips},
+            extra={"skips": self.skips, "base": self._base},
             config=to_document(self.config),
         )
         self._saved = self.step

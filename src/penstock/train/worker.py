@@ -49,6 +49,7 @@ from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import DataBatches, open_data
+from penstock.train.huggingface import check_base, left_out
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
@@ -149,13 +150,18 @@ def train_here(job: Job, stop: Stop) -> int:
         rate = build_rate(config, optimizer)
         saving = config.checkpoint
         checkpointer = Checkpointer(
-            folder.checkpoints, keep_last=saving.keep_last, keep_every=saving.keep_every, async_save=saving.async_save
+            folder.checkpoints,
+            keep_last=saving.keep_last,
+            keep_every=saving.keep_every,
+            async_save=saving.async_save,
+            leave_out=left_out(config),
         )
         scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
         start, skips, notes = 0, 0, []
         if checkpointer.latest() is not None:
             options = options_of(optimizer)
             loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
+            check_base(config, loaded.extra.get("base"))
             follow_config(config, optimizer, rate, options)
             start, skips, notes = loaded.step, loaded.extra["skips"], _changed(loaded.config, config)
         first = rank == 0

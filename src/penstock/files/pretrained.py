@@ -31,19 +31,6 @@ PIECE = 16 * 2**20  # bytes of a tensor that are in memory beside the tensor its
 ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
 SHOWN = 8  # names in an error
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}
-TOKENIZER_FILES = (  # what a tokenizer may consist of, beside its own names for vocabularies
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
+from penstock.files import TOKENIZER_FILES
 from penstock.files.adapters import ADAPTER_CONFIG
-from penstock.files.pretrained import INDEX, TOKENIZER_FILES, WEIGHTS
+from penstock.files.pretrained import INDEX, WEIGHTS
 from penstock.files.tensors import TensorEntry, write_file
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.errors import UsageError
+from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
-from penstock.train.generate import load_for
+from penstock.train.huggingface import check_base, left_out
 
 
 def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> tuple[int, list[float]]:
@@ -32,3 +34,10 @@ def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> 
             "(data.sequence); a module:function gives it by validation(number)"
         )
     return step, losses
+
+
+def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline) -> int:
+    """Put a checkpoint's weights into a pipeline of any layout; the step that they are from."""
+    loaded = Checkpointer(checkpoint.parent, leave_out=left_out(config)).load(pipe, path=checkpoint)
+    check_base(config, loaded.extra.get("base"))
+    return int(loaded.step)

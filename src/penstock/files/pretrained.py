@@ -27,7 +27,7 @@ from penstock.files.tensors import TYPES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PIECE = 16 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
+PIECE = 4 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
 ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
 SHOWN = 8  # names in an error
 _DTYPES = {name: dtype for dtype, name in TYPES.items()}

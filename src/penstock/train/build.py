@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import UsageError
 from penstock.model.cut_options import CutOptions
+from penstock.model.lazy import Init, is_lazy
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.losses import own_loss
@@ -83,8 +84,12 @@ def build_pipeline(
     balance: Any = None,
     transport: str | None = None,
     mesh: Any = None,
+    values: Init | None = None,
 ) -> Pipeline:
-    """The pipeline of a configuration; `batch` shows what the model takes."""
+    """The pipeline of a configuration; `batch` shows what the model takes.
+
+    `values` fills a model that was built without any, in the place of the weights in its folder.
+    """
     options = config.pipeline
     replicated = ParallelOptions()
     if mesh is not None:
@@ -115,7 +120,7 @@ def build_pipeline(
         seed=config.seed,
         cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
-        init=values_of(config, model),
+        init=None if not is_lazy(model) else values or values_of(config, model),
         **wanted,
     )
 

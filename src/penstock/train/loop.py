@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -27,9 +27,10 @@ from penstock.train.data.batches import DataBatch, DataBatches
 from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
 from penstock.train.nonfinite import NonFinite, find_culprit
+from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
-from penstock.train.run.run_folder import RunFolder
+from penstock.train.run.run_folder import RunFolder, write_json
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 
@@ -73,6 +74,7 @@ class Trainer:
         self._idle: float | None = None
         self._recording: ExitStack | None = None
         self._saved: int | None = None
+        self._memory = MemoryWatch(pipe, optimizer)
         self._base = base_mark(config)  # what checkpoints leave out
         self._mark = 0  # a checksum of what this step was given
 
@@ -84,7 +86,8 @@ class Trainer:
             self._recording = recording
             while self.step < self.config.training.steps:
                 self._record()
-                loss, norm, lr, tokens = self._train()
+                with self._memory.step():
+                    loss, norm, lr, tokens = self._train()
                 pace.step(tokens)
                 self.step += 1
                 asked, memory = self._tell(stop.asked)
@@ -98,6 +101,8 @@ class Trainer:
         if self._saved != self.step or not start:
             self.save()
         self.checkpointer.wait()
+        if self.step > start:
+            self._tell_memory()
         return Ending(self.step, self.loss, self.validation, self.step < self.config.training.steps)
 
     def save(self) -> None:
@@ -156,6 +161,7 @@ class Trainer:
         return loss, norm, lr, tokens
 
     def _clip(self) -> float:
+        self._memory.see_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         clip = self.config.optimizer.clip
@@ -206,6 +212,14 @@ class Trainer:
                 f"return an object with batch(number)"
             )
         return any(asked for asked, _, _ in answers), [memory for _, memory, _ in answers]
+
+    def _tell_memory(self) -> None:
+        """What each process holds, by kind: in the folder of the run, and as a table."""
+        rows = [Memory(*each) for each in self.processes.exchange(astuple(self._memory.memory()))]
+        if self.metrics is not None:  # on the rank that writes
+            write_json(self.folder.memory, memory_document(rows))
+        words = "rank" if len(rows) > 1 else "process"
+        self.progress.say(f"\n{memory_table(rows, words)}")
 
     def _evaluate(self) -> float | None:
         """The mean loss on batches that are not trained on."""

@@ -3,6 +3,7 @@
 config.json      the configuration, every key
 cut.json         layers by stage, as first measured: a run that goes on is cut alike
 metrics.jsonl    one line a step
+memory.json      what each process held, by kind
 timeline.json    the last recorded step;  timeline.html  the page of it
 checkpoints/     by step
 logs/            the output of each rank, by attempt
@@ -22,7 +23,7 @@ from penstock.errors import UsageError
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 
-OWN = ("config.json", "cut.json", "metrics.jsonl", "timeline.json", "timeline.html", "incidents.jsonl")
+OWN = ("config.json", "cut.json", "metrics.jsonl", "memory.json", "timeline.json", "timeline.html", "incidents.jsonl")
 OWN_FOLDERS = ("checkpoints", "logs", "tensorboard")
 
 
@@ -33,6 +34,7 @@ class RunFolder:
         self.root = root
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
+        self.memory = root / "memory.json"
         self.timeline = root / "timeline.json"
         self.page = root / "timeline.html"
         self.logs = root / "logs"

@@ -1,7 +1,8 @@
 """The documents are tests: what README.md and docs/ tell a reader to run is run here.
 
 - A file is one test. Its ```` ```python ```` blocks run in order, with one namespace and one temporary directory.
-- ``<!-- file: train.py -->`` on the line before a python block saves it in that directory under this name instead.
+- ``<!-- file: train.py -->`` on the line before a block of any language saves it in that directory under this name
+  instead.
 - In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go to the installed command, through bash, in
   that same directory; so do lines that begin with ``$ python`` or ``$ torchrun`` and name a file that the page has
   saved. Every command must exit with 0.
@@ -23,8 +24,7 @@ from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
-
-from tests.processes import free_port
+from processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_RUN = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->", re.DOTALL)
@@ -53,6 +53,7 @@ class Block:
     @property
     def is_run(self) -> bool:
         runnable = self.language == "python" or (self.language == "console" and bool(self.commands))
+        runnable = runnable or FILE.match(self.comment) is not None
         excused = NOT_RUN.match(self.comment)
         return runnable and not (excused and excused["reason"])
 
@@ -147,7 +148,6 @@ LONG = {
     "docs/primer.md",
 }
 LITERAL = {
-    "README.md",
     "docs/explanations/bubble.md",
     "docs/explanations/what-is-a-schedule.md",
     "docs/guides/command.md",
@@ -215,6 +215,11 @@ def test_a_block_that_is_a_file_is_saved_and_then_run_by_its_name(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
     page.run_all()
     assert (tmp_path / "made").exists()
+
+
+def test_a_file_may_be_of_any_language(tmp_path: Path) -> None:
+    page_of("<!-- file: mine.toml -->\n```toml\nsteps = 1\n```\n```toml\nother = 2\n```\n", tmp_path).run_all()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["steps = 1\n"]
 
 
 def test_only_lines_that_call_penstock_are_commands() -> None:

@@ -39,6 +39,11 @@ TORCHGPIPE = [
     importlib.import_module(f"penstock.compat.torchgpipe.{name}") for name in ("balance", "batchnorm", "skip")
 ]
 MODULES = [penstock, penstock.schedule, *COMPAT, *TORCHGPIPE]
+INTEGRATIONS = sorted(  # read and not imported: each imports a whole trainer
+    f"penstock.integrations.{path.parent.name}.{name}"
+    for path in (ROOT / "src/penstock/integrations").glob("*/__init__.py")
+    for name in re.findall(r'"(\w+)"', path.read_text(encoding="utf-8").partition("__all__ = ")[2])
+)
 NAMES = sorted(
     [f"{module.__name__}.{name}" for module in MODULES for name in module.__all__ if name != "__version__"]
     + [
@@ -77,7 +82,8 @@ def found(name: str) -> Any:
 def test_every_public_name_is_on_one_page() -> None:
     pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/reference").glob("*.md")))
     shown = re.findall(r"(?m)^\.\. (?:auto\w+|py:data):: ([\w.]+)$", pages)
-    assert sorted(shown) == sorted([*NAMES, *HELD])
+    assert len(INTEGRATIONS) > 2
+    assert sorted(shown) == sorted([*NAMES, *HELD, *INTEGRATIONS])
 
 
 def documented(subject: Any) -> dict[str, str]:
@@ -125,6 +131,14 @@ def test_every_docstring_begins_with_a_sentence(name: str) -> None:
     for subject in subjects:
         first = (inspect.getdoc(subject) or "").partition("\n\n")[0]
         assert first.endswith((".", ":", ").")), f"{name}: {subject}: {first!r}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_every_argument_of_a_trainer_has_a_meaning(name: str) -> None:
+    subject = found(name)
+    taken = inspect.signature(subject).parameters if "__init__" in vars(subject) else {}
+    assert sorted(documented(subject)) == sorted(taken)
 
 
 def test_every_key_is_in_the_reference_with_its_default() -> None:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import arguments
 import generated
+import sidebar
 
 import penstock
 
@@ -26,6 +27,7 @@ version = release = penstock.__version__
 copyright = "the Penstock contributors"
 html_title = "Penstock"
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_favicon = "static/favicon.svg"
@@ -55,10 +57,9 @@ add_module_names = True
 toc_object_entries_show_parents = "hide"
 
 PAGES = {  # what the side bar shows, in order; README.md is the page above all of them
-    "Learn": ["docs/primer", "docs/glossary"],
-    "Guides": ["docs/guides/index"],
-    "Explanations": ["docs/explanations/index"],
-    "Reference": ["docs/reference/index"],
+    "Learn": ["docs/tutorial", "docs/explanations/index", "docs/primer"],
+    "Do": ["docs/guides/index"],
+    "Look up": ["docs/reference/index", "docs/glossary"],
     "Project": ["CHANGELOG", "CONTRIBUTING", "ARCHITECTURE", "SECURITY"],
 }
 MARK = re.compile(r"<!-- generated: (?P<name>\w+) -->")
@@ -67,7 +68,6 @@ FIRST = """<!doctype html>
 <meta http-equiv="refresh" content="0; url=README.html">
 <title>Penstock</title>
 """
-LINKED = re.compile(r"\]\((?P<page>[\w-]+)\.md\)")
 
 
 def toctree(entries: list[str], caption: str = "") -> str:
@@ -80,8 +80,10 @@ def complete(app: Any, name: str, source: list[str]) -> None:
     if name == root_doc:
         source[0] += "".join(toctree(entries, caption) for caption, entries in PAGES.items())
     elif name.endswith("/index"):  # such a page lists its folder: the side bar has the same pages in the same order
-        source[0] += toctree(list(dict.fromkeys(link["page"] for link in LINKED.finditer(source[0]))))
-    source[0] = MARK.sub(lambda mark: generated.TABLES[mark["name"]](), source[0])
+        source[0] += toctree([page for pages in sidebar.groups(source[0]).values() for page in pages])
+    if MARK.search(source[0]):
+        app.env.note_reread()  # the code may have changed, though the page has not
+        source[0] = MARK.sub(lambda mark: generated.TABLES[mark["name"]](), source[0])
 
 
 def open_with_readme(app: Any, error: Exception | None) -> None:
@@ -94,4 +96,5 @@ def setup(app: Any) -> None:
     app.add_lexer("drawn", TextLexer)  # what `penstock primer` draws
     app.connect("source-read", complete)
     app.connect("autodoc-process-docstring", arguments.tabulate)
+    app.connect("html-page-context", sidebar.label, priority=600)  # after the theme has made the side bar
     app.connect("build-finished", open_with_readme)

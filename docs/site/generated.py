@@ -26,8 +26,8 @@ def _commands(entry: Any, path: str) -> Iterator[str]:
     usage = " ".join(entry.get_usage(context).removeprefix("Usage: ").split())
     yield from ["", f"## `{path}`", "", _help(entry.help or ""), "", "```text", usage, "```", ""]
     records = [parameter.get_help_record(context) for parameter in entry.get_params(context)]
-    rows = [f"| `{_cell(names)}` | {_cell(_help(about))} |" for names, about in filter(None, records)]
-    yield from ["| argument or option | meaning |", "|---|---|", *rows, ""]
+    rows = [f"| `{_cell(_names(names))}` | {_cell(_help(about))} |" for names, about in filter(None, records)]
+    yield from _table("options", ["argument or option", "meaning"], rows)
     for name, inner in getattr(entry, "commands", {}).items():
         yield from _commands(inner, f"{path} {name}")
 
@@ -36,6 +36,17 @@ def _help(text: str) -> str:
     """Help as Markdown: options are code, lines are joined into paragraphs."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text.strip())]
     return "\n\n".join(re.sub(r"(?<![\w`-])(--?[a-z][\w-]*)", r"`\1`", paragraph) for paragraph in paragraphs)
+
+
+def _names(text: str) -> str:
+    """How an argument or option is written, without the types that typer adds, which say nothing to a user."""
+    return re.sub(r" <(str|list\[str\])>$", "", text)
+
+
+def _table(kind: str, head: list[str], rows: list[str]) -> list[str]:
+    """A table whose columns are as wide as site.css says for its kind."""
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]
+    return ["```{table}", f":class: arguments {kind}", "", *lines, "```", ""]
 
 
 def _cell(text: str) -> str:
@@ -60,8 +71,8 @@ def _keys(title: str, kind: Any, keys: list[tuple[str, str, Any, str]]) -> list[
     for name, takes, default, about in keys:
         shown = "-" if default in (None, [], {}) else json.dumps(default)
         rows.append(f"| `{name}` | `{shown}` | {_cell(takes)} | {_cell(about)} |")
-    head = ["| key | default | takes | meaning |", "|---|---|---|---|"]
-    return ["", f"## {title}", "", kind.__doc__ or "", "", *head, *rows]
+    table = _table("keys", ["key", "default", "takes", "meaning"], rows)
+    return ["", f"## {title}", "", kind.__doc__ or "", "", *table]
 
 
 TABLES: dict[str, Callable[[], str]] = {"command": command, "configuration": configuration}

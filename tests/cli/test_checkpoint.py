@@ -43,7 +43,7 @@ def test_list_shows_each_with_its_layout(trained: tuple[Path, object]) -> None:
     assert lines[0].split()[:2] == ["checkpoint", "step"]
     assert [line.split()[0] for line in lines[1:]] == ["step-00000001", "step-00000002"]
     assert "1f1b" in lines[1]
-    assert lines[1].endswith("whole")
+    assert lines[1].endswith("complete")
     document = json.loads(penstock_command("list", trained[0], "--json"))
     assert [each["step"] for each in document] == [1, 2]
     assert document[0]["layout"]["placement"] == [0, 1, 2]
@@ -68,7 +68,7 @@ def test_verify_names_the_damaged_file_and_exits_with_1(trained: tuple[Path, obj
     assert f"{file} is damaged: its CRC-32 is" in penstock_command("verify", tmp_path / "it", code=1)
     (answer,) = json.loads(penstock_command("verify", tmp_path / "it", "--json", code=1))
     assert not answer["whole"]
-    assert "not whole" in penstock_command("export", tmp_path / "it", tmp_path / "out", code=1)
+    assert "not complete" in penstock_command("export", tmp_path / "it", tmp_path / "out", code=1)
     assert not (tmp_path / "out").exists()
     (tmp_path / "it" / "manifest.json").write_text("{")
     assert "manifest.json is damaged" in penstock_command("verify", tmp_path / "it", code=1)
@@ -76,7 +76,7 @@ def test_verify_names_the_damaged_file_and_exits_with_1(trained: tuple[Path, obj
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     assert "there is no" in penstock_command("list", tmp_path / "no", code=2)
-    assert "has none in it" in penstock_command("verify", tmp_path, code=2)
+    assert "contains none" in penstock_command("verify", tmp_path, code=2)
     assert "Commands:" in penstock_command()
 
 
@@ -110,7 +110,7 @@ def test_export_writes_the_weights_under_their_own_names(
     for name, file in index["weight_map"].items():
         kept = weights[name].to(torch.bfloat16) if weights[name].is_floating_point() else weights[name]
         assert torch.equal(load_file(tmp_path / "many" / file)[name], kept)
-    assert "is there already" in penstock_command("export", folder, tmp_path / "many", code=2)
+    assert "already exists" in penstock_command("export", folder, tmp_path / "many", code=2)
     assert "choose one of" in penstock_command("export", folder, tmp_path / "x", "--dtype", "int4", code=2)
     assert "such as 5GB" in penstock_command("export", folder, tmp_path / "x", "--file-size", "much", code=2)
 

@@ -149,7 +149,7 @@ def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:
 
 def test_a_layout_makes_no_type_that_is_not_a_known_container() -> None:
     spec = ("collections:namedtuple", {"type": "subprocess:Popen"}, [None])
-    with pytest.raises(MessageError, match=r"subprocess:Popen.*no named tuple"):
+    with pytest.raises(MessageError, match=r"subprocess:Popen.*neither a named tuple"):
         encoding.load(plain.dumps(("", spec, [None], b"", False)), is_known=True)
 
 

@@ -442,7 +442,7 @@ def test_a_rank_that_does_not_come_back_does_not_hold_the_step_nor_spoil_the_nex
         trap_of(pipe, 1).set("backward", 1, lambda: release.wait(TIMEOUT))
         assert fail(pipe).rank == 1
         x, y = batch()
-        with pytest.raises(RunError, match="have not come back from their code in a step that failed"):
+        with pytest.raises(RunError, match="are still running their own code after a step that failed"):
             pipe.step(x, target=y)
         with pytest.raises(RunError, match="make a new Pipeline"):
             pipe.evaluate(x, target=y)

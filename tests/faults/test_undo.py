@@ -357,7 +357,7 @@ def test_what_a_rank_does_late_is_undone_as_well(monkeypatch: pytest.MonkeyPatch
         def then() -> None:
             x, y = batch(0)
             for call in (lambda: pipe.step(x, target=y), pipe.state_dict, pipe.zero_grad):
-                with pytest.raises(RunError, match=r"1 ranks have not come back.*of a copy of the model"):
+                with pytest.raises(RunError, match=r"1 ranks are still running.*of a copy of the model"):
                     call()
             stuck.free.set()
             monkeypatch.setattr(crew, "GRACE", TIMEOUT)
@@ -379,6 +379,6 @@ def test_a_state_that_was_loaded_while_a_rank_was_late_is_not_taken_for_its_doin
         nn.ModuleList(pipe.kept).load_state_dict(kept)  # type: ignore[attr-defined]
         stuck.free.set()
         monkeypatch.setattr(crew, "GRACE", TIMEOUT)
-        with pytest.raises(RunError, match="rank 1 left a step that had failed only now, and parameters"):
+        with pytest.raises(RunError, match="rank 1 has only now left a step that failed earlier, and parameters"):
             pipe.zero_grad()
         pipe.zero_grad()  # said once

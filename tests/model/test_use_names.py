@@ -80,7 +80,7 @@ def test_a_stage_may_begin_with_a_later_use(split: Any, place: str) -> None:
 @pytest.mark.parametrize("split", ["replay", "graph"])
 def test_places_that_are_not_there_are_refused(split: Any) -> None:
     x = torch.randn(2, 4)
-    with pytest.raises(ModelError, match=r"block#5 is no place to cut: the model calls .* 4 times"):
+    with pytest.raises(ModelError, match=r"block#5 is not a place to cut: the model calls .* 4 times"):
         cut_model(Again(nn.Linear(4, 4)), 2, example=(x,), split_at=["block#5"], options=CutOptions(method=split))
     with pytest.raises(ModelError, match="before scale: it is not used there"):
         cut_model(

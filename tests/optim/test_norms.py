@@ -333,7 +333,7 @@ def test_functions_choose_by_shape() -> None:
         ({"*": {}, "*.bias": {"lr": 1.0}}, r"\*\.bias: every parameter that it matches is taken by a pattern before"),
         ({"*.bias": 0.1}, r"\*\.bias: its options are 0\.1; pass a dict"),
         ({"*.bias": {"params": []}}, "the option 'params' is filled in here"),
-        ({3: {"lr": 1.0}}, "3 is no pattern of names"),
+        ({3: {"lr": 1.0}}, "3 is not a pattern of names"),
         ({(): {"lr": 1.0}}, "an empty tuple"),
         (["*.bias"], "got a list; pass a dict of patterns"),
     ],

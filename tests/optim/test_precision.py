@@ -423,7 +423,7 @@ def test_scaled_gradients_are_neither_clipped_nor_mixed_with_unscaled_ones() -> 
         scaler.update()
         pipe.step(x, target=y)
         other = penstock.GradScaler(pipe)
-        with pytest.raises(UsageError, match="another GradScaler since"):
+        with pytest.raises(UsageError, match="another GradScaler by now"):
             scaler.step(optimizer)
         assert other.get_scale() == 2.0**16
 

@@ -244,7 +244,7 @@ def linears(count: int) -> list[nn.Module]:
         ({"model": sequential(), "stages": 5}, "4 layers cannot make 5 stages; pass stages= from 1 to 4"),
         ({"model": sequential(), "balance": [2, 1]}, r"balance=\[2, 1\] sums to 3, but the model has 4 layers"),
         ({"model": sequential(), "balance": [4, 0]}, r"balance=\[4, 0\]: each stage needs at least 1 layer"),
-        ({"model": sequential()}, "say into how many stages the 4 layers go"),
+        ({"model": sequential()}, "say how many stages to cut the 4 layers into"),
         ({"model": []}, "the model is an empty list"),
         ({"model": [nn.Linear(4, 4), 3]}, "entry 1 of the list of stages is a int"),
         ({"model": linears(2), "microbatches": None}, "say how many microbatches a batch is cut into"),

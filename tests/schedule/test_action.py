@@ -160,7 +160,7 @@ def test_any_text_is_either_an_action_that_prints_alike_or_refused(text: str) ->
         (lambda: Action(0, Op.F, -1), "0 or more"),
         (lambda: Action(0, Op.F), "needs a microbatch"),
         (lambda: Action(0, Op.UNSHARD, 1), "takes no microbatch"),
-        (lambda: Action(0, Op.F, 1, peer=3), "no transfer"),
+        (lambda: Action(0, Op.F, 1, peer=3), "not a transfer"),
         (lambda: Action(2, Op.SEND_F, 1, peer=2), "another stage"),
         (lambda: Action(0, Op.OVERLAP_F_B, 1), "Action.overlap"),
         (lambda: Action.overlap(parse("0F0"), parse("1F0")), "one F and one of B, I, W"),

@@ -71,7 +71,7 @@ def test_a_slow_stage_is_named_with_what_its_repair_is_worth() -> None:
     books = account(simulate(build("1f1b", 4, 8), costs(1, 1, 2, 1)))
     assert books.findings[0].kind == "stage"
     assert books.advice.startswith("stage 2 (rank 2) is ")
-    assert "slower than the others: rebalance for -" in books.advice
+    assert "slower than the others; a better balance would save " in books.advice
     assert 0.05 < books.findings[0].gain < 0.5
     assert max(books.path_shares(), key=lambda name: books.path_shares()[name]) == "rank 2"
 
@@ -101,7 +101,7 @@ def test_a_link_is_not_blamed_for_what_held_up_some_messages(monkeypatch: pytest
     assert "link" not in {finding.kind for finding in books.findings}
     times[1, 2] = [0.5] * 8
     books = account(simulate(build("1f1b", 4, 8), Costs(hop=0.001)))
-    assert "the link from rank 1 to rank 2 takes 0.5 a message, 500 times the others" in books.advice
+    assert "the link from rank 1 to rank 2 takes 0.5 per message, 500 times the others" in books.advice
 
 
 def test_a_good_run_is_left_alone() -> None:
@@ -112,7 +112,7 @@ def test_a_good_run_is_left_alone() -> None:
 
 def test_a_schedule_that_leaves_ranks_idle_is_told_of_a_better_one() -> None:
     books = account(simulate(build("gpipe", 4, 4)))
-    assert books.advice.startswith("the schedule leaves ranks idle for 42.9 %: ")
+    assert books.advice.startswith("the schedule leaves ranks idle for 42.9 % of the time; ")
 
 
 def test_half_a_recording_is_accounted_for_without_advice() -> None:

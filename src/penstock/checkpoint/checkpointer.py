@@ -56,7 +56,7 @@ class Checkpointer:
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name}={value!r}: pass a whole number from 1 on, or None for no such rule")
+                raise UsageError(f"{name}={value!r}: pass a whole number of at least 1, or None to turn this rule off")
         self.directory = Path(directory).absolute()
         self.async_save, self._leave_out = async_save, leave_out
         self._files = Directory(self.directory, keep_last, keep_every)
@@ -88,7 +88,7 @@ class Checkpointer:
         Raises what went wrong with an earlier save, and then does not begin this one: call it again.
 
         Args:
-            step: The number of steps done.
+            step: The number of completed steps.
             pipe: The pipeline: its parameters, buffers and position in its random numbers.
             optimizer: One optimizer, or a list.
             scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
@@ -98,7 +98,7 @@ class Checkpointer:
             config: Plain values that describe the run.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"step={step!r}: pass the number of steps that were done, a whole number from 0 on")
+            raise UsageError(f"step={step!r}: pass the number of completed steps, a whole number of at least 0")
         if self._closed:
             raise UsageError("this Checkpointer is closed; make a new one")
         processes = Processes(pipe, "save()")
@@ -122,7 +122,7 @@ class Checkpointer:
             return self._files.place(step, {saving.final.name for saving, _ in self._under_way})
         except OSError as error:
             raise CheckpointError(
-                f"step {step} could not be saved in {self.directory}: {error}; earlier checkpoints are as they were",
+                f"step {step} could not be saved in {self.directory}: {error}; earlier checkpoints are unchanged",
                 path=self.directory,
             ) from error
 
@@ -309,7 +309,7 @@ def save(
         path: The folder to write.
         pipe: The pipeline: its parameters, buffers and position in its random numbers.
         optimizer: One optimizer, or a list.
-        step: The number of steps done.
+        step: The number of completed steps.
         scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
         scaler: A `GradScaler`.
         data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.

@@ -61,7 +61,7 @@ def export(
     if file_bytes is not None and file_bytes < 1:
         raise UsageError(f"file_bytes={file_bytes}: pass at least 1")
     if os.path.lexists(goal):
-        raise UsageError(f"{goal} is there already; choose another name, or delete it first")
+        raise UsageError(f"{goal} already exists; choose another name, or delete it first")
     manifest, contents = open_whole(path)
     return _Export(contents, manifest, dtype, merge).write(goal, file_bytes, tokenizer)
 
@@ -127,7 +127,7 @@ class _Export:
         try:
             if goal.suffix == ".safetensors":
                 if file_bytes is not None:
-                    raise UsageError(f"{goal.name} is one file; for several, name a directory")
+                    raise UsageError(f"{goal.name} is one file; to write several, name a directory")
                 self._write_weights(temporary, self._entries)
                 names = []
             else:

@@ -116,8 +116,8 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
     if strange:
         what = f"a tensor of shape {tuple(strange[0].shape)}" if isinstance(strange[0], Tensor) else repr(strange[0])
         raise UsageError(
-            f"{type(optimizer).__name__} keeps state under {what}, which is none of its parameters; a checkpoint has "
-            f"state by parameter: save the rest in extra="
+            f"{type(optimizer).__name__} keeps state under {what}, which is not one of its parameters; a checkpoint "
+            f"stores state per parameter: save the rest in extra="
         )
 
 

@@ -28,7 +28,7 @@ class Processes:
         deployment = getattr(pipe, "deployment", None)
         if deployment is None:
             raise UsageError(
-                f"a {type(pipe).__name__} is not a penstock.Pipeline; make one of the model, or use `penstock "
+                f"a {type(pipe).__name__} is not a penstock.Pipeline; build one from the model, or use `penstock "
                 f"checkpoint export` for plain weights"
             )
         world = deployment.world

@@ -30,7 +30,7 @@ def _entry(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-One = Annotated[str, typer.Argument(help="A checkpoint, or a directory of them, or a run: then the newest whole one.")]
+One = Annotated[str, typer.Argument(help="A checkpoint; or a directory of them or a run, for the newest complete one.")]
 SHOWN = 20
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -66,7 +66,7 @@ def list_(
     directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")],
     as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, the newest last; whole or not goes by manifest and sizes."""
+    """List the checkpoints of a directory, the newest last. Checksums are not read: see verify."""
     looked = [(path, *_looked_at(path, sums=False)) for path in checkpoints_at(directory)]
     looked.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
     if as_json:
@@ -87,7 +87,7 @@ def list_(
                 str(layout.get("stages", "")),
                 str(layout.get("schedule", "")),
                 str(layout.get("processes", "")),
-                wrong[0] if wrong else "whole",
+                wrong[0] if wrong else "complete",
             )
         )
     write(table(rows, left=range(len(rows[0]))))
@@ -113,7 +113,7 @@ def verify(
                 write("\n".join([f"{path}: damaged", *(f"  {line}" for line in wrong)]))
             else:
                 count = f"{len(manifest.files)} files, {size_text(manifest.bytes)}"
-                write(f"{path}: whole (step {manifest.step}, {count}, every checksum right)")
+                write(f"{path}: complete (step {manifest.step}, {count}, every checksum right)")
     if any(wrong for _, _, wrong in looked):
         raise typer.Exit(1)
 

@@ -28,7 +28,7 @@ TopK = Annotated[
 TopP = Annotated[
     str | None, typer.Option("--top-p", metavar="SHARE", help="Choose among the likeliest that make up this share.")
 ]
-Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another one, another text.")]
+Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another seed gives another text.")]
 Threads = Annotated[
     int | None, typer.Option("--threads", parser=whole(1), metavar="N", help="Cores for a model of transformers.")
 ]
@@ -97,4 +97,4 @@ def _number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(f"{option}: {text!r} is no number; give one such as 0.8") from None
+        raise UsageError(f"{option}: {text!r} is not a number; give one such as 0.8") from None

@@ -36,7 +36,7 @@ def load_run(source: str) -> Timeline:
     if path is None:
         if not Path(source).is_file():
             raise UsageError(f'there is no recorded run {source}; write one with timeline.save("run.json")')
-        raise ScheduleError([Fault(f"{source} is no recorded run; write one with timeline.save({source!r})")])
+        raise ScheduleError([Fault(f"{source} is not a recorded run; write one with timeline.save({source!r})")])
     try:
         with naming(source):
             timeline = load(path)

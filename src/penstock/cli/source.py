@@ -58,7 +58,7 @@ Ranks = Annotated[
         "-r",
         parser=whole(1),
         metavar="N",
-        help=f"Workers of the pipeline (a name: {RANKS} unless given; a file: what it must be for).",
+        help=f"Workers of the pipeline (default: {RANKS}). A file that is for another number is refused.",
     ),
 ]
 Microbatches = Annotated[
@@ -68,7 +68,7 @@ Microbatches = Annotated[
         "-m",
         parser=whole(1),
         metavar="N",
-        help="Slices of the batch (a name: twice the ranks unless given; a file: what it must be for).",
+        help="Slices of the batch (default: twice the ranks). A file that is for another number is refused.",
     ),
 ]
 StagesPerRank = Annotated[
@@ -77,7 +77,7 @@ StagesPerRank = Annotated[
         "--stages-per-rank", "-v", parser=whole(1), metavar="N", help="Stages on each rank (default: the family's)."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a machine.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def is_file(source: str) -> bool:

@@ -33,7 +33,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the stages, the sc
 Trust = Annotated[
     bool, typer.Option("--trust", help="Let --dry-run import the functions that the configuration names.")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the run in `output`.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run in `output`.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
 
 
@@ -61,7 +61,7 @@ def train(
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
     config, _ = read_config(items)
     if resume and fresh:
-        raise UsageError("--resume goes on with the run, --fresh removes it; give one of them")
+        raise UsageError("--resume continues the run, --fresh removes it; give one of them")
     raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh))
 
 

@@ -61,7 +61,7 @@ class TensorEntry:
 def name_of_type(dtype: torch.dtype, key: str) -> str:
     name = TYPES.get(dtype)
     if name is None:
-        raise UsageError(f"{key} has type {dtype}, which safetensors does not have; save it as another type")
+        raise UsageError(f"{key} has type {dtype}, which safetensors does not support; save it as another type")
     return name
 
 

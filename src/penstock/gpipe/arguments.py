@@ -46,8 +46,8 @@ def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> 
         raise ModelError("the model has lazy layers that do not know their sizes yet; call it once before it is cut")
     if any(each.is_meta for each in model.parameters()):
         raise ModelError(
-            "the model has parameters without values, on the meta device; build it as it is (it is Pipeline that takes "
-            "models from penstock.lazy())"
+            "the model has parameters without values, on the meta device; build it outside of penstock.lazy(), which "
+            "is for a Pipeline only"
         )
     if isinstance(model, nn.ModuleList):
         raise ModelError("an nn.ModuleList has no forward; pass nn.Sequential(*layers)")

@@ -208,8 +208,8 @@ class ForwardCall:
         """The gradients of `sources`, from those of the outputs."""
         if self._records is None:
             raise RunError(
-                "this forward of the pipeline was gone back through already, and what it held is freed; call "
-                "backward(retain_graph=True) the first time to do it again"
+                "the backward of this forward has run already, and its activations are freed; to run it twice, pass "
+                "retain_graph=True to the first backward()"
             )
         calls, stages = self.calls, self.calls.stages
         keep_graph = bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -178,8 +178,8 @@ class GPipe(nn.Module):
         """Move or cast the model, as any module's `to`; a device is refused where `devices` places the stages.
 
         Args:
-            *args: As of `nn.Module.to`.
-            **kwargs: As of `nn.Module.to`.
+            *args: As for `nn.Module.to`.
+            **kwargs: As for `nn.Module.to`.
         """
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is not None:
@@ -187,7 +187,7 @@ class GPipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def cpu(self) -> Self:
-        """As of any module, but where `devices` says where each stage is."""
+        """Move the model to the CPU, as any module's `cpu`; refused where `devices` places the stages."""
         self._check_move("cpu()")
         return super().cpu()
 
@@ -256,7 +256,9 @@ class GPipe(nn.Module):
         except TypeError as error:
             raise ModelError(f"{type(self.module).__name__} cannot be called like this: {error}") from error
         if bound.args and any(name not in bound.arguments for name in self._names(len(bound.args))):
-            raise ModelError("the first call of a model that is cut by its forward has all arguments by name, or none")
+            raise ModelError(
+                "in the first call of a model that is cut by its forward, pass either all arguments by keyword or none"
+            )
         return {**dict(zip(self._names(len(bound.args)), bound.args, strict=True)), **bound.kwargs}
 
     def _names(self, count: int) -> list[str]:

@@ -25,7 +25,9 @@ def all_gather(value: Any, group: Any) -> list[Any]:
     lengths = [int(size.item()) for size in sizes]
     longest = max(lengths)
     if not 0 < longest <= plain.LONGEST:
-        raise MessageError(f"a member of the group says that it has {longest} bytes to tell; at most {plain.LONGEST}")
+        raise MessageError(
+            f"a member of the group announces a message of {longest} bytes; at most {plain.LONGEST} are read"
+        )
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine
     found = [torch.empty_like(padded) for _ in range(count)]
@@ -33,4 +35,4 @@ def all_gather(value: Any, group: Any) -> list[Any]:
     try:
         return [plain.loads(bytes(each.tolist()[:length])) for each, length in zip(found, lengths, strict=True)]
     except plain.NotPlainError as error:
-        raise MessageError(f"what a member of the group said cannot be read: {error}") from error
+        raise MessageError(f"a message from a member of the group cannot be read: {error}") from error

@@ -63,7 +63,7 @@ def _message_part(entries: dict[str, Any]) -> Any:
 
 
 def _no_tensor(name: str) -> Tensor:
-    raise NotPlainError(f"a message names the tensor {name!r}, and messages have none")
+    raise NotPlainError(f"a message names the tensor {name!r}, but messages contain no tensors")
 
 
 def shortened(text: str | None, length: int = LONG_TEXT) -> str | None:

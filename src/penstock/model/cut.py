@@ -59,7 +59,7 @@ def cut_model(
     if list(skips):
         raise UsageError("CutOptions(skips=) is for lists of stage modules; in other models skips are found")
     if stages is None and not split_at and balance.counts is None:
-        raise ModelError("say into how many stages the model goes: stages=2, or split_at=[names]")
+        raise ModelError("say how many stages to cut the model into: stages=2, or split_at=[names]")
     if example is None:
         raise ModelError(
             f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword "
@@ -96,7 +96,7 @@ def _by_position(
     weighed = balance.how is not None and balance.counts is None
     if not isinstance(model, nn.Sequential) or (stages is None and weighed):
         if weighed:
-            raise UsageError("balance= by weight cuts an nn.Sequential or, with example=, any module, into stages=")
+            raise UsageError("balance= by weight needs stages=, and either an nn.Sequential or example=")
         return split_model(model, stages, balance.counts, skips)
     layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
     if balance.runs and (example is None or isinstance(example, Mapping)):
@@ -166,8 +166,8 @@ def _graph(
 
     if fallback and is_lazy(model):
         raise ModelError(
-            "a model that was built under penstock.lazy() has no values yet, with which its graph could be checked "
-            "against it; pass cut_options=CutOptions(method='graph') to take the graph as it is"
+            "a model that was built under penstock.lazy() has no values yet, so its graph cannot be checked against "
+            "it; pass cut_options=CutOptions(method='graph') to take the graph as it is"
         )
     if balance.runs or isinstance(balance.how, Mapping):
         raise ModelError("a graph has no units to measure or name; leave balance= out, or give counts")

@@ -125,8 +125,8 @@ def find_routes(modules: Sequence[nn.Module]) -> Routes:
             for key in layer.stashable():
                 if key in waiting:
                     raise ModelError(
-                        f"a {type(layer).__name__} on stage {stage} stashes {key[1]!r}, which waits for its layer "
-                        f"already; give each pair a name or a namespace of its own"
+                        f"a {type(layer).__name__} on stage {stage} stashes {key[1]!r}, which was stashed before and "
+                        f"is not popped yet; give each pair a name or a namespace of its own"
                     )
                 waiting[key] = stage
     if waiting:

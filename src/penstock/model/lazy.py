@@ -57,7 +57,8 @@ def check_values(model: nn.Module) -> None:
     gone = next((home_of(each) for each in (*model.parameters(), *model.buffers()) if home_of(each) is not None), None)
     if gone is not None:
         raise ModelError(
-            f"another Pipeline trains {type(model).__name__}, and {gone.name}, for one, is on {gone}: this process has "
+            f"another Pipeline trains {type(model).__name__}, and {gone.name}, for example, is on {gone}: this "
+            f"process has "
             f"no value of it, or an old one. Make all Pipelines of a model before the first step, with the same cut "
             f"and placement; or call fill_model() of the other Pipeline, on every rank, before this one is made"
         )

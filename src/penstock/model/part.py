@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,11 +12,6 @@ from penstock.model.original.settings import Change, Settings
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
-
-
-def no_stream(number: int) -> AbstractContextManager[Any]:
-    """Around a call that draws from its stage's own stream."""
-    return nullcontext()
 
 
 class Names(dict[str, str]):
@@ -41,62 +36,59 @@ class Names(dict[str, str]):
         return self[name]
 
 
-class StagePart(Protocol):
-    """One stage: what it owns, and how it computes.
+class StagePart:
+    """One stage: what it owns, and how it computes. Each way to cut a model has a subclass.
 
-    `module` owns the stage's parameters and buffers; `names` maps their names there to those in
-    the whole model. `copied` are the user's modules that do not run here as they are, because a copy or, where it was
-    `captured`, a graph runs in their place. `takes` are the keyword arguments that it reads (None: any); with
-    `reads_inputs` it reads the model's positional arguments too, wherever it stands. `stream` is what
-    its random numbers follow from beside the microbatch, and `around(number)` wraps a call that
-    has numbers of its own.
+    `module` owns the stage's parameters and buffers; `names` maps their names there to those in the whole model.
+    `copied` are the user's modules that do not run here as they are, because a copy or, where it was `captured`, a
+    graph runs in their place. `takes` are the keyword arguments that it reads (None: any); with `reads_inputs` it reads
+    the model's positional arguments too, wherever it stands. `stream` is what its random numbers follow from beside
+    the microbatch, and `around(number)` wraps a call that has numbers of its own.
+
+    The answers below are those of a stage that computes with its own module, and with what arrives, alone.
     """
 
-    index: int
     module: nn.Module
     names: dict[str, str]
-    copied: Sequence[nn.Module]
-    captured: bool
-    takes: frozenset[str] | None
-    reads_inputs: bool
-    stream: int
-    around: Callable[[int], AbstractContextManager[Any]]
+    copied: Sequence[nn.Module] = ()
+    captured = False
+    takes: frozenset[str] | None = None
+    reads_inputs = False
+
+    def __init__(self, index: int) -> None:
+        self.index = self.stream = index
+        self.around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Compute: payload by producing stage in, payload by consuming stage out."""
-        ...
+        raise NotImplementedError
 
     def reads(self) -> Iterable[Tensor]:
         """Buffers outside of its module that its code may read: they have to stay where they are."""
-        ...
+        return ()
 
     def settle(self) -> None:
         """Parameters and buffers of other stages may have no values here any more."""
-        ...
 
     def before_sharding(self) -> None:
         """This process's parameters are about to be taken apart: find out what needs them complete."""
-        ...
 
     def poison(self) -> bool:
         """For a comparison: make values that it does not need NaN; whether it computes with such values at all."""
-        ...
+        return False
 
     def begin(self, settings: Sequence[Change]) -> None:
         """Before the first step: all attributes of the user's modules, some of which may be others than at the cut."""
-        ...
 
     def follow(self, changes: Sequence[Change]) -> None:
         """Before a step: these attributes of the user's modules are others now, or, of parameters, of another type."""
-        ...
 
     def fault(self) -> str:
         """What the user's model is set to that this stage cannot follow; or nothing."""
-        ...
+        return ""
 
     def give_back(self, settings: Settings) -> None:
         """After a step: set on the user's modules what the code of their copies has set."""
-        ...
 
 
 def state_names(module: nn.Module) -> list[str]:
@@ -108,21 +100,3 @@ def state_names(module: nn.Module) -> list[str]:
     for place, holder in module.named_modules(remove_duplicate=False):
         found += [f"{place}.{name}" if place else name for name, _ in holder._buffers.items()]
     return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))
-
-
-class SelfContained:
-    """What a stage answers that computes with its own module, and with what arrives, alone."""
-
-    def reads(self) -> Iterable[Tensor]:
-        """Nothing: the module has all that it reads."""
-        return ()
-
-    def settle(self) -> None:
-        """Nothing of it depends on other stages' values."""
-
-    def before_sharding(self) -> None:
-        """Nothing of it depends on complete parameters."""
-
-    def poison(self) -> bool:
-        """It computes with nothing that it does not need."""
-        return False

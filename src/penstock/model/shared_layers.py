@@ -66,7 +66,7 @@ class SharedState:
                 kind = f"buffer {self._names[name]}" if changed[0] in layer._buffers else f"attribute {changed[0]}"
                 raise ModelError(
                     f"stages {self._index} and {other} have one {type(layer).__name__}, which changes its {kind} at "
-                    f"each call; on two stages the order of updates would be another. Cut so that both places are on "
+                    f"each call; on two stages the order of updates would differ. Cut so that both places are on "
                     f"one stage (balance=[...]), or use a copy for each"
                 )
         return result

@@ -12,7 +12,6 @@ import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +20,7 @@ from torch import nn
 from penstock.errors import FallbackWarning, ModelError
 from penstock.model.declared_skips import SkipRoutes, find_routes
 from penstock.model.original.origin import origin_of
-from penstock.model.original.settings import Change, Settings
-from penstock.model.part import OUTPUT, Names, SelfContained, StagePart, no_stream, state_names
+from penstock.model.part import OUTPUT, Names, StagePart, state_names
 from penstock.model.shared_layers import SharedState, refuse_shared_norms
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
@@ -42,16 +40,13 @@ class Routed:
     to: Mapping[int, Any] = field(default_factory=dict)
 
 
-class ModulePart(SelfContained):
+class ModulePart(StagePart):
     """One stage of a list or a Sequential: `module`, and how to call it.
 
     `names` maps the module's own parameter and buffer names to those of the whole model.
     `entrances` are the names of the model's inputs: where a later stage gives one of its own places
     the same name (`x`, `input`), what came from the stage before stands there, not the model's input.
     """
-
-    reads_inputs = False
-    captured = False
 
     def __init__(
         self,
@@ -66,8 +61,7 @@ class ModulePart(SelfContained):
         shared: SharedState | None = None,
         declared: SkipRoutes | None = None,
     ) -> None:
-        self.index = self.stream = index
-        self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
+        super().__init__(index)
         self.module = module
         self.names = names
         self.copied = copied
@@ -109,19 +103,6 @@ class ModulePart(SelfContained):
         if not self._skips_out and type(result) is not Routed:
             return {self._next: result}
         return self._routes(result)
-
-    def begin(self, settings: Sequence[Change]) -> None:
-        """The user's own modules run here."""
-
-    def follow(self, changes: Sequence[Change]) -> None:
-        """The user's own modules run here."""
-
-    def fault(self) -> str:
-        """The user's own modules run here."""
-        return ""
-
-    def give_back(self, settings: Settings) -> None:
-        """The user's own modules run here."""
 
     def _routes(self, result: Any) -> dict[int, Any]:
         routed = result if isinstance(result, Routed) else Routed(result)
@@ -170,7 +151,7 @@ class Split:
                 f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "
                 f"model, because replaying its own forward is not possible ({self.fallback}). Pass cut_options="
                 f"CutOptions(method='graph') if "
-                f"that is meant, or method='replay' for an error in its place",
+                f"that is what you want, or method='replay' for an error instead",
                 FallbackWarning,
                 stacklevel=3,
             )
@@ -293,7 +274,7 @@ def _groups(
     count = len(layers)
     if balance is None:
         if stages is None:
-            raise ModelError(f"say into how many stages the {count} layers go: stages=2, or balance=[3, 2, ...]")
+            raise ModelError(f"say how many stages to cut the {count} layers into: stages=2, or balance=[3, 2, ...]")
         if not 1 <= stages <= count:
             raise ModelError(f"{count} layers cannot make {stages} stages; pass stages= from 1 to {count}")
         size, larger = divmod(count, stages)

@@ -79,7 +79,7 @@ def _patterns(label: Any) -> tuple[Any, ...]:
     for pattern in found:
         if not (isinstance(pattern, (str, re.Pattern)) or callable(pattern)):
             raise UsageError(
-                f"{pattern!r} is no pattern of names; pass a text such as '*.bias', a compiled regular expression, or "
+                f"{pattern!r} is not a pattern of names; pass text such as '*.bias', a compiled regular expression, or "
                 f"a function of (name, parameter)"
             )
     if not found:

@@ -106,7 +106,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         if self._pipe.state.scaler is not self:
-            raise UsageError("the pipeline has got another GradScaler since; use that one")
+            raise UsageError("the pipeline has another GradScaler by now; use that one")
         held: Any = [here(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         local: Any = SimpleNamespace(param_groups=[{"params": held}])
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)

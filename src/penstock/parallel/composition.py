@@ -51,7 +51,7 @@ class Composition:
             if found and self.replicate is not None:
                 raise UsageError(
                     f"stage {part.index} is wrapped in {' and '.join(sorted(found))}, and ParallelOptions or the "
-                    f"mesh's axis 'dp' say that the pipeline shall do that; pass the plain module, or leave the axis "
+                    f"mesh's axis 'dp' ask the pipeline to do that; pass the plain module, or leave the axis "
                     f"out of mesh="
                 )
             self.wrapped |= found

@@ -12,7 +12,7 @@ RULES = {
     "replicate": choice(None, "ddp", "fsdp"),
     "window": ArgumentRule(
         lambda value: is_count(value) and value >= 1,
-        "pass how many stages of a rank are whole at a time, at least 1",
+        "pass how many stages per rank are complete at a time, at least 1",
     ),
     "shard_precision": ArgumentRule(
         lambda value: type(value).__name__ == "MixedPrecisionPolicy",  # importing it takes a second

@@ -97,6 +97,6 @@ def _check_alike(answers: Sequence[Sequence[str]]) -> None:
     if odd:
         known = [rank for rank, names in enumerate(answers) if odd[0] in names]
         raise UsageError(
-            f"{odd[0]} is known on ranks {known} of {len(answers)} only, as a buffer that a forward makes is: register "
-            f"it in __init__, as a tensor, so that it is there on every rank"
+            f"{odd[0]} exists on ranks {known} of {len(answers)} only, like a buffer that is made in a forward: "
+            f"register it in __init__, as a tensor, so that every rank has it"
         )

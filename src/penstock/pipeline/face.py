@@ -63,7 +63,7 @@ class Pipeline:
         ranks: Number of ranks when they are threads. By default, as many as the schedule's family needs.
         group: The process group of the pipeline's ranks. By default, all processes.
         mesh: A `DeviceMesh` with an axis `pp`, and `dp` and `tp` for replicas and tensor parallelism.
-        devices: One device per rank, when ranks are threads.
+        devices: One device per rank, to which its stages move. By default, they stay where they are.
         transport: `"threads"`, `"shared"` (shared memory on one host) or `"distributed"` (`torch.distributed`). By
             default, the fastest that works for each link.
         recompute: Which microbatches run their forward again in the backward, to save memory: none (`"never"`), all but
@@ -524,7 +524,7 @@ class Pipeline:
             optimizer: The optimizer, or several, whose state moves along.
         """
         if not isinstance(proposal, Proposal):
-            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) gives")
+            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
         if apply_cut(self, proposal, optimizer):
             self._recorded = None  # it was of the cut before
 

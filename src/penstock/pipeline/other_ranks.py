@@ -86,13 +86,13 @@ class OtherRanks:
         graded = any(parameter.grad is not None for parameter in state.parameters())
         if any(deployment.world.all_gather(call, graded)) and transport is not None:
             raise UsageError(
-                "there are gradients, with which an optimizer would change the stages of each rank and not what the "
-                "other ranks have been given of them; call zero_grad() before fill_model()"
+                "there are gradients: an optimizer step would change each rank's own stages, but not the copies that "
+                "other ranks get; call zero_grad() before fill_model()"
             )
         if any(deployment.world.all_gather(call, bool(deployment.replicas.replaced))):
             raise UsageError(
-                "the stages' parameters are sharded or spread over ranks, and the model has the parts in their place; "
-                "load pipe.full_state_dict() into a new model instead"
+                "the stages' parameters are sharded or spread over ranks, so the model itself holds parts only; load "
+                "pipe.full_state_dict() into a new model instead"
             )
         if transport is None:
             return

@@ -139,7 +139,7 @@ class Action(_Fields):
             raise NotationError(f"{stage}{op} needs a microbatch, such as {stage}{op}0")
         if peer is not None:
             if not op.is_transfer:
-                raise NotationError(f"{stage}{op}{microbatch} is no transfer and has no other end, got peer {peer}")
+                raise NotationError(f"{stage}{op}{microbatch} is not a transfer and has no peer, got peer {peer}")
             if peer < 0 or peer == stage:
                 raise NotationError(f"{stage}{op}{microbatch}: the other end must be another stage, got {peer}")
             if peer == stage + NEIGHBOUR[op]:
@@ -206,7 +206,7 @@ def _op_of(op: object) -> Op:
         return Op[op]
     if isinstance(op, int) and not isinstance(op, bool) and 0 <= op < len(Op):
         return Op(op)
-    raise NotationError(f"{op!r} is no op; ops are {', '.join(Op.__members__)}")
+    raise NotationError(f"{op!r} is not an op; ops are {', '.join(Op.__members__)}")
 
 
 def _whole(name: str, number: object) -> None:

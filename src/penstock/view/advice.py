@@ -35,14 +35,14 @@ class Finding:
 
     kind: str  # "stage", "rank", "link", "host", "optimizer" or "schedule"
     fact: str
-    remedy: str
+    remedy: str  # the subject of "would save"
     gain: float  # share of the step
     a_sample: bool = False  # the gain is in time a microbatch, as the step becomes another
     at_most: bool = False
 
     def __str__(self) -> str:
-        most, what = "up to " if self.at_most else "", " a sample" if self.a_sample else ""
-        return f"{self.fact}: {self.remedy} for {most}-{percent(self.gain)}{what}"
+        most, what = "up to " if self.at_most else "", "time per sample" if self.a_sample else "step"
+        return f"{self.fact}; {self.remedy} would save {most}{percent(self.gain)} of the {what}"
 
 
 def findings(books: Account) -> tuple[Finding, ...]:
@@ -106,12 +106,12 @@ class _Trial:
             ratio = statistics.fmean(times[stage] for stage in own) / others
             names = ", ".join(map(str, own))
             fact = f"rank {rank} (stages {names}) is {100 * (ratio - 1):.0f} % slower than the others"
-            yield Finding("rank", fact, "give it less, or a faster device,", gain)
+            yield Finding("rank", fact, "less work for it, or a faster device,", gain)
         else:
             others = statistics.median(times[:slow] + times[slow + 1 :])
             if others and times[slow] > SLOWER * others:
                 fact = f"stage {slow} (rank {rank}) is {100 * (times[slow] / others - 1):.0f} % slower than the others"
-                yield Finding("stage", fact, "rebalance", gain)
+                yield Finding("stage", fact, "a better balance", gain)
 
     def links(self) -> Iterator[Finding]:
         """A way from rank to rank much slower than the others; repaired: like the others."""
@@ -133,7 +133,7 @@ class _Trial:
         unit = self.books.timeline.unit
         if middles[slow] > SLOW_LINK * usual:
             compared = f", {middles[slow] / usual:.3g} times the others" if usual else ""
-            fact = f"the link from rank {slow[0]} to rank {slow[1]} takes {time_text(middles[slow], unit)} a message"
+            fact = f"the link from rank {slow[0]} to rank {slow[1]} takes {time_text(middles[slow], unit)} per message"
             yield Finding("link", fact + compared, "a link like the others", self._gain(self.costs, repaired))
         else:
             fact = f"a message takes {time_text(statistics.median(middles.values()), unit)} from rank to rank"
@@ -144,9 +144,9 @@ class _Trial:
         """Time that is spent neither computing nor waiting."""
         ranks = [entry for entry in self.books.ranks if entry.whole]
         for kind, remedy in (
-            ("host", "prepare batches ahead, or use larger microbatches,"),
-            ("optimizer", "a fused optimizer, or one that is sharded,"),
-            ("reduction", "reduce less often, or overlap it,"),
+            ("host", "preparing batches ahead, or larger microbatches,"),
+            ("optimizer", "a fused or sharded optimizer"),
+            ("reduction", "reducing less often, or overlapping it,"),
         ):
             most = max(ranks, key=lambda entry: getattr(entry, kind) / entry.whole)
             share = getattr(most, kind) / most.whole
@@ -158,7 +158,7 @@ class _Trial:
     def schedules(self) -> Iterator[Finding]:
         """Other families of the same stages, and the same one with twice the microbatches."""
         schedule, idle = self.schedule, self.books.timeline.bubble
-        fact = f"the schedule leaves ranks idle for {percent(idle)}"
+        fact = f"the schedule leaves ranks idle for {percent(idle)} of the time"
         yield from (
             Finding("schedule", fact, name, (self.now - time) / self.books.whole)
             for name, time in self._families(FAMILIES, schedule.microbatches)

@@ -283,13 +283,13 @@ def test_a_torn_one_is_passed_over_and_said(run: Run, tmp_path: Path, caplog: py
         caplog.clear()
         assert checkpointer.load(run.pipe).step == 2
         assert f"{file} is damaged" in caplog.text
-        with pytest.raises(CheckpointError, match="step-00000003 is not whole"):
+        with pytest.raises(CheckpointError, match="step-00000003 is not complete"):
             checkpointer.load(run.pipe, path=tmp_path / "step-00000003")
         shutil.rmtree(tmp_path / "step-00000002")
-        with pytest.raises(CheckpointError, match="not whole"):
+        with pytest.raises(CheckpointError, match="not complete"):
             checkpointer.load(run.pipe)
         shutil.rmtree(tmp_path / "step-00000003")
-        with pytest.raises(CheckpointError, match="no whole checkpoint; 1 are damaged"):
+        with pytest.raises(CheckpointError, match="no complete checkpoint; 1 are damaged"):
             checkpointer.load(run.pipe)
 
 
@@ -380,7 +380,7 @@ def test_a_folder_that_became_read_only_is_an_error_that_says_what_was_not_saved
         with monkeypatch.context() as patch:
             patch.setattr(Path, "mkdir", lambda *_, **__: os.mkdir("/proc/self/nowhere"))
             with pytest.raises(
-                CheckpointError, match=r"step 2 could not be saved in .*; earlier checkpoints are as they"
+                CheckpointError, match=r"step 2 could not be saved in .*; earlier checkpoints are unchanged"
             ):
                 writer.save(2, run.pipe, run.optimizer)
     assert names(tmp_path) == ["step-00000001"]

@@ -152,7 +152,7 @@ def test_what_a_user_s_own_part_refuses_loads_nothing(saved: Path, tmp_path: Pat
     index["processes"][0]["data"]["order"] = ["first"]
     (path / INDEX).write_text(json.dumps(index))
     reseal(path, json.loads((path / MANIFEST).read_bytes()))
-    assert "data= does not take the state" in str(load(path))
+    assert "data= does not accept the state" in str(load(path))
 
 
 def test_one_tensor_named_many_times_is_not_read_many_times(saved: Path, tmp_path: Path) -> None:

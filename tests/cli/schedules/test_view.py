@@ -102,11 +102,11 @@ WRONG = {
     "view 1f1b --html nowhere/a.html": (2, "nowhere/a.html"),
     "view 1f1b --width 3": (2, "give 24 or more"),
     "view 1f1b --forward fast": (2, "'fast' is not a number"),
-    "view broken.json": (1, "broken.json: the JSON is not a whole timeline: 'spans' is missing or odd"),
+    "view broken.json": (1, "broken.json: no complete timeline in JSON: 'spans' is missing or wrong"),
     "whatif": (2, "Missing option '--from'"),
     "whatif --from nowhere.json": (2, "there is no recorded run nowhere.json"),
-    "whatif --from zb.csv": (1, "zb.csv is no recorded run"),
-    "whatif --from broken.json": (1, "'spans' is missing or odd"),
+    "whatif --from zb.csv": (1, "zb.csv is not a recorded run"),
+    "whatif --from broken.json": (1, "'spans' is missing or wrong"),
     "whatif --from empty.json": (1, "nothing was recorded"),
     "whatif --from run.json --schedule nothing": (2, "nothing"),
     "whatif --from run.json --hop x": (2, "'x' is not a number"),
@@ -174,11 +174,11 @@ def test_the_run_of_a_schedule_without_a_name_predicts_itself() -> None:
 def test_a_files_unit_and_name_cannot_write_to_a_terminal(text: str) -> None:
     document = json.loads(Path("run.json").read_text())
     Path("odd.json").write_text(json.dumps({**document, "unit": text}))
-    assert "odd.json: unit is no unit of time" in call("view odd.json", 1).stderr
+    assert "odd.json: unit is not a unit of time" in call("view odd.json", 1).stderr
     if not text.isprintable():
         document["schedule"]["name"] = text
         Path("odd.json").write_text(json.dumps(document))
-        assert "'name' is missing or odd" in call("whatif --from odd.json", 1).stderr
+        assert "'name' is missing or wrong" in call("whatif --from odd.json", 1).stderr
 
 
 def test_a_files_own_name_cannot_break_a_picture() -> None:

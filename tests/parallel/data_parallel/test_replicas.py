@@ -963,7 +963,7 @@ def test_all_replicas_cut_by_the_times_of_the_first(told_others: Any) -> None:
 
 
 def test_a_mesh_needs_processes() -> None:
-    with pytest.raises(penstock.errors.UsageError, match="pp=2 x dp=2 x tp=1 needs 4 processes, and this one stands"):
+    with pytest.raises(penstock.errors.UsageError, match="pp=2 x dp=2 x tp=1 needs 4 processes, but this process runs"):
         penstock.mesh(pp=2, dp=2)
     with pytest.raises(penstock.errors.UsageError, match="only one axis"):
         penstock.mesh(pp=-1, dp=-1)

@@ -339,7 +339,7 @@ def test_plans_that_do_not_fit_are_refused_by_name(told_others: Any) -> None:
     for rank in told_others:
         pattern, style, kind, none, name, apart, across, partial, rows, scales, early = rank["mistakes"]
         assert [each[0] for each in (pattern, style, kind, none, name)] == ["UsageError"] * 5
-        assert "no module matches '*.atention.query'; the model has, for one, '4.attention.query'" in pattern[1]
+        assert "no module matches '*.atention.query'; the model has, for example, '4.attention.query'" in pattern[1]
         assert "the style 'columns': choose one of 'colwise'" in style[1]
         assert "(LayerNorm) cannot be spread by ColwiseParallel" in kind[1]
         assert "the mesh has tp=2, but no ParallelOptions(tensor_plan=)" in none[1]

@@ -74,9 +74,9 @@ def test_gradients_of_both_stages_come_back_in_one_message() -> None:
 
 def test_what_is_not_there_is_an_error_with_its_name() -> None:
     (box,) = boxes([0, 0])
-    with pytest.raises(RunError, match="stage 1 wants the output of stage 0, microbatch 2: not there"):
+    with pytest.raises(RunError, match="stage 1 needs the output of stage 0 for microbatch 2, which is not there"):
         box.take_inputs(1, 2)
-    with pytest.raises(RunError, match="stage 0 wants the gradient of stage 1, microbatch 2: not there"):
+    with pytest.raises(RunError, match="stage 0 needs the gradient of stage 1 for microbatch 2, which is not there"):
         box.take_gradients(0, 2)
 
 

@@ -298,13 +298,13 @@ def test_a_microbatch_goes_forward_once_and_back_once() -> None:
     with pytest.raises(RunError, match="stage 0 has run microbatch 0 forward already"):
         stage.forward(given)
     seeds: dict[str, Any] = {"split": True, "loss_seed": torch.tensor(1.0), "extra_seed": None}
-    with pytest.raises(RunError, match="no weight gradient of microbatch 0 put off"):
+    with pytest.raises(RunError, match="no postponed weight gradient of microbatch 0"):
         stage.weights(0)
     stage.backward(0, {}, **seeds)
-    with pytest.raises(RunError, match="no forward of microbatch 0 to go back through"):
+    with pytest.raises(RunError, match="cannot run the backward of microbatch 0: its forward has not run"):
         stage.backward(0, {}, **seeds)
     stage.weights(0)
-    with pytest.raises(RunError, match="no weight gradient of microbatch 0 put off"):
+    with pytest.raises(RunError, match="no postponed weight gradient of microbatch 0"):
         stage.weights(0)
 
 

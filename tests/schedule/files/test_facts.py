@@ -68,7 +68,7 @@ def test_csv_takes_what_it_cannot_say(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"microbatch": 3}, "there is no fact microbatch of a schedule; known: forward_only, microbatches, name"),
+        ({"microbatch": 3}, "a schedule has no property microbatch; known: forward_only, microbatches, name"),
         ({"microbatches": True}, "whole number"),
         ({"ranks": 2.0}, "whole number"),
         ({"topology": [(0, 1)]}, "topology is a Topology, such as"),

@@ -246,10 +246,10 @@ GOOD = json.loads(to_json(build("1f1b", 2, 1)))
     ("change", "why"),
     [
         ({"penstock_schedule": 2}, '"penstock_schedule": 1 at its top'),
-        ({"rows": None}, "'rows' is missing or odd"),
+        ({"rows": None}, "'rows' is missing or wrong"),
         ({"rows": None, "edges": None}, "2 faults"),
-        ({"microbatches": "4"}, "'microbatches' is missing or odd"),
-        ({"edges": [[0, 1, 2]]}, "not a whole schedule: ValueError"),
+        ({"microbatches": "4"}, "'microbatches' is missing or wrong"),
+        ({"edges": [[0, 1, 2]]}, "not a complete schedule: ValueError"),
         ({"edges": [[1, 0]]}, "the edge 1 -> 0 does not fit"),
         (
             {"rows": [["0F0", 5], "1F0"]},

@@ -72,7 +72,7 @@ def test_a_file_that_was_changed_after_its_proof_is_refused(tmp_path: Path) -> N
         Schedule.load(path)
     assert Schedule.load(path, check=False).certificate is None
     changed(path, certificate={"digest": 5})
-    with pytest.raises(NotationError, match="not whole"):
+    with pytest.raises(NotationError, match="not complete"):
         Schedule.load(path)
 
 

@@ -59,7 +59,7 @@ def test_costs_that_are_none_are_refused(wrong: dict[str, Any], why: str) -> Non
 @pytest.mark.parametrize("name", ["forward", "input", "weight", "activation", "held"])
 def test_the_wrong_number_of_stages_is_refused(name: str) -> None:
     wrong: dict[str, Any] = {name: [1, 1, 1]}
-    with pytest.raises(UsageError, match=f"{name} has 3 numbers for 2 stages; give one for each, or one in all"):
+    with pytest.raises(UsageError, match=f"{name} has 3 numbers for 2 stages; give one per stage, or a single"):
         simulate(build("1f1b", 2, 2), Costs(**wrong))
 
 

@@ -34,7 +34,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _array(path: Path, key: str, saved: dict[str, Any]) -> NDArray[Any]:
-    pieces = []
+    pieces: list[tuple[list[int], NDArray[Any]]] = []
     for chunk in saved["chunks"]:
         if not PLAIN_NAME.fullmatch(chunk["file"]):
             raise ValueError(f"{chunk['file']!r} is not a plain file name")

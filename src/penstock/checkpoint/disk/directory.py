@@ -95,7 +95,7 @@ class Single(Directory):
     def place(self, step: int, planned: Set[str]) -> CheckpointFolder:
         if os.path.lexists(self._final):
             raise CheckpointError(
-                f"{self._final} is there already; choose another path, or delete it first", path=self._final
+                f"{self._final} already exists; choose another path, or delete it first", path=self._final
             )
         self.path.mkdir(parents=True, exist_ok=True)
         return _made(self._final, 1)

@@ -99,12 +99,12 @@ def _own_checksum(body: Mapping[str, Any]) -> str:
 def read_manifest(path: Path) -> Manifest:
     """The manifest, if it is one and is whole; the files that it lists are not looked at."""
     file = path / MANIFEST
-    document = _json(file, f"{path} is not a checkpoint of Penstock, or was torn before it was whole")
+    document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete")
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
     body = {name: value for name, value in document.items() if name != "checksum"}
     if document.get("checksum") != _own_checksum(body):
-        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content", path=path)
+        raise CheckpointError(f"{file} is damaged: its checksum does not match its content", path=path)
     if body.get("version") != VERSION:
         raise CheckpointError(
             f"{file} has format version {body.get('version')!r}; this Penstock reads {VERSION}", path=path
@@ -125,7 +125,7 @@ def read_manifest(path: Path) -> Manifest:
             origin=body.get("origin"),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} lacks what a manifest has: {error!r}", path=path) from error
+        raise CheckpointError(f"{file} is not a complete manifest: {error!r}", path=path) from error
 
 
 def _count(value: Any, what: str) -> int:
@@ -155,7 +155,7 @@ def _json(file: Path, otherwise: str) -> Any:
                 )
             return json.loads(stream.read(LONGEST + 1))
     except FileNotFoundError:
-        raise CheckpointError(f"{otherwise}: {file} is not there", path=file.parent) from None
+        raise CheckpointError(f"{otherwise}: {file} does not exist", path=file.parent) from None
     except NotADirectoryError:
         raise CheckpointError(f"{file.parent} is a file; a checkpoint is a directory", path=file.parent) from None
     except OSError as error:
@@ -237,7 +237,7 @@ def checkpoints_at(place: str | Path) -> list[Path]:
         raise UsageError(f"there is no {place}; give a run's folder, a directory of checkpoints, or one of them")
     found = [named.path for named in checkpoints_in(path) or checkpoints_in(path / "checkpoints")]
     if not found:
-        raise UsageError(f"{place} is no checkpoint, and has none in it (they are called step-00000100)")
+        raise UsageError(f"{place} is not a checkpoint and contains none (they have names such as step-00000100)")
     return found
 
 
@@ -248,5 +248,5 @@ def find_checkpoint(place: str | Path) -> Path:
         return found[0]
     newest, problems = find_newest(found[0].parent)
     if newest is None:
-        raise CheckpointError("\n  ".join([f"{place} has no whole checkpoint:", *problems]))
+        raise CheckpointError("\n  ".join([f"{place} has no complete checkpoint:", *problems]))
     return newest

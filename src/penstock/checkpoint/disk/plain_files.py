@@ -22,11 +22,11 @@ def open_plain(path: Path, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(error.errno, "a symlink has its name, and is not followed; remove it", str(path)) from None
+            raise OSError(error.errno, "it is a symlink, which is not followed; remove it", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "something that is no plain file has its name; remove it", str(path))
+        raise OSError(errno.EINVAL, "it is not a plain file; remove it", str(path))
     return descriptor
 
 

@@ -58,7 +58,7 @@ class Loaded:
 def log_skipped(problems: list[str]) -> None:
     """What was passed over, for the log."""
     for problem in problems:
-        logger.warning("passed over: %s", problem)
+        logger.warning("skipped: %s", problem)
 
 
 def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
@@ -86,7 +86,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         log_skipped(problems)
         if not whole:
             more = f"; {len(problems)} are damaged" if problems else ""
-            raise CheckpointError(f"{place} has no whole checkpoint{more}", path=place)
+            raise CheckpointError(f"{place} has no complete checkpoint{more}", path=place)
         return [path for path, _ in whole]
 
     _, answers = processes.on_all(lambda: (None, candidates() if processes.first else None), place)
@@ -101,7 +101,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
         if not problems and manifest is not None:
             return path, manifest
         if number + 1 == len(answers[0]):
-            raise CheckpointError("\n  ".join([f"{path} is not whole:", *problems]), path=path)
+            raise CheckpointError("\n  ".join([f"{path} is not complete:", *problems]), path=path)
         log_skipped(problems if processes.first else [])
     raise AssertionError("unreachable")
 
@@ -116,9 +116,7 @@ def _restoring(*arguments: Any) -> _Restoring:
         if isinstance(error, PenstockError):
             raise
         path = arguments[2].path
-        raise CheckpointError(
-            f"{path / INDEX} does not say what an index says: {str(error)[:200]}", path=path
-        ) from error
+        raise CheckpointError(f"{path / INDEX} is not a valid index: {str(error)[:200]}", path=path) from error
 
 
 class _Restoring:
@@ -197,7 +195,7 @@ class _Restoring:
                 part.load_state_dict(state)
             except WRONG as error:
                 raise CheckpointError(
-                    f"{self._contents.path}: {name}= does not take the state that was saved of it: {error!r}",
+                    f"{self._contents.path}: {name}= does not accept the state that was saved: {error!r}",
                     path=self._contents.path,
                 ) from error
         return None, None

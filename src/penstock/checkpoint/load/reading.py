@@ -44,7 +44,7 @@ def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
     manifest = read_manifest(path)
     wrong = list(damages(path, manifest, sums=True))
     if wrong:
-        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
+        raise CheckpointError("\n  ".join([f"{path} is not complete:", *wrong]), path=path)
     return manifest, CheckpointContents(path)
 
 
@@ -187,7 +187,7 @@ def _check_cover(found: SavedTensor) -> None:
             begin < 0 or size < 0 or end > whole
             for begin, size, end, whole in zip(chunk.offsets, chunk.sizes, ends, found.size, strict=True)
         ):
-            raise ValueError(f"a piece at {tuple(chunk.offsets)} of a tensor of shape {tuple(found.size)}")
+            raise ValueError(f"a piece at {tuple(chunk.offsets)} does not fit a tensor of shape {tuple(found.size)}")
     if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
         raise ValueError(f"the pieces of a tensor of shape {tuple(found.size)} do not cover it")
     ordered = sorted(found.chunks, key=lambda chunk: tuple(chunk.offsets))

@@ -81,10 +81,10 @@ class Saving:
                 self._await_end()
         except OSError as error:
             if self.number != 0 and not self.temporary.exists():
-                raise GivenUp(f"step {self.step} was not saved: process 0 gave it up", path=self.final) from error
+                raise GivenUp(f"step {self.step} was not saved: process 0 gave up", path=self.final) from error
             self._abandon(str(error))
             raise CheckpointError(
-                f"step {self.step} could not be saved to {self.final}: {error}; earlier checkpoints are as they were",
+                f"step {self.step} could not be saved to {self.final}: {error}; earlier checkpoints are unchanged",
                 path=self.final,
             ) from error
         except BaseException as error:

@@ -61,7 +61,7 @@ def compare(
     """Build and price every family side by side.
 
     --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb); the others have
-    one large stage a rank, or the two of a V.
+    one large stage per rank, or the two of a V.
     """
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches

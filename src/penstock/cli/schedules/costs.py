@@ -17,15 +17,15 @@ def _option(help: str, metavar: str = "TIME[,...]") -> Any:
     return typer.Option(metavar=metavar, help=help, show_default=False)
 
 
-Forward = Annotated[str, _option("Time of F: one number, or one for each stage with commas (1).")]
+Forward = Annotated[str, _option("Time of F: one number, or one per stage, with commas (1).")]
 Input = Annotated[str, _option("Time of I, the backward for the inputs; B takes I + W (1).")]
 Weight = Annotated[str, _option("Time of W, the backward for the weights (1).")]
 Hop = Annotated[str, _option("Time from a compute's end until another rank has its result (0).", "TIME")]
 Latency = Annotated[str, _option("Instead of --hop: a message takes latency + bytes / bandwidth (0).", "TIME")]
 Bandwidth = Annotated[str | None, _option("Bytes per unit of time on each link between two ranks.", "NUMBER")]
-Bytes = Annotated[str, _option("Size of a stage's output: one number, or one for each stage.", "NUMBER[,...]")]
+Bytes = Annotated[str, _option("Size of a stage's output: one number, or one per stage.", "NUMBER[,...]")]
 Activation = Annotated[
-    str, _option("Memory that F takes and B or W gives back: one number, or one for each stage (1).", "NUMBER[,...]")
+    str, _option("Memory that F takes and B or W gives back: one number, or one per stage (1).", "NUMBER[,...]")
 ]
 
 Overlap = Annotated[
@@ -50,7 +50,9 @@ def amounts(option: str, text: str, stages: int) -> float | tuple[float, ...]:
     if len(values) == 1:
         return values[0]
     if len(values) != stages:
-        raise UsageError(f"{option} has {len(values)} numbers for {stages} stages; give one for each, or one in all")
+        raise UsageError(
+            f"{option} has {len(values)} numbers for {stages} stages; give one per stage, or a single one for all"
+        )
     return values
 
 

@@ -73,7 +73,7 @@ class _PipelineSchedule(CustomFunctions):
         if left or per_rank != len(self._all_stages):
             raise UsageError(
                 f"{type(self).__name__}: {self._num_stages} stages on {self.pp_group_size} ranks are "
-                f"{self._num_stages / self.pp_group_size:g} a rank, but this rank has {len(self._all_stages)}; give "
+                f"{self._num_stages / self.pp_group_size:g} per rank, but this rank has {len(self._all_stages)}; give "
                 f"each rank the same number"
             )
         return build(family, self.pp_group_size, self._n_microbatches, per_rank)

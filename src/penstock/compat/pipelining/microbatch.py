@@ -88,7 +88,9 @@ def dims_of(spec: Any) -> Any:
         return {key: dims_of(value) for key, value in spec.items()}
     if isinstance(spec, (list, tuple)):
         return tuple(dims_of(value) for value in spec)
-    raise UsageError(f"{spec!r} is no chunk spec; pass TensorChunkSpec(dimension), or None for a value that goes whole")
+    raise UsageError(
+        f"{spec!r} is not a chunk spec; pass TensorChunkSpec(dimension), or None for a value that goes whole"
+    )
 
 
 def batch_dims(

@@ -37,7 +37,7 @@ def verify_module(module: Any) -> None:
         )
     layers = list(module)
     if len({id(layer) for layer in layers}) != len(layers):
-        raise ModelError("a layer stands in the model twice; use a copy for each place, or penstock.GPipe")
+        raise ModelError("a layer is in the model twice; use a copy for each place, or penstock.GPipe")
     if len(list(module.parameters())) != sum(len(list(layer.parameters())) for layer in layers):
         raise ModelError("layers of the model share a parameter; put them into one layer, or use penstock.GPipe")
 

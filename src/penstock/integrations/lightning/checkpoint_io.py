@@ -25,7 +25,10 @@ PARTS = ("state_dict", "optimizer_states")  # which each process writes by itsel
 
 
 class PipelineCheckpointIO(CheckpointIO):
-    """`PipelineStrategy(checkpoint_io=PipelineCheckpointIO())`: checkpoints are folders of `penstock.save`."""
+    """Saves a Lightning run in Penstock's own format: a folder to which each process writes its own part.
+
+    `PipelineStrategy(checkpoint_io=PipelineCheckpointIO())`.
+    """
 
     strategy: PipelineStrategy | None = None  # puts itself here
 

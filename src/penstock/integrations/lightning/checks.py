@@ -40,4 +40,4 @@ def check_use(module: LightningModule, trainer: Trainer) -> None:
     ]  # fmt: skip
     wrong = [text for is_wrong, text in rules if is_wrong]
     if wrong:
-        raise UsageError("a PipelineStrategy cannot train so:\n  " + "\n  ".join(wrong))
+        raise UsageError("a PipelineStrategy cannot train like this:\n  " + "\n  ".join(wrong))

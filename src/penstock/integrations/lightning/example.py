@@ -23,8 +23,8 @@ def example_batch(trainer: Trainer, rows: int) -> Any:
         loader = loader[0]
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            f"the model is cut by a batch of its data, and none can be taken from a {type(loader).__name__}; pass "
-            f"PipelineStrategy(example=batch) with one as a step gets it"
+            f"the model is cut with a batch of its data, and a {type(loader).__name__} cannot provide one; pass "
+            f"PipelineStrategy(example=batch), with a batch as a step gets it"
         )
     before = states_of_generators()
     batch = next(iter(DataLoader(loader.dataset, batch_size=rows, collate_fn=loader.collate_fn)))

@@ -50,11 +50,17 @@ STEPS = {
 
 
 class PipelineStrategy(DDPStrategy):
-    """`Trainer(strategy=PipelineStrategy(microbatches=8), devices=4)`: a LightningModule as a pipeline.
+    """A Lightning strategy that runs a LightningModule as a pipeline, with one rank per process.
 
-    Options are those of `penstock.Pipeline`; without `stages`, there is what the schedule needs for one rank per
-    process. `replicas` pipelines run beside each other, each on its own batches. `example` is a batch of the data, for
-    loaders from which none can be taken. `checkpoint_io` as in Lightning.
+    `Trainer(strategy=PipelineStrategy(microbatches=8), devices=4)`.
+
+    Args:
+        microbatches: Number of slices that each batch is split into.
+        replicas: Number of pipelines that run side by side, each on its own batches.
+        example: A batch of the data. Required only if the loader cannot provide one before training.
+        checkpoint_io: As in Lightning; a `PipelineCheckpointIO` writes Penstock's own format.
+        **options: Further options of `penstock.Pipeline`. Without `stages`, there are as many as the schedule needs for
+            one rank per process.
     """
 
     def __init__(
@@ -84,7 +90,7 @@ class PipelineStrategy(DDPStrategy):
 
     @property
     def pipe(self) -> Pipeline:
-        """The pipeline that runs the module; there is one when the trainer has set up the strategy."""
+        """The pipeline that runs the module; it is built when the trainer sets up the strategy."""
         if self._pipe is None:
             raise UsageError("there is no pipeline yet; trainer.fit(), validate(), test() and predict() make it")
         return self._pipe

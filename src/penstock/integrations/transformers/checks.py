@@ -32,7 +32,7 @@ def check_use(trainer: Trainer, args: TrainingArguments, replicas: int) -> None:
     """Arguments and overrides that would be ignored, or would break the pipeline."""
     wrong = [text for is_wrong, text in _rules(trainer, args, replicas) if is_wrong]
     if wrong:
-        raise UsageError("a PipelineTrainer cannot train so:\n  " + "\n  ".join(wrong))
+        raise UsageError("a PipelineTrainer cannot train like this:\n  " + "\n  ".join(wrong))
 
 
 def _rules(trainer: Trainer, args: TrainingArguments, replicas: int) -> list[tuple[bool, str]]:

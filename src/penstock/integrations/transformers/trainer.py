@@ -41,11 +41,16 @@ PER_RANK = 4  # microbatches per rank, where nothing is said and the batch has a
 
 
 class PipelineTrainer(Trainer):
-    """`transformers.Trainer` on a pipeline: `PipelineTrainer(model, args, ..., pipeline={"schedule": "zb-v"})`.
+    """A `transformers.Trainer` that runs its model as a pipeline.
 
-    `pipeline` has options of `penstock.Pipeline`: `stages`, `microbatches`, `schedule`, `mesh`, `balance`, ... All have
-    defaults under torchrun, where each process is one rank; in one process, `stages` says how many run as its threads.
-    Everything else is as in a Trainer. `trainer.pipe` is the pipeline, once there is one.
+    `PipelineTrainer(model, args, ..., pipeline={"schedule": "zb-v"})`. Everything but `pipeline` is as in a Trainer.
+
+    Args:
+        *args: As for a `transformers.Trainer`.
+        pipeline: Options of `penstock.Pipeline`, such as `stages`, `microbatches`, `schedule`, `mesh` and `balance`.
+            Under torchrun, where each process is one rank, all have defaults. In one process, `stages` is required:
+            the number of stages that run as threads.
+        **kwargs: As for a `transformers.Trainer`.
     """
 
     model: Any  # transformers' own types are those of before training
@@ -67,7 +72,7 @@ class PipelineTrainer(Trainer):
 
     @property
     def pipe(self) -> Pipeline:
-        """The pipeline that trains the model; there is one from the first call of train(), evaluate() or predict()."""
+        """The pipeline that trains the model; it is built by the first call of train(), evaluate() or predict()."""
         if self._pipelined is None:
             raise UsageError("there is no pipeline yet; train(), evaluate() and predict() make it")
         return self._pipelined.pipe
@@ -104,7 +109,9 @@ class PipelineTrainer(Trainer):
         schedule = options.get("schedule", "1f1b")
         if not isinstance(schedule, Schedule) and not options.get("split_at") and "balance" not in options:
             if ranks == 1 and "stages" not in options:
-                raise UsageError("one process: say how many stages run as its threads with pipeline={'stages': 4}")
+                raise UsageError(
+                    "in one process the stages run as threads: say how many there are with pipeline={'stages': 4}"
+                )
             options.setdefault("stages", ranks * family(schedule).stages_per_rank)
         if not isinstance(schedule, Schedule):
             most = PER_RANK * (ranks if ranks > 1 else options.get("stages", 1))

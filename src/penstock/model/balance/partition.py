@@ -1,18 +1,13 @@
-"""Contiguous partition so that the most loaded rank is as light as can be: the search behind `balance`.
+"""The problem behind `balance`: contiguous stages, so that the most loaded rank is as light as can be.
 
-The classic wrong turns are to even out differences, or to subtract the minimum: both can leave a
-stage much heavier than it need be. Here one question is asked, and answered exactly: can all loads
-stay within a bound? Where every rank has one stage, sweeping the reachable ends of each stage from
-the first to the last answers it, and bisection over the bound gives the optimum.
-
-Where ranks have several stages (loop, V, any map), a rank's load is a sum over stages that stand far
-apart, and no sweep decides it: that is `several_stages`. Sums are compared to one part in 10^9.
+The classic wrong turns are to even out differences, or to subtract the minimum: both can leave a stage much heavier
+than it need be. What is minimised here is the largest load of a rank, over all of its stages; `sweep` does it.
+Sums are compared to one part in 10^9.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +20,6 @@ from penstock.schedule.placement import Placement
 Weights = Sequence[float] | Sequence[Sequence[float]]  # a number per piece; or for each stage a row of them
 
 ROUNDING = 1e-9
-BISECTIONS = 60
 
 Ends = list[int]  # the boundaries between stages, with 0 and the number of atoms at both ends
 
@@ -50,115 +44,41 @@ class PartitionProblem:
         return len(self.crossing) - 1
 
     def loads(self, ends: Ends) -> list[float]:
+        """By rank."""
         found = list(self.base)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
         return found
 
-    def bytes(self, ends: Ends) -> float:
-        return sum(self.crossing[end] for end in ends[1:-1])
+    def largest(self, ends: Ends) -> float:
+        """The load of the rank that all others wait for."""
+        return max(self.loads(ends))
 
-    def reach(self, stage: int, first: int, room: float) -> int:
-        """The furthest end of a stage that begins at `first` and has that much room."""
-        sums = self.sums[stage]
-        return bisect_right(sums, sums[first] + room) - 1
+    def bytes(self, ends: Ends) -> float:
+        """What crosses all cuts."""
+        return sum(self.crossing[end] for end in ends[1:-1])
 
     @cached_property
     def single(self) -> bool:
-        """Has every rank one stage?"""
+        """Whether every rank has one stage."""
         return len(set(self.ranks)) == len(self.ranks)
 
     @cached_property
     def least(self) -> list[float]:
-        """By boundary: what the atoms from there on weigh at speed 1, on the stages where they weigh least."""
+        """What the first n atoms weigh at speed 1, each on the stages where it weighs least."""
         sides = {id(sums): (sums, self.speeds[rank]) for sums, rank in zip(self.sums, self.ranks, strict=True)}.values()
-        steps = [min((sums[n + 1] - sums[n]) * speed for sums, speed in sides) for n in range(self.atoms)]
-        found = [0.0] * (self.atoms + 1)
-        for n in reversed(range(self.atoms)):
-            found[n] = found[n + 1] + steps[n]
-        return found
+        steps = (min((sums[n + 1] - sums[n]) * speed for sums, speed in sides) for n in range(self.atoms))
+        return [0.0, *accumulate(steps)]
 
     @cached_property
-    def fewest_bytes(self) -> list[float]:
-        """By number of cuts: what they cross at the very least."""
-        found = [0.0]
-        for crossed in sorted(self.crossing[1:-1]):
-            found.append(found[-1] + crossed)
-        return found
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Neighbouring stages on different ranks, between two boundaries: a classic problem."""
-
-    problem: PartitionProblem
-    stages: range
-    first: int
-    last: int
-    before: Sequence[float]  # by rank: load from elsewhere
-
-    def rooms(self, bound: float) -> list[float]:
-        ranks = self.problem.ranks
-        return [bound * (1 + ROUNDING) - self.before[ranks[stage]] for stage in self.stages]
-
-    def fits(self, bound: float) -> bool:
-        """Can every load stay within `bound`? Sweeps the ends that each stage can have."""
-        problem, reachable = self.problem, [self.first]
-        for left, stage, room in zip(reversed(range(len(self.stages))), self.stages, self.rooms(bound), strict=True):
-            if room < 0:
-                return False
-            ends: list[int] = []
-            high = 0
-            for start in reachable:
-                end = min(problem.reach(stage, start, room), self.last - left)
-                ends += range(max(start, high) + 1, end + 1)
-                high = max(high, end)
-            if not ends:
-                return False
-            reachable = ends
-        return reachable[-1] == self.last
-
-    def least_bound(self, known: float) -> float:
-        """The smallest bound that fits, given one that does."""
-        ranks = self.problem.ranks
-        low, high = max((self.before[ranks[stage]] for stage in self.stages), default=0.0), known
-        for _ in range(BISECTIONS):
-            if high - low <= ROUNDING / 8 * high:
-                break
-            middle = (low + high) / 2
-            if self.fits(middle):
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def cheapest(self, bound: float) -> tuple[float, list[int]] | None:
-        """Within `bound`, the cut with the fewest bytes, then the evenest: (bytes, inner boundaries)."""
-        problem = self.problem
-        table: dict[int, tuple[float, float, tuple[int, ...]]] = {self.first: (0.0, 0.0, ())}
-        for left, stage, room in zip(reversed(range(len(self.stages))), self.stages, self.rooms(bound), strict=True):
-            grown: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-            sums, base = problem.sums[stage], self.before[problem.ranks[stage]]
-            for start, (crossed, uneven, inner) in table.items():
-                high = min(problem.reach(stage, start, room), self.last - left) if room >= 0 else start
-                for end in range(start + 1 if left else max(start + 1, self.last), high + 1):
-                    load = base + sums[end] - sums[start]
-                    found = (crossed + (problem.crossing[end] if left else 0.0), uneven + load * load)
-                    if end not in grown or found < grown[end][:2]:
-                        grown[end] = (*found, (*inner, end) if left else inner)
-            table = grown
-        if self.last not in table:
-            return None
-        return table[self.last][0], list(table[self.last][2])
-
-
-def classic(problem: PartitionProblem, slack: float = 0.0) -> Ends:
-    """The best cut where every rank has one stage. Loads within `slack` of the best count as equal; bytes decide."""
-    whole = Stretch(problem, range(problem.stages), 0, problem.atoms, problem.base)
-    most = max(sums[-1] for sums in problem.sums) + max(problem.base)
-    found = whole.cheapest(whole.least_bound(most) * (1 + slack))
-    assert found is not None
-    return [0, *found[1], problem.atoms]
+    def floor(self) -> float:
+        """No cut is lighter: the whole shared out evenly; and the heaviest atom with the lightest beside it."""
+        carried = sum(base * speed for base, speed in zip(self.base, self.speeds, strict=True))
+        even = (self.least[-1] + carried) / sum(self.speeds)
+        atoms = sorted(min(sums[n + 1] - sums[n] for sums in self.sums) for n in range(self.atoms))
+        others = min(self.ranks.count(rank) for rank in self.ranks) - 1  # stages of its rank, each with an atom
+        floor = max(even, atoms[-1] + sum(atoms[:others]), *self.base)
+        return math.ceil(floor / self.grain) * self.grain if self.grain else floor
 
 
 # -- from what the user gives

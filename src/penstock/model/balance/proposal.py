@@ -2,7 +2,7 @@
 
 A pipeline runs at the pace of its most loaded rank, so that load is what a cut minimises; a rank's
 load is the sum over its stages, divided by its speed. Among equally good cuts the one that fewer
-bytes cross is taken, then the evener. The search itself is in `partition`; nothing here needs torch.
+bytes cross is taken, then the evener. The search itself is in `sweep`; nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.errors import UsageError
-from penstock.model.balance.partition import Weights, classic, pose
-from penstock.model.balance.several_stages import lightest
+from penstock.model.balance.partition import Weights, pose
+from penstock.model.balance.sweep import lightest
 from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
@@ -61,7 +61,7 @@ def partition(
     slack      loads within this share of the best count as equal (measured times never quite are)
     """
     problem, places = pose(weights, stages, allowed, crossing, placement, speeds, base)
-    ends, exact = (classic(problem, slack), True) if problem.single else lightest(problem, slack)
+    ends, exact = lightest(problem, slack)
     cuts = tuple(places[end] for end in ends[1:-1])
     return Partition(cuts, tuple(problem.loads(ends)), problem.bytes(ends), exact)
 

@@ -138,7 +138,7 @@ def _captured(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwarg
     if stale:
         raise ModelError(
             f"the model's forward reads tensors that an earlier one left in it ({stale[0].name}) and replaces them; "
-            f"a captured graph would read the same ones for ever. Make them registered buffers that change in place"
+            f"a captured graph would always read the same ones. Make them registered buffers that change in place"
         )
     return made
 

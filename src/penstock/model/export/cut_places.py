@@ -143,7 +143,7 @@ def _module_start(values: Values, name: str, use: int) -> int:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"; near: {', '.join(near)}" if near else f" (modules: {', '.join(names[:12])})"
     if calls:
-        raise ModelError(f"split_at: {name}#{use} is no place to cut: the model calls {name!r} {len(calls)} times")
+        raise ModelError(f"split_at: {name}#{use} is not a place to cut: the model calls {name!r} {len(calls)} times")
     raise ModelError(f"split_at: no module {name!r} computes anything in the model's forward{hint}")
 
 

@@ -9,8 +9,7 @@ is first needed, and cut in the same places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +25,8 @@ from penstock.model.export.proof import prove, runs
 from penstock.model.export.stages import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.original.placeholders import with_memory
-from penstock.model.original.settings import Change, Settings, value_key
-from penstock.model.part import OUTPUT, Names, SelfContained
+from penstock.model.original.settings import Change, value_key
+from penstock.model.part import OUTPUT, Names, StagePart
 from penstock.model.recent import Recent
 from penstock.model.replay.modes import in_modes
 from penstock.model.replay.tree import OWN
@@ -152,8 +151,8 @@ class GraphPrograms:
         count = len({settings for _, settings in self._made})
         if count > MOST_CAPTURES:
             raise ModelError(
-                f"attributes of the model have been set to {count} different things, each of which had to be captured, "
-                f"because a graph has them built in; make what changes often a registered buffer"
+                f"attributes of the model have had {count} different values, and each needed another capture, "
+                f"because a graph has them built in; make a value that changes often a registered buffer"
             )
         with in_modes(self._modules, modes), with_memory(self._model):
             made = capture(self._model, self._arguments, args, kwargs)
@@ -232,21 +231,19 @@ class StageState(nn.Module):
         return (place._parameters if leaf in place._parameters else place._buffers), leaf
 
 
-class GraphPart(SelfContained):
+class GraphPart(StagePart):
     """A stage, as the runtime sees it."""
 
-    takes: frozenset[str] | None = None  # every keyword argument
-    reads_inputs = True  # and all positional ones: inputs are read where they are needed
+    reads_inputs = True  # inputs are read where they are needed
     captured = True
 
     def __init__(
         self, index: int, model: nn.Module, programs: GraphPrograms, module: StageState, aliases: Mapping[str, str]
     ) -> None:
-        self.index = self.stream = index
-        self.module: nn.Module = module
-        self.names: dict[str, str] = Names({name: name for name in all_tensors(module)})
-        self.around: Callable[[int], AbstractContextManager[Any]] = lambda number: nullcontext()
-        self.copied: Sequence[nn.Module] = list(model.modules())
+        super().__init__(index)
+        self.module = module
+        self.names = Names({name: name for name in all_tensors(module)})
+        self.copied = list(model.modules())
         self._programs = programs
         self._is_last = index == programs.topology.stages - 1
         self._tables = {name: module.table(own) for name, own in aliases.items()}  # by every name that a tensor has
@@ -270,13 +267,6 @@ class GraphPart(SelfContained):
         if changes or replaced:
             self._programs.follow()
             self.module.train(any(self._programs.modes))
-
-    def fault(self) -> str:
-        """What cannot be captured anew is refused by the capture."""
-        return ""
-
-    def give_back(self, settings: Settings) -> None:
-        """No code of the user's modules runs here."""
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Run the stage's operations; payloads are lists of tensors and plain values."""

@@ -175,26 +175,26 @@ def _compare(model: nn.Module, found: Outcome, expected: Outcome, when: str, wha
     def refuse(difference: str) -> ModelError:
         return ModelError(
             f"the graph that torch.export captures of {type(model).__name__} is not the model's function: {when}, "
-            f"{difference} than {what} gives. The forward reads something that changes from call to call, or does "
+            f"{difference} from what {what} gives. The forward reads something that changes from call to call, or does "
             f"something else while it is captured; make that an input or a registered buffer, or pass a list of stage "
             f"modules"
         )
 
     if shape.key() != wanted_shape.key():
-        raise refuse("its output has other plain values, or another structure,")
+        raise refuse("its output differs in its structure or in plain values")
     named = [(f"output tensor {place}", *pair) for place, pair in enumerate(zip(tensors, wanted, strict=True))]
     named += [(f"buffer {name}", buffer, wanted_buffers[name]) for name, buffer in buffers.items()]
     for name, have, want in named:
         if not isinstance(want, Tensor):
             if have != want:
-                raise refuse(f"{name} is {have}, other")
+                raise refuse(f"{name} is {have}, which differs")
             continue
         if have.shape != want.shape or have.dtype != want.dtype or have.requires_grad != want.requires_grad:
-            raise refuse(f"{name} is of another shape or type, or wants a gradient where it should not,")
+            raise refuse(f"{name} differs in shape, type or in whether it requires grad")
         if (distance := _distance(have, want)) > 0.0:
-            raise refuse(f"{name} is other by {distance:.3g} of its largest entry")
+            raise refuse(f"{name} differs by {distance:.3g} of its largest entry")
         if _leaves(have) != _leaves(want):
-            raise refuse(f"{name} sends its gradient to other parameters")
+            raise refuse(f"{name} differs in the parameters that its gradient goes to")
 
 
 def _distance(have: Tensor, want: Tensor) -> float:

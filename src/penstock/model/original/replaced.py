@@ -32,6 +32,6 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             if MARK in parameter.__dict__:
                 raise UsageError(
-                    f"this {type(optimizer).__name__} was made before the Pipeline, which has put others in the place "
-                    f"of its parameters, so it would train nothing; make it afterwards, from pipe.parameters()"
+                    f"this {type(optimizer).__name__} was made before the Pipeline, which has replaced the "
+                    f"parameters that it holds, so it would train nothing; make it afterwards, from pipe.parameters()"
                 )

@@ -24,7 +24,7 @@ def refuse_wrapped_model(model: Any) -> None:
     kind = type(model).__name__
     if isinstance(model, (DistributedDataParallel, DataParallel)) or kind == "FullyShardedDataParallel":
         raise UsageError(
-            f"the model is wrapped in {kind}, which goes by whole batches and not by microbatches; pass the plain "
+            f"the model is wrapped in {kind}, which works on whole batches, not on microbatches; pass the plain "
             f"model that is its .module, and let the pipeline do it: mesh=, and ParallelOptions(replicate='fsdp') to "
             f"shard"
         )
@@ -34,7 +34,7 @@ def refuse_compiled_model(model: Any) -> None:
     """Raise for a model that torch.compile has made one block of."""
     if isinstance(model, getattr(sys.modules.get(DYNAMO), "OptimizedModule", ())):
         raise UsageError(
-            "the model is compiled as a whole by torch.compile, so that there is nowhere to cut it; pass the model "
+            "the model is compiled as a whole by torch.compile, so there is no place to cut it; pass the model "
             "that was compiled, and compile its blocks one by one: block.compile()"
         )
 

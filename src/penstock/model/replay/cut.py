@@ -235,7 +235,7 @@ def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
     again = [number for number, unit in enumerate(names) if unit == name]
     if len(again) < use or again[use - 1] not in starts:
         raise ModelError(
-            f"split_at: {name}#{use} is no place to cut: the model calls the unit {name!r} {len(again)} times"
+            f"split_at: {name}#{use} is not a place to cut: the model calls the unit {name!r} {len(again)} times"
             + (", and it updates itself, so that all its calls belong on one stage" if len(again) >= use else "")
         )
     return again[use - 1]

@@ -28,7 +28,7 @@ from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, run_as
 from penstock.model.original.placeholders import is_away, noted
 from penstock.model.original.settings import Change, Settings
-from penstock.model.part import OUTPUT, WHOLE, Names, no_stream, state_names
+from penstock.model.part import OUTPUT, WHOLE, Names, StagePart, state_names
 from penstock.model.recent import Recent
 from penstock.model.replay.checkpointed import cannot_repeat, check_reentrant
 from penstock.model.replay.divergence import check_returned, diverged, stale
@@ -66,13 +66,10 @@ class _Replay:
         return nullcontext() if self.absent is None else self.absent.paused()
 
 
-class ReplayPart:
+class ReplayPart(StagePart):
     """A stage, as the runtime sees it."""
 
-    takes: frozenset[str] | None = None  # every keyword argument: the glue may read any of them
-    reads_inputs = True  # and all positional ones
-    captured = False
-    stream = WHOLE
+    reads_inputs = True  # and every keyword argument: the glue may read any of them
 
     def __init__(
         self,
@@ -84,12 +81,12 @@ class ReplayPart:
         loose: dict[str, Tensor],
         defaults: Mapping[str, Any],
     ) -> None:
-        self.index = index
+        super().__init__(index)
+        self.stream = WHOLE
         self._model, self._plan, self._shapes = model, plan, shapes
         self._defaults = dict(defaults)
         self._is_last = index == plan.stages - 1
         self._local = threading.local()
-        self.around: Callable[[int], AbstractContextManager[Any]] = no_stream
         watched = {call.unit for call in plan.recording.calls}
         self._root = stage_tree(model, watched, self._answer)
         twins: dict[str, Any] = dict(self._root.named_modules())
@@ -103,7 +100,7 @@ class ReplayPart:
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
         self._twins = Twins(model, self._root, units.values())
-        self.copied: Sequence[nn.Module] = self._twins.glue
+        self.copied = self._twins.glue
         self._modes_of: dict[str, Any] = {name: twins.get(name, module) for name, module in modules.items()}
         inside = {id(module) for unit in units.values() for module in unit.modules()}
         others = [module for module in self._root.modules() if id(module) not in inside]
@@ -113,7 +110,7 @@ class ReplayPart:
         running = [twins.get(name, unit) for name, unit in units.items()]
         guarded = plan.recording.guarded
         self._guards = {name: Guard(name, twins[name], guarded[name]) for name in units if name in guarded}
-        self.module: nn.Module = StageUnits(list(units.values()), list(loose.values()), others, running)
+        self.module = StageUnits(list(units.values()), list(loose.values()), others, running)
         self._outside = Outside(self._root, self.module)
         known = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
@@ -121,7 +118,7 @@ class ReplayPart:
             for name in state_names(module)
         }
         known.update({f"loose_{number}": name for number, name in enumerate(loose)})
-        self.names: dict[str, str] = Names(known, within={str(number): unit for number, unit in enumerate(units)})
+        self.names = Names(known, within={str(number): unit for number, unit in enumerate(units)})
         own = [number for number, stage in enumerate(plan.stage_of) if stage == index]
         self._last_own = own[-1] if own else -1
         self._wanted = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}

@@ -97,6 +97,6 @@ def _check_kept(recording: Recording, stage_of: Sequence[int]) -> None:
         if call.keeps and where.setdefault(call.unit, stage_of[number]) != stage_of[number]:
             raise ModelError(
                 f"{call.unit} is called on stages {where[call.unit]} and {stage_of[number]} and updates {call.keeps} "
-                f"at each call; on two stages the order of updates would be another. Cut before its first or after its "
+                f"at each call; on two stages the order of updates would differ. Cut before its first or after its "
                 f"last call, use a copy for each place, or put it in eval mode"
             )

@@ -67,8 +67,9 @@ class Checks:
         strangers = self._reducer.strangers(held)
         if strangers:
             raise UsageError(
-                f"{len(strangers)} parameters are not those that the pipeline was made with ({strangers[0]}, for one), "
-                f"so replicas would train them apart; change the model first, then make the Pipeline and the optimizer"
+                f"{len(strangers)} parameters are not those that the pipeline was made with ({strangers[0]}, for "
+                f"example), so replicas would train them apart; change the model first, then make the Pipeline and "
+                f"the optimizer"
             )
         trained = [parameter.requires_grad for parameter in held]
         if trained != self._trained:

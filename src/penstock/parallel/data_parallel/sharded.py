@@ -40,7 +40,7 @@ def check_shardable(parts: Mapping[int, StagePart], precise: bool, shared: set[n
         dtypes = {str(parameter.dtype) for parameter in own if parameter.requires_grad}
         if len(dtypes) > 1:
             raise ModelError(
-                f"stage {stage} has trained parameters of {' and '.join(sorted(dtypes))}; FSDP reduces one dtype a "
+                f"stage {stage} has trained parameters of {' and '.join(sorted(dtypes))}; FSDP reduces one dtype per "
                 f"stage: cast them to one, or use replicate='ddp'"
             )
         if precise and any(parameter in shared for parameter in module.parameters()):

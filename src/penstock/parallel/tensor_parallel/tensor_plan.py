@@ -51,7 +51,8 @@ class TensorPlan:
             if not matches:
                 near = get_close_matches(pattern, known, 3, 0.4) or known[:3]
                 raise UsageError(
-                    f"tensor_plan: no module matches {pattern!r}; the model has, for one, {', '.join(map(repr, near))}"
+                    f"tensor_plan: no module matches {pattern!r}; the model has, for example, "
+                    f"{', '.join(map(repr, near))}"
                 )
             found.update(dict.fromkeys(matches, style))
         return {name: made(style) for name, style in found.items()}

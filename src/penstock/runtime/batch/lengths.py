@@ -168,7 +168,7 @@ def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
     if found.dim() != 1 or found.is_floating_point() or found.dtype is torch.bool or not len(found):
         raise ModelError(
             f"{said} has shape {tuple(found.shape)} and dtype {found.dtype}; by_tokens takes one whole number per row, "
-            f"or a mask with one entry a token"
+            f"or a mask with one entry per token"
         )
     lengths: list[int] = found.tolist()
     if min(lengths) < 0:

@@ -315,7 +315,7 @@ def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[
         if not (here is None or isinstance(here, int)):
             raise UsageError(
                 f"dims[{label!r}] says nothing about {pytree.keystr(path) or 'the value'}; "
-                f"give one number or None in all, or one for each leaf"
+                f"pass a single number or None, or one per leaf"
             )
         found.append(here)
     return found

@@ -186,7 +186,7 @@ class Executor:
                 self._loop(entries)
             if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
                 self._part = part
-                raise RunError(f"a handler has left {part} out: let it call context.run or context.compute for it")
+                raise RunError(f"a handler did not run {part}; it must call context.run or context.compute for it")
             self.transport.flush()
             if CTRL_C.since:
                 CTRL_C.look()

@@ -89,7 +89,7 @@ def _tell(stage: Stage, what: str, home: Home | None, replicated: bool) -> None:
     if home is not None:
         raise ModelError(
             f"{who} computes with {home.name}, a parameter of {home}, which it does not hold: on another rank the "
-            f"value grows old and the gradient is lost; with replicas it is reduced at the wrong time. Compute the "
+            f"value is outdated and the gradient is lost; with replicas it is reduced at the wrong time. Compute the "
             f"term in the forward of the module that has it, with penstock.add_loss(name, value); for an L2 penalty, "
             f"use the optimizer's weight_decay"
         )

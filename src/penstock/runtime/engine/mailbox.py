@@ -182,5 +182,5 @@ class Mailbox:
         except KeyError:
             what = "output" if direction == "F" else "gradient"
             raise RunError(
-                f"stage {to} wants the {what} of stage {source}, microbatch {microbatch}: not there"
+                f"stage {to} needs the {what} of stage {source} for microbatch {microbatch}, which is not there"
             ) from None

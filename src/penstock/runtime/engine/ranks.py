@@ -249,7 +249,7 @@ class LocalRanks:
         if self._wait_for_late():
             lines = "; ".join(f"rank {rank} {executor.progress()}" for rank, executor in self.executors.items())
             raise RunError(
-                f"{len(self._late)} ranks have not come back from their code in a step that failed ({lines}); "
+                f"{len(self._late)} ranks are still running their own code after a step that failed ({lines}); "
                 f"wait for them, or make a new Pipeline of a copy of the model: they may still write to this one"
             )
         self.reset()

@@ -239,7 +239,9 @@ class Stage:
         """B or I: gradients by consumer in, gradients by producer out (None where there is none)."""
         record = self.records.pop(microbatch, None)
         if record is None:
-            raise RunError(f"stage {self.part.index} has no forward of microbatch {microbatch} to go back through")
+            raise RunError(
+                f"stage {self.part.index} cannot run the backward of microbatch {microbatch}: its forward has not run"
+            )
         if record.recompute is not None:
             record.recompute()
         if split and record.deferred is not None:
@@ -261,7 +263,7 @@ class Stage:
         """W: the weight gradients that were put off."""
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:
-            raise RunError(f"stage {self.part.index} has no weight gradient of microbatch {microbatch} put off")
+            raise RunError(f"stage {self.part.index} has no postponed weight gradient of microbatch {microbatch}")
         self.fresh.before()
         deferred.run()
         self.fresh.after()

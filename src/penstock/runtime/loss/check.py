@@ -72,9 +72,9 @@ class LossChecks:
         if not self._said:
             self._said = True
             warnings.warn(
-                f"whether the loss of a batch is what its microbatches' losses make could not be checked: {why}. If it "
-                f"is neither a mean over rows nor a cross-entropy, see LossOptions(weight=) and (reduction=); "
-                f"LossOptions(per_microbatch=True) says that it is as you mean it",
+                f"whether the losses of microbatches add up to the loss of the batch could not be checked: {why}. If "
+                f"it is neither a mean over rows nor a cross-entropy, see LossOptions(weight=) and (reduction=); "
+                f"LossOptions(per_microbatch=True) confirms that it is as you mean it",
                 stacklevel=2,
             )
 

@@ -119,9 +119,9 @@ class Transaction:
         for number, versions in late.items():
             if any(version_of(parameter) != version for parameter, version in versions):
                 raise RunError(
-                    f"rank {number} left a step that had failed only now, and parameters of its stages were changed "
-                    f"before that: whether their buffers and counters are yours, or what that step left, cannot be "
-                    f"told. Load the state once more, by pipe.load_state_dict(), which waits for such a rank"
+                    f"rank {number} has only now left a step that failed earlier, and parameters of its stages were "
+                    f"changed in between, so its buffers and counters may be yours or left over from that step. Load "
+                    f"the state again with pipe.load_state_dict(), which waits for such a rank"
                 )
             self._ranks[number].put_back()
 
@@ -138,8 +138,8 @@ class Transaction:
             )
         elif had and not (self._atomic or set_aside or self._alone):
             error.add_note(
-                "the gradients of this rank are as before the step; those that other ranks had may have got a part of "
-                "its own: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
+                "the gradients of this rank are as before the step; those of other ranks may contain a part of the "
+                "failed step: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
             )
         elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
             error.add_note(

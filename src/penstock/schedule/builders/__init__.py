@@ -117,7 +117,7 @@ def family(name: str) -> Family:
     found = _BY_NAME.get(_plain(name))
     if found is None and is_auto(name):
         raise UsageError(
-            "auto is no family: it is searched under costs and a memory cap; call "
+            "auto is not a family: it is searched for, under costs and a memory cap; call "
             "penstock.schedule.search(ranks, microbatches, costs, memory), or penstock search"
         )
     if found is None:

@@ -26,7 +26,7 @@ def taken(facts: dict[str, Any]) -> dict[str, Any]:
     """Of the stated facts, those that a CSV file takes; UsageError for what is no fact or of no use."""
     odd = sorted(set(facts) - set(KNOWN))
     if odd:
-        raise UsageError(f"there is no fact {', '.join(odd)} of a schedule; known: {', '.join(sorted(KNOWN))}")
+        raise UsageError(f"a schedule has no property {', '.join(odd)}; known: {', '.join(sorted(KNOWN))}")
     for name in ("ranks", "stages", "microbatches"):
         value = facts.get(name)
         if value is not None:

@@ -192,7 +192,7 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
     if not missing and not document["name"].isprintable():  # it is shown on terminals
         missing = ["name"]
     if missing:
-        raise NotationError([Fault(f"the JSON is not a whole schedule: {key!r} is missing or odd") for key in missing])
+        raise NotationError([Fault(f"no complete schedule in JSON: {key!r} is missing or wrong") for key in missing])
     try:
         known = {
             "placement": Placement(document["placement"]),
@@ -210,15 +210,15 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
     except ScheduleError:
         raise
     except UsageError as error:
-        raise NotationError(f"the JSON is not a whole schedule: {error}") from error
+        raise NotationError(f"the JSON is not a complete schedule: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise NotationError(f"the JSON is not a whole schedule: {type(error).__name__} {error}") from error
+        raise NotationError(f"the JSON is not a complete schedule: {type(error).__name__} {error}") from error
 
 
 def _keep_certificate(schedule: Schedule, written: Any) -> None:
     """Check the certificate of a file, and keep it. One by other rules says nothing, and is dropped."""
     if not isinstance(written, dict) or set(written) != {"digest", "proved", "rules"}:
-        raise NotationError("the certificate of the file is not whole; verify the schedule, and save it again")
+        raise NotationError("the certificate of the file is not complete; verify the schedule, and save it again")
     certificate = Certificate(written["digest"], tuple(written["proved"]), written["rules"])
     if certificate.rules == RULES:
         certificate.check(schedule)

@@ -78,7 +78,7 @@ def from_json(text: str) -> Timeline:
         raise NotationError(f'a recorded run in JSON has "{MARK}": {FORMAT} at its top')
     wrong = [name for name, kind in _KEYS.items() if not isinstance(document.get(name), kind)]
     if wrong:
-        raise NotationError([Fault(f"the JSON is not a whole timeline: {name!r} is missing or odd") for name in wrong])
+        raise NotationError([Fault(f"no complete timeline in JSON: {name!r} is missing or wrong") for name in wrong])
     schedule = schedule_from_json(json.dumps(document["schedule"]))
     shape = list(schedule.shape_faults())
     if shape:
@@ -88,9 +88,9 @@ def from_json(text: str) -> Timeline:
     spans, chores = (tuple(_spans(document[name], name, schedule, known, faults)) for name in ("spans", "chores"))
     walls = tuple(_walls(document["walls"], schedule.ranks, faults))
     if len(document["unit"]) > LONGEST_UNIT or not document["unit"].isprintable():
-        faults.append(Fault(f"unit is no unit of time, such as 's': {document['unit'][:40]!r}"))
+        faults.append(Fault(f"unit is not a unit of time, such as 's': {document['unit'][:40]!r}"))
     if not _is_time(document["clock_error"]):
-        faults.append(Fault(f"clock_error is no time: {document['clock_error']}"))
+        faults.append(Fault(f"clock_error is not a time: {document['clock_error']}"))
     peaks = [document[name] for name in ("peak_activations", "peak_memory")]
     for name, numbers in zip(("peak_activations", "peak_memory"), peaks, strict=True):
         if len(numbers) not in (0, schedule.ranks) or not all(map(_is_time, numbers)):
@@ -125,7 +125,7 @@ def _spans(
             faults.append(Fault(f"{name}[{position}]: {error.faults[0].message}"))
             continue
         if not (all(map(_is_time, (start, end, wait))) and start <= end and wait >= 0):
-            faults.append(Fault(f"{name}[{position}], {text}: {start!r} to {end!r} after {wait!r} is no span of time"))
+            faults.append(Fault(f"{name}[{position}], {text}: {start!r} to {end!r} after {wait!r} is not a span"))
         elif not is_index(rank, schedule.ranks):
             faults.append(Fault(f"{name}[{position}], {text}: there is no rank {rank!r}"))
         elif any(

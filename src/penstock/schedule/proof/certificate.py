@@ -52,7 +52,8 @@ class Certificate:
         """
         if self.rules != RULES:
             raise ScheduleError(
-                f"the certificate is by rules {self.rules}, and these are rules {RULES}; verify it again"
+                f"the certificate was made under rules {self.rules}, but this version has rules {RULES}; verify it "
+                f"again"
             )
         found = certificate_of(schedule)
         if found != self:

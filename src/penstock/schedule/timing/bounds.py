@@ -125,7 +125,9 @@ def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, 
         return (math.inf,) * ranks
     caps = tuple(memory) if isinstance(memory, Iterable) else (memory,) * ranks
     if len(caps) != ranks:
-        raise UsageError(f"memory has {len(caps)} numbers for {ranks} ranks; give one for each, or one in all")
+        raise UsageError(
+            f"memory has {len(caps)} numbers for {ranks} ranks; give one per rank, or a single one for all"
+        )
     for cap in caps:
         if not (is_number(cap) and cap > 0):
             raise UsageError(f"memory must be a number above 0, got {cap!r}; leave it out for no cap")

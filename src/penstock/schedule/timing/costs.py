@@ -170,7 +170,7 @@ class Costs:
         if isinstance(value, tuple):
             if len(value) != stages:
                 raise UsageError(
-                    f"{name} has {len(value)} numbers for {stages} stages; give one for each, or one in all"
+                    f"{name} has {len(value)} numbers for {stages} stages; give one per stage, or a single one for all"
                 )
             return value
         return (value,) * stages
@@ -284,7 +284,7 @@ def is_number(value: object) -> bool:
 def _check(name: str, numbers: Iterable[float]) -> None:
     for number in numbers:
         if not is_number(number):
-            raise UsageError(f"{name} must be 0 or more and finite, got {number!r}, which is no number")
+            raise UsageError(f"{name} must be 0 or more and finite, got {number!r}, which is not a number")
         try:
             good = 0 <= float(number) < math.inf
         except OverflowError:

@@ -65,7 +65,7 @@ def _fill(model: nn.Module, contents: CheckpointContents, leaves_out: Callable[[
 
 
 def continue_together(
-    model: Any, prompts: list[list[int]], count: int, sampling: Sampling, end: int | None
+    model: Any, end: int | None, prompts: list[list[int]], count: int, sampling: Sampling
 ) -> Iterator[tuple[int, int]]:
     """(row, token) of all rows, token by token; a row that has come to its end adds no more."""
     longest = max(map(len, prompts))

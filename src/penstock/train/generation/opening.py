@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def open_writer(checkpoint: Path, threads: int | None = None) -> Writer:
         from penstock.train.generation.of_transformers import continue_together, open_model  # loads torch
 
         words, model = words_of(config, origin), open_model(checkpoint, config, threads)
-        return Writer(words, lambda *given: continue_together(model, *given, words.end))
+        return Writer(words, partial(continue_together, model, words.end))
     raise UsageError(
         f"{checkpoint} is of {config.model.source}; text can be sampled from the built-in GPT and from models of "
         f"transformers"

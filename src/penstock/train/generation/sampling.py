@@ -52,7 +52,7 @@ class Sampling:
         scaled = scores.astype(np.float64) / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < np.partition(scaled, -self.top_k)[-self.top_k]] = -np.inf
-        shares = np.exp(scaled - scaled.max())
+        shares: NDArray[np.float64] = np.exp(scaled - scaled.max())
         shares /= shares.sum()
         if self.top_p is not None:
             order = np.argsort(-shares, kind="stable")

@@ -87,7 +87,9 @@ class _TokenReader:
     """A token may be a part of a character, so text is written once it is certain."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._own, self._tokens, self._written = tokenizer, [], 0
+        self._own = tokenizer
+        self._tokens: list[int] = []
+        self._written = 0
 
     def add(self, token: int) -> str:
         self._tokens.append(token)

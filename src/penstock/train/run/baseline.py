@@ -27,6 +27,7 @@ def main(libraries: list[str]) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
+    from torch._C._distributed_c10d import HashStore
 
     import penstock.train.worker  # noqa: F401  (what a rank runs)
     from penstock.pipeline import Pipeline
@@ -34,7 +35,7 @@ def main(libraries: list[str]) -> None:
 
     for name in libraries:
         importlib.import_module(name)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with Pipeline(layers, stages=2, microbatches=2, loss_fn=nn.functional.mse_loss, transport="threads") as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())

@@ -92,7 +92,7 @@ def test_ranks_that_are_near_come_together_whatever_their_numbers() -> None:
         ({"layers": [1, 1], "speeds": [1, 0]}, "number above 0"),
         ({"layers": [1, 1], "skips": [(1, 0)]}, "to a later layer"),
         ({"layers": [1, 1], "links": [[0]]}, "links are of 1 ranks"),
-        ({"layers": [1], "vocabulary": True}, "no other one"),
+        ({"layers": [1], "vocabulary": True}, "only one layer"),
         ({"layers": [1, 1], "objective": "span"}, "makespan"),
         ({"layers": [1, 1], "memory": 0.5}, "memory is too little"),
         ({"speeds": [1, 2]}, "give layers="),

@@ -93,7 +93,7 @@ class Exchange:
         try:
             return plain.loads(content)
         except plain.NotPlainError as error:
-            raise MessageError(f"what rank {peer} said at the end of a step cannot be read: {error}") from error
+            raise MessageError(f"the report of rank {peer} at the end of a step cannot be read: {error}") from error
 
     def _post(self, peer: int) -> tuple[Tensor, Any]:
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
@@ -118,7 +118,7 @@ class Exchange:
         if magic != _MAGIC or its_step != step:
             raise MessageError(self._other_step(peer, step, its_step))
         if size > plain.LONGEST:
-            raise MessageError(f"rank {peer} says that it has {size} bytes to tell; at most {plain.LONGEST} are read")
+            raise MessageError(f"rank {peer} announces a report of {size} bytes; at most {plain.LONGEST} are read")
         if size <= _ROOM:
             return raw[_HEAD.size : _HEAD.size + size]
         body = torch.empty(size, dtype=torch.uint8)

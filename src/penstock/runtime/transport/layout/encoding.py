@@ -164,4 +164,4 @@ def _known_type(name: str) -> type:
     is_named_tuple = isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
     if isinstance(found, type) and (is_named_tuple or found in pytree.SUPPORTED_NODES):
         return found
-    raise ValueError(f"the type {name!r}, which is no named tuple and no container that is known here")
+    raise ValueError(f"the type {name!r}, which is neither a named tuple nor a container that is known here")

@@ -134,7 +134,7 @@ def _model(ranks: int, costs: Costs, request: Request) -> Model:
         if len(ends) != 2 or not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1] < len(layers):
             raise UsageError(f"a skip is (from layer, to a later layer), of {len(layers)} layers; got {skip!r}")
     if request.vocabulary and len(layers) < 2:
-        raise UsageError("vocabulary=True splits the last layer, and there is no other one")
+        raise UsageError("vocabulary=True splits the last layer, but there is only one layer")
     if costs.links is not None and len(costs.links) != ranks:
         raise UsageError(f"links are of {len(costs.links)} ranks, and there are {ranks}; give one row for each")
     return Model(layers, speeds, costs, request.skips)

@@ -23,10 +23,9 @@ from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import HUGGINGFACE
+from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.huggingface import tensor_plan_of
-from penstock.train.lora import has_adapters
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
 
@@ -101,7 +100,7 @@ def _memory(
     placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
     divided = _divided(config, pipe)
     rows = []
-    base = process_bytes(_libraries(config))
+    base = process_bytes(libraries_of(config))
     for rank in range(ranks):
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained = _weights(own, config, divided)
@@ -152,12 +151,6 @@ def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:
     plan = plan_of(tensor_plan_of(config, model))
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
     return set() if plan is None else set(plan.resolve(names))
-
-
-def _libraries(config: TrainConfig) -> list[str]:
-    used = {"transformers.models.auto.modeling_auto": config.model.source.startswith(HUGGINGFACE)}
-    used["peft"] = has_adapters(config)
-    return [name for name, wanted in used.items() if wanted]
 
 
 def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tuple[Weight, ...]] | None:

@@ -37,6 +37,7 @@ from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
 from penstock.train.config.consistent import processes_of
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import libraries_of
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.train.run.run_folder import RunFolder
@@ -165,7 +166,7 @@ def launch(job: Job, say: Say) -> int:
     ranks = processes_of(config)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["penstock.train.launch.fork_server", "penstock.train.worker"]
+        ["penstock.train.launch.fork_server", "penstock.train.worker", *libraries_of(config)]
     )
     spec = WorkerSpec(
         role="rank",

@@ -218,8 +218,8 @@ class Trainer:
         rows = [Memory(*each) for each in self.processes.exchange(astuple(self._memory.memory()))]
         if self.metrics is not None:  # on the rank that writes
             write_json(self.folder.memory, memory_document(rows))
-        words = "rank" if len(rows) > 1 else "process"
-        self.progress.say(f"\n{memory_table(rows, words)}")
+        in_threads = len(rows) == 1 and self.config.pipeline.ranks > 1
+        self.progress.say(f"\n{memory_table(rows, ['all'] if in_threads else None)}")
 
     def _evaluate(self) -> float | None:
         """The mean loss on batches that are not trained on."""

@@ -41,11 +41,15 @@ class Memory:
     process: float
 
 
-def memory_table(rows: Sequence[Memory], first: str = "rank") -> str:
-    """One line per rank or process, in megabytes."""
+def memory_table(rows: Sequence[Memory], ranks: Sequence[Any] | None = None) -> str:
+    """One line per rank, or per process where that is all of them, in megabytes."""
     kinds = [field.name for field in fields(Memory)]
-    lines = [[str(number), *(_megabytes(getattr(row, kind)) for kind in kinds)] for number, row in enumerate(rows)]
-    return table([[first, *kinds], *lines])
+    numbers = range(len(rows)) if ranks is None else ranks
+    lines = [
+        [str(number), *(_megabytes(getattr(row, kind)) for kind in kinds)]
+        for number, row in zip(numbers, rows, strict=True)
+    ]
+    return table([["rank", *kinds], *lines])
 
 
 def memory_document(rows: Sequence[Memory]) -> list[dict[str, Any]]:

@@ -229,7 +229,7 @@ def test_a_module_without_parameters_that_counts_at_the_end_is_not_read_at_the_b
             self.count += 1
             return x * 1.0
 
-    class Ends(Chain):
+    class ChannelEnds(Chain):
         def __init__(self) -> None:
             super().__init__()
             self.counter = Counter()
@@ -238,7 +238,7 @@ def test_a_module_without_parameters_that_counts_at_the_end_is_not_read_at_the_b
             return self.counter(super().forward(x * (1 + self.counter.count)))
 
     with pytest.raises(ModelError, match=r"would part counter\.count from code that reads or changes it"):
-        trains(Ends(), rows())
+        trains(ChannelEnds(), rows())
 
 
 class Scaled(Chain):

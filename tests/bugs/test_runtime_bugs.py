@@ -162,7 +162,7 @@ def test_the_losses_of_a_step_are_small() -> None:
     """Ours: mse_loss returns a scalar in a storage as large as its input, so keeping M losses kept M outputs."""
     pipe, (x, y) = pipeline(linears(2)), batch()
     sizes: list[int] = []
-    last = pipe.deployment.ranks.last()
+    last = pipe.deployment.ranks.last
     assert last is not None
 
     def look(action: Any, context: Any) -> None:

@@ -80,7 +80,7 @@ class Live:
             context.run(action)
             return
         context.fetch(action)
-        arrived = list(executor.computations.fetched.values())
+        arrived = list(executor.mailbox.fetched.values())
         ledger.add(arrived)
         del arrived
         with _Watch(ledger):

@@ -36,8 +36,8 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.silence import Marks
-from penstock.runtime.transport.gloo.header import CHANGED, HEADER, MAGIC, Header, blank_header
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
+from penstock.runtime.transport.gloo.messages import CHANGED, HEADER, MAGIC, Header, blank_header
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Layout, flatten
 from penstock.runtime.transport.own_socket import OwnSocket, path_of

@@ -93,7 +93,7 @@ def test_a_difference_is_shrunk_to_the_layer_that_makes_it() -> None:
 
 def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: each microbatch's loss is seeded with twice its share."""
-    from penstock.runtime.loss.shares import Seeds
+    from penstock.runtime.loss.losses import Seeds
 
     case = Case(((DENSE,), (DENSE,)), ranks=2, sizes=(2, 1))
     assert run_on_threads(case).kind == "same"

@@ -95,6 +95,22 @@ def test_it_learns_and_says_where_things_are(tmp_path: Path, text: Path, capsys:
     assert [path.name for path in sorted(folder.checkpoints.glob("step-*"))] == [f"step-{n:08}" for n in (20, 40, 60)]
 
 
+def test_packed_rows_that_are_streamed_go_on_at_the_exact_row(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lengths = [(number * 7) % 15 + 2 for number in range(60)]
+    rows.write_text("".join(json.dumps({"input_ids": [length] * length}) + "\n" for length in lengths))
+    change = ["data.packing=true", "data.streaming=true", "data.window=9", f"data.validation_source={rows}"]
+    change += ["training.accumulate=2", "evaluation.every=2"]
+    whole, parts = (config_of(tmp_path, rows, *change, f"output={tmp_path / name}") for name in ("whole", "parts"))
+    assert trained(whole) == 0
+    stop = Stop()
+    stop.asked = True
+    assert trained(parts, stop=stop) == INTERRUPTED
+    assert trained(parts, resume=True) == 0
+    assert losses(parts) == losses(whole)
+    assert len(set(losses(whole))) == 8
+
+
 @pytest.mark.parametrize(
     "change", [[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]]
 )
@@ -321,9 +337,9 @@ def test_a_checkpoint_is_evaluated_and_continued(tmp_path: Path, text: Path) -> 
     folder = RunFolder(Path(config.output))
     path = find_checkpoint(folder.root)
     assert path == find_checkpoint(folder.checkpoints) == find_checkpoint(path)
-    step, losses = evaluate_checkpoint(config, path, 2)
+    step, losses, mean = evaluate_checkpoint(config, path, 2)
     assert (step, len(losses)) == (80, 2)
-    assert sum(losses) / 2 == read_metrics(folder.metrics)[-1]["validation"]
+    assert mean == read_metrics(folder.metrics)[-1]["validation"] == pytest.approx(sum(losses) / 2)
     settings = [*TINY, f"data.source={text}", "data.sequence=12", "pipeline.ranks=1"]
     wide = load_config(None, settings)
     assert evaluate_checkpoint(wide, path, 2)[1] == pytest.approx(losses, rel=1e-5)  # another layout
@@ -479,7 +495,7 @@ def test_fp16_finds_its_scale_and_keeps_it_when_the_run_goes_on(tmp_path: Path, 
 
 
 def test_a_batch_is_shared_by_replicas_row_by_row() -> None:
-    from penstock.train.data.batches import DataBatch
+    from penstock.train.data.batch import DataBatch
 
     batch = DataBatch((torch.arange(8).reshape(4, 2),), {"mask": torch.ones(4), "scale": 2.0}, torch.arange(4), 8)
     halves = [batch.share(number, 2) for number in range(2)]

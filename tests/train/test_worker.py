@@ -16,7 +16,7 @@ import torch
 from penstock.errors import ModelError
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import DataBatch
+from penstock.train.data.batch import DataBatch
 from penstock.train.launch.stopping import Stop, asking
 from penstock.train.loop import Trainer
 from penstock.train.run.metrics import read_metrics

@@ -29,8 +29,7 @@ def evaluate(
         from penstock.train.evaluate import evaluate_checkpoint  # loads torch
 
         found = find_checkpoint(checkpoint or config.output)
-        step, losses = evaluate_checkpoint(config, found, batches)
-    loss = sum(losses) / len(losses)
+        step, losses, loss = evaluate_checkpoint(config, found, batches)
     perplexity, bits = math.exp(min(loss, 700.0)), loss / math.log(2)
     if as_json:
         facts = {"checkpoint": str(found), "step": step, "batches": len(losses), "loss": loss}

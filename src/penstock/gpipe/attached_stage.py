@@ -24,8 +24,8 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.errors import RunError
 from penstock.model.part import StagePart
+from penstock.runtime.backward.graph_leaves import leaves_in_graph
 from penstock.runtime.backward.record import GraphRecord, RunBackward
-from penstock.runtime.backward.split import leaves_in_graph
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.state.randomness import StageRandomness
 

@@ -21,7 +21,8 @@ from penstock.gpipe.attached_stage import AttachedStage, Weights, check_weights,
 from penstock.gpipe.graph_nodes import Outputs, Stages
 from penstock.model.split import Split
 from penstock.runtime.backward.record import GraphRecord
-from penstock.runtime.batch.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
+from penstock.runtime.batch.result import merge
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.report import StepInput
 from penstock.runtime.loss.shares import Shares
@@ -130,7 +131,7 @@ class ForwardCall:
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
             stage.begin(self._parameters[rank], self._pieces[rank])
         self._run(0, inputs)
-        last = calls.ranks.last()
+        last = calls.ranks.last
         assert last is not None
         outputs: list[Any] = last.computations.output()
         if calls.ranks.turns.draw:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -151,9 +151,11 @@ class World:
                 self._transport.close()
             raise
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """Around a step: where ranks are processes, Ctrl-C waits until a message, or the step's end, is whole."""
-        return nullcontext() if self._transport is None else CTRL_C.around_step()
+    @contextmanager
+    def stepping(self, call: str) -> Iterator[None]:
+        """Around a step: as `calling`; and on processes, Ctrl-C waits until a message, or the step's end, is whole."""
+        with self.calling(call), nullcontext() if self._transport is None else CTRL_C.around_step():
+            yield
 
     def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""
@@ -203,15 +205,15 @@ class World:
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
-        transport = self._transport
-        if transport is None or transport.call:
+        watch = None if self._transport is None else self._transport.watch
+        if watch is None or watch.call:
             yield
             return
-        transport.call = call
+        watch.call = call
         try:
             yield
         finally:
-            transport.call = ""
+            watch.call = ""
 
 
 def _check_built(answers: Sequence[Any]) -> None:

@@ -48,7 +48,7 @@ class AxisLink:
         self._inside = ""  # what this rank waits in, in words
         self._timeout = timeout + LATER
         self._transport = DistributedTransport(group, self._timeout)
-        self._watch = self._transport._watch
+        self._watch = self._transport.watch
         self._watch_pipeline()
         # of waits that nobody else looks at, the backend's own timeout is the only one
         limit = timeout + SOON if unseen else self._timeout + SLACK
@@ -59,7 +59,7 @@ class AxisLink:
 
         The watch's thread must keep neither this link nor the pipeline alive.
         """
-        watch, link = self._pipeline._watch, ref(self)
+        watch, link = self._pipeline.watch, ref(self)
 
         def ended(verdict: PeerFailure) -> None:
             here = link()

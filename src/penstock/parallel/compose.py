@@ -92,7 +92,7 @@ def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[
     mark_replaced(parameter for _, _, parameter in replaced)
     pipe.deployment.clock.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    last = pipe.deployment.ranks.last() is not None
+    last = pipe.deployment.ranks.last is not None
     replicas = Replicas(
         executor,
         links.get("dp"),

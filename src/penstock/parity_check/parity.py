@@ -36,7 +36,7 @@ from penstock.runtime.backward.record import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Alone
-from penstock.runtime.loss.losses import check_loss, own_loss
+from penstock.runtime.loss.losses import check_loss, own_loss, read_loss
 from penstock.runtime.loss.module import module_of
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
@@ -169,7 +169,8 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precis
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
                 loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics)
-                shares.saw(number, loss)
+                if shares.learns:
+                    shares.saw(number, read_loss(loss))
                 share = shares()[number] if shares.counts(number) else 0.0
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]

@@ -22,8 +22,8 @@ from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
-from penstock.runtime.batch.microbatch import Batch, Microbatches, check_labels, count_for, merge, split_batch
-from penstock.runtime.batch.result import StepResult, loss_values
+from penstock.runtime.batch.microbatch import Batch, Microbatches, check_labels, count_for, split_batch
+from penstock.runtime.batch.result import StepResult, loss_values, merge
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.loss.check import LossChecks
 from penstock.runtime.loss.loss_options import LossOptions
@@ -135,11 +135,13 @@ class Batches:
             self._check_trains()
         batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
         batches = {rank: _on_device(batch, deployment.devices.get(rank)) for rank in ranks.executors}
-        shares, check, last = Shares(count, 1.0 / count), None, ranks.last()
-        if last is not None and call.reduce is None:
+        check = None
+        if ranks.last is None or call.reduce is not None:
+            shares = Shares(count, 1.0 / count)
+        else:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
-                check = self.checks.begin(batches[last.rank], weighed)
+                check = self.checks.begin(batches[ranks.last.rank], weighed)
         seen = self._look(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
@@ -273,7 +275,7 @@ class Batches:
             for name, value in each.extra.items():
                 extra[name] = extra.get(name, 0.0) + value
         extra = {name: value / sum(each.count for each in reports_of_all) for name, value in extra.items()}
-        last = self.deployment.ranks.last()
+        last = self.deployment.ranks.last
         output = None if last is None else last.computations.output()
         whole = None if total is None else loss_values([total])[0]
         return StepResult(whole, loss_values(losses), extra, output)
@@ -322,7 +324,7 @@ class Batches:
             check_labels(self.dims, list(known), {*self._passed, *optional}.difference(filled))
         if call.reduce is None and (call.training or call.target is not None or loss_kwargs):  # else there is no loss
             self._check_loss_kwargs(loss_kwargs)
-        needs = self.loss_fn if call.training and self.deployment.ranks.last() is not None else None
+        needs = self.loss_fn if call.training and self.deployment.ranks.last is not None else None
         shape = (call.name, len(args), call.target is not None)
         without_target = needs is not None and call.target is None
         if shape not in self._checked_calls or without_target or any(isinstance(each, Mapping) for each in args):

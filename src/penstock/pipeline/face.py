@@ -195,7 +195,7 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         """Whether the last stage, which has the output and the loss, is in this process."""
-        return self.deployment.ranks.last() is not None
+        return self.deployment.ranks.last is not None
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
@@ -208,7 +208,6 @@ class Pipeline:
 
     # -- training
 
-    @collective("step()")
     def step(
         self,
         *args: Any,
@@ -238,13 +237,11 @@ class Pipeline:
         """
         call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
         deployment = self.deployment
-        self._check_open()
-        deployment.ranks.wait_for_late_ranks()
-        if not self.state.other_ranks.checked:
-            self.state.other_ranks.check(deployment)
-        deployment.ranks.follow()
-        self._take_count(self.batches.take_lengths(call))
-        with deployment.world.stepping():
+        with deployment.world.stepping(call.name):
+            self._begin()
+            if not self.state.other_ranks.checked:
+                self.state.other_ranks.check(deployment)
+            self._take_count(self.batches.take_lengths(call))
             with self._transaction(training=True, set_aside=deployment.replicas.sets_aside):
                 begun = None if self._recorder is None else self._recorder.begin()
                 with deployment.tied.summed() if deployment.tied.groups else nullcontext():
@@ -256,6 +253,12 @@ class Pipeline:
             if self._recorder is not None:
                 self._recorder.keep(reports)
             return self.batches.result(call, reports)
+
+    def _begin(self) -> None:
+        """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""
+        self._check_open()
+        self.deployment.ranks.wait_for_late_ranks()
+        self.deployment.ranks.follow()
 
     def _run(self, program: Schedule, call: Call, record: Begun | None = None) -> list[StepReport]:
         """One program on the local ranks, among the replicas of this pipeline."""
@@ -278,7 +281,6 @@ class Pipeline:
 
     # -- inference
 
-    @collective("evaluate()")
     def evaluate(
         self,
         *args: Any,
@@ -303,11 +305,9 @@ class Pipeline:
 
     def _infer(self, call: Call) -> StepResult:
         deployment = self.deployment
-        self._check_open()
-        deployment.ranks.wait_for_late_ranks()
-        deployment.ranks.follow()
-        program = deployment.programs.inference(self.batches.count(call), deployment.replicas.lowered)
-        with deployment.world.stepping():
+        with deployment.world.stepping(call.name):
+            self._begin()
+            program = deployment.programs.inference(self.batches.count(call), deployment.replicas.lowered)
             with self._transaction(training=False) as before:
                 with deployment.ranks.evaluating(holding.module for holding in deployment.holdings()):
                     reports = self._run(program, call)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,25 +19,32 @@ from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import Init, is_lazy
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
-from penstock.runtime.loss.losses import own_loss
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
-from penstock.train.data.batches import DataBatch
-from penstock.train.gpt import build_gpt, token_loss
+from penstock.train.data.batch import DataBatch
+from penstock.train.data.layouts import split_of
+from penstock.train.data.tokenizer import open_tokenizer
+from penstock.train.gpt import build_gpt
 from penstock.train.huggingface import build_huggingface, tensor_plan_of, values_of
 from penstock.train.lora import add_adapters, has_adapters
+from penstock.train.loss import StepLoss, build_loss
 
 Loss = Callable[..., Any]
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
-    return checked(GPTOptions, config.model.options, "model.options")
+    """The options of the built-in GPT; its vocabulary follows the tokenizer, unless it is set."""
+    options = checked(GPTOptions, config.model.options, "model.options")
+    if config.data.tokenizer and "vocabulary" not in config.model.options:
+        return replace(options, vocabulary=open_tokenizer(config.data.tokenizer, config.data.end).vocabulary)
+    return options
 
 
 def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
-    """The model, with adapters if there are to be some, and its loss where it has one of its own.
+    """The model, with adapters if there are to be some, and its loss where it brings one of its own.
 
     Fresh weights are the same on every rank. A model whose weights are in a folder has none yet: `build_pipeline` has
     each rank read its own.
@@ -49,29 +57,18 @@ def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
 def _plain_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
     source = config.model.source
     if source == "gpt":
-        return build_gpt(gpt_options(config), config.data.sequence), token_loss
+        return build_gpt(gpt_options(config), config.data.sequence), None
     if source.startswith(HUGGINGFACE):
-        return build_huggingface(config), token_loss
+        return build_huggingface(config), None
     if not is_function(source):
         raise UsageError(f'model.source is "{source}"; a function is written "module:function"')
     found = call_source("model.source", source, config.model.options)
-    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, token_loss)
+    model, loss = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     if not isinstance(model, nn.Module) or not (loss is None or callable(loss)):
         raise UsageError(
             f"model.source: {source} returned a {type(found).__name__}; return an nn.Module, or (nn.Module, loss)"
         )
     return model, loss
-
-
-class _Scaled:
-    """A loss divided by the passes of one optimizer step, so that their gradients add up to the mean's."""
-
-    def __init__(self, loss: Loss | None, passes: int) -> None:
-        self._loss, self._passes = loss, passes
-
-    def __call__(self, output: Any, target: Any, **extra: Any) -> Any:
-        loss = own_loss(output) if self._loss is None else self._loss(output, target, **extra)
-        return loss / self._passes
 
 
 def build_pipeline(
@@ -97,10 +94,7 @@ def build_pipeline(
         replicate = config.mesh.replicate if config.mesh.replicas > 1 else None
         plan = tensor_plan_of(config, model) if config.mesh.tp > 1 else None
         replicated = ParallelOptions(replicate=replicate, window=window, tensor_plan=plan)
-    if batch.target is None:
-        loss = None
-    if config.training.accumulate > 1:
-        loss = _Scaled(loss, config.training.accumulate)
+    step_loss = build_loss(config, model, loss, batch.target is not None)
     wanted: dict[str, Any] = {"balance": balance or options.balance}
     if options.split_at:
         wanted = {"split_at": options.split_at}
@@ -109,7 +103,8 @@ def build_pipeline(
         stages=stages_of(config),
         microbatches=options.microbatches,
         schedule=options.schedule,
-        loss_fn=loss,
+        loss_fn=step_loss,
+        loss_options=step_loss.options if isinstance(step_loss, StepLoss) else LossOptions(),
         example=example_of(batch, options.microbatches),
         ranks=ranks,
         mesh=mesh,
@@ -118,6 +113,7 @@ def build_pipeline(
         precision=options.precision,
         timeout=options.timeout,
         seed=config.seed,
+        batch_options=split_of(config.data),
         cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
         init=None if not is_lazy(model) else values or values_of(config, model),

@@ -25,6 +25,7 @@ from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
+from penstock.train.data.vocabulary import check_vocabulary
 from penstock.train.huggingface import tensor_plan_of
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
@@ -64,6 +65,7 @@ def make_plan(config: TrainConfig) -> DryRun:
     data = open_data(config)
     batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)
+    check_vocabulary(config, model, data)
     pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads", values=_zeros)
     with pipe:
         table = pipe.describe().split("\n\n")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.errors import UsageError
@@ -11,29 +12,40 @@ from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
 from penstock.train.huggingface import check_base, left_out
+from penstock.train.loss import MeanLoss, shares_of
 
 
-def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> tuple[int, list[float]]:
-    """The step of a checkpoint, and its loss on each validation batch; in this process, whatever the saved layout."""
+class Evaluated(NamedTuple):
+    """What was found out about a checkpoint."""
+
+    step: int
+    losses: list[float]  # of each validation batch
+    loss: float  # of all of them, each by its targets
+
+
+def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> Evaluated:
+    """The loss of a checkpoint on the validation batches; in this process, whatever the saved layout."""
     data = open_data(config)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")
     with pipe:
         step = load_for(config, checkpoint, pipe)
-        losses = []
+        losses, mean = [], MeanLoss(pipe.loss_fn)
         for number in range(batches):
             batch = data.validation(number)
             if batch is None:
                 break
-            result = pipe.evaluate(*batch.args, target=batch.target, **batch.kwargs)
+            (share,) = shares_of(pipe.loss_fn, [batch.target])
+            result = pipe.evaluate(*batch.args, target=batch.target, loss_kwargs=share, **batch.kwargs)
             if result.loss is not None:
-                losses.append(result.loss.item() * config.training.accumulate)
-    if not losses:
+                losses.append(result.loss.item())
+                mean.add(losses[-1], batch.target)
+    if mean.value is None:
         raise UsageError(
             "there is no validation data: data.validation is a share of the tokens that must hold more than one row "
             "(data.sequence); a module:function gives it by validation(number)"
         )
-    return step, losses
+    return Evaluated(step, losses, mean.value)
 
 
 def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline) -> int:

@@ -1,7 +1,10 @@
-"""The built-in model: a GPT over bytes, as an `nn.Sequential` that is cut by position.
+"""The built-in model: a GPT over bytes or a tokenizer's tokens, as an `nn.Sequential` that is cut by position.
 
 Small and plain on purpose: it is what a newcomer trains first, and what they read to see that nothing in a
-model has to know about the pipeline. No tokenizer: 256 bytes are its vocabulary.
+model has to know about the pipeline. Without a tokenizer, 256 bytes are its vocabulary.
+
+Packed rows come as (rows, 2, tokens): tokens and their positions, which begin again with each document of a row. The
+positions then travel with what passes from block to block, and attention stays within a document.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.train.config.settings import GPTOptions
+
+Passing = Tensor | tuple[Tensor, Tensor]  # what goes from block to block; in packed rows with the positions
 
 
 class Embed(nn.Module):
@@ -26,11 +31,14 @@ class Embed(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.place.weight, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Passing:
         """(rows, tokens) to (rows, tokens, width)."""
-        length = tokens.shape[1]
+        length = tokens.shape[-1]
         if length > self.place.num_embeddings:
             raise ValueError(f"a row has {length} tokens, the model takes {self.place.num_embeddings} at most")
+        if tokens.dim() == 3:
+            tokens, positions = tokens.unbind(1)
+            return self.drop(self.token(tokens) + self.place(positions)), positions
         embedded: Tensor = self.drop(self.token(tokens) + self.place.weight[:length])
         return embedded
 
@@ -54,20 +62,30 @@ class Block(nn.Module):
         for last in (self.join, self.narrow):  # so that many blocks do not add up to more
             nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, passing: Passing) -> Passing:
         """(rows, tokens, width) to the same."""
-        x = x + self.drop(self.join(self._attend(self.before_attention(x))))
+        x, positions = passing if isinstance(passing, tuple) else (passing, None)
+        x = x + self.drop(self.join(self._attend(self.before_attention(x), positions)))
         hidden = F.gelu(self.widen(self.before_network(x)), approximate="tanh")
         out: Tensor = x + self.drop(self.narrow(hidden))
-        return out
+        return out if positions is None else (out, positions)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, positions: Tensor | None) -> Tensor:
         rows, length, width = x.shape
         # head by head, so that a part of the projection's outputs is some whole heads (tensor_plan="gpt")
         parts = self.project(x).view(rows, length, -1, 3, width // self.heads).permute(3, 0, 2, 1, 4)
         query, key, value = parts.unbind(0)
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mask = None if positions is None else within_documents(positions)
+        found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return found.transpose(1, 2).flatten(2)
+
+
+def within_documents(positions: Tensor) -> Tensor:
+    """Which token may look at which: (rows, 1, tokens, tokens), itself and what came before in its document."""
+    document = (positions == 0).cumsum(1)
+    length = positions.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
+    return ((document[:, :, None] == document[:, None, :]) & causal).unsqueeze(1)
 
 
 class Head(nn.Module):
@@ -79,8 +97,9 @@ class Head(nn.Module):
         self.scores = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.scores.weight, std=0.02)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, passing: Passing) -> Tensor:
         """(rows, tokens, width) to (rows, tokens, vocabulary)."""
+        x = passing[0] if isinstance(passing, tuple) else passing
         scores: Tensor = self.scores(self.norm(x))
         return scores
 
@@ -94,15 +113,3 @@ def build_gpt(options: GPTOptions, sequence: int) -> nn.Sequential:
         parts[f"block{number}"] = Block(options.width, options.heads, options.layers, options.dropout)
     parts["head"] = Head(options.width, options.vocabulary)
     return nn.Sequential(parts)
-
-
-def token_loss(output: object, target: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token; the scores are the output or what it carries as `logits`."""
-    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if scores is None and isinstance(output, dict):
-        scores = output.get("logits")
-    if not isinstance(scores, Tensor):
-        raise TypeError(
-            f"the model returned a {type(output).__name__}; the loss of tokens needs a tensor of scores, or `logits`"
-        )
-    return F.cross_entropy(scores.flatten(0, -2).to(torch.float32), target.flatten())

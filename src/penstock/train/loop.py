@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,9 +24,10 @@ from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import DataBatch, DataBatches
+from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
+from penstock.train.loss import MeanLoss, shares_of
 from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
@@ -133,20 +135,19 @@ class Trainer:
         """Forward, backward and update: (loss, norm of the gradients, learning rate, tokens)."""
         passes = self.config.training.accumulate
         loss, tokens = 0.0, 0
-        batches: list[DataBatch] = []
-        self._mark = 0
-        for number in range(passes):
-            batch = self.data.at(self.step * passes + number)
+        batches = [self.data.at(self.step * passes + number) for number in range(passes)]
+        self._mark, run = 0, 0
+        for batch, share in zip(batches, self._shares(batches), strict=True):
             tokens += batch.tokens
             self._mark = batch.mark(self._mark)
-            if math.isfinite(loss):  # else the step is lost, and its batches are only passed by
-                result = self._pass(batch)
+            if math.isfinite(loss):  # else the step is lost
+                result = self._pass(batch, share)
                 loss += math.nan if result.loss is None else result.loss.item()
-                batches.append(batch)
+                run += 1
         norm = self._clip()
         lr = self.optimizer.param_groups[0]["lr"]
         if not math.isfinite(loss) or not (math.isfinite(norm) or self._scale_falls(norm)):
-            self._not_finite(loss, norm, batches[-1])
+            self._not_finite(loss, norm, batches[run - 1])
         elif self.scaler is not None:
             self.scaler.step(self.optimizer)  # which leaves out what overflowed
         else:
@@ -178,9 +179,13 @@ class Trainer:
         mesh = self.pipe.composition.axes.mesh
         return batch if mesh is None else batch.share(mesh.get_local_rank("dp"), self.config.mesh.replicas)
 
-    def _pass(self, batch: DataBatch) -> StepResult:
+    def _shares(self, batches: list[DataBatch]) -> list[dict[str, Any]]:
+        """What each pass of a step counts in it, for the loss; of the rows of all replicas."""
+        return shares_of(self.pipe.loss_fn, [batch.target for batch in batches])
+
+    def _pass(self, batch: DataBatch, share: dict[str, Any]) -> StepResult:
         mine = self._mine(batch)
-        return self.pipe.step(*mine.args, target=mine.target, **mine.kwargs)
+        return self.pipe.step(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
 
     def _not_finite(self, loss: float, norm: float, batch: DataBatch) -> None:
         """A step that must not reach the weights: left out, or the end."""
@@ -192,7 +197,7 @@ class Trainer:
             return
         if self.scaler is not None:
             self.scaler.update()
-        where = find_culprit(self.pipe, lambda: self._pass(batch))
+        where = find_culprit(self.pipe, lambda: self._pass(batch, self._shares([batch])[0]))
         often = f" in {self.skips} steps in a row" if self.skips > 1 else ""
         raise NonFinite(
             f"step {self.step + 1}: {what}{often}. First bad: {where}. The newest checkpoint is from before it; lower "
@@ -223,16 +228,16 @@ class Trainer:
 
     def _evaluate(self) -> float | None:
         """The mean loss on batches that are not trained on."""
-        losses = []
+        mean = MeanLoss(self.pipe.loss_fn)
         for number in range(self.config.evaluation.batches):
             batch = self.data.validation(number)
             if batch is None:
                 break
-            mine = self._mine(batch)
-            result = self.pipe.evaluate(*mine.args, target=mine.target, **mine.kwargs)
+            mine, (share,) = self._mine(batch), self._shares([batch])
+            result = self.pipe.evaluate(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
             if result.loss is not None:
-                losses.append(result.loss.item() * self.config.training.accumulate)
-        self.validation = sum(losses) / len(losses) if losses else None
+                mean.add(result.loss.item(), batch.target)
+        self.validation = mean.value
         return self.validation
 
     def _report(

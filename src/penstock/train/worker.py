@@ -48,7 +48,10 @@ from penstock.train.build import (
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import DataBatches, open_data
+from penstock.train.data.batch import DataBatches
+from penstock.train.data.batches import open_data
+from penstock.train.data.packing_check import check_packing
+from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
 from penstock.train.huggingface import check_base, left_out
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
@@ -245,6 +248,7 @@ def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
 def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, processes: bool) -> Pipeline:
     """Cut as the run was when it began, where that was measured: other cuts sum in another order."""
     model, loss = build_model(config)
+    check_vocabulary(config, model, data)
     stages, balance, replicas = stages_of(config), None, config.mesh.replicas
     before = folder.cut()
     if before is not None and before["stages"] == stages and config.pipeline.balance in ("time", "memory"):
@@ -261,6 +265,8 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
     )
     if balance is None and pipe.deployment.split.cuts and Processes(pipe, "penstock train").first:
         folder.keep_cut(stages, list(pipe.deployment.split.balance))
+    if config.data.packing:
+        check_packing(pipe, config, vocabulary_of(model) or 256)
     return pipe
 
 
@@ -296,7 +302,7 @@ def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None,
         lines.append(f"timeline    {page}")
     if ending.stopped:
         lines.append(f"go on       {job.resume_command}")
-    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes":
+    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes" and not job.config.data.tokenizer:
         lines.append(f"try it      penstock generate {folder.root} --prompt 'def '")
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.runtime.batch.comparison import different_batches, fingerprint_of, unlike
+from penstock.runtime.batch.comparison import different_batches, unlike
 from penstock.runtime.batch.fingerprint import SAMPLE, WHOLE, look
 
 LARGE = 3 * WHOLE  # numbers
@@ -19,7 +19,7 @@ LARGE = 3 * WHOLE  # numbers
 def difference(one: Any, other: Any, turn: int = 0, whole: bool = True) -> str:
     """What two ranks say of a batch of which each has one."""
     seen = [look((each,), {}, None, {}, turn, whole) for each in (one, other)]
-    odd = unlike([fingerprint_of(each) for each in seen])
+    odd = unlike([each.fingerprint() for each in seen])
     return different_batches([each.details(odd) for each in seen])
 
 
@@ -119,4 +119,4 @@ def test_a_batch_is_seen_as_it_was_given_and_not_as_a_stage_has_changed_it() -> 
         seen = look((values,), {}, None, {}, 0, False)
         before = look((values.clone(),), {}, None, {}, 0, False)
         values.zero_()
-        assert seen.checksums() == before.checksums()
+        assert seen.fingerprint() == before.fingerprint()

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 import penstock
 from penstock import Microbatches, Shared
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.batch.microbatch import Batch, count_for, merge, split_batch
+from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
+from penstock.runtime.batch.result import merge
 
 
 def split(count: int, *args: Any, target: Any = None, dims: Any = None, **kwargs: Any) -> Batch:

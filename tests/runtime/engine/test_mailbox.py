@@ -40,7 +40,7 @@ def test_a_hand_over_on_one_rank_shares_memory_and_not_the_graph() -> None:
     (box,) = boxes([0, 0])
     x = torch.ones(2, requires_grad=True) * 2
     box.put_outputs(0, 0, {1: (x, "side", None)})
-    arrived, side, nothing = box.take_inputs(1, 0)[0]
+    arrived, side, nothing = box.take("F", 1, 0)[0]
     assert arrived.data_ptr() == x.data_ptr()
     assert (arrived.is_leaf, arrived.requires_grad, side, nothing) == (True, True, "side", None)
 
@@ -52,21 +52,21 @@ def test_a_value_for_two_stages_of_a_rank_travels_once() -> None:
     near, skipping = torch.ones(1), torch.full((1,), 3.0)
     both[0].put_outputs(0, 0, {1: near, 3: skipping})
     transfer(both, (0, 1), "0SEND_F0", "1RECV_F0")
-    assert torch.equal(both[1].take_inputs(1, 0)[0], near)
+    assert torch.equal(both[1].take("F", 1, 0)[0], near)
     both[1].put_outputs(1, 0, {2: near})
     transfer(both, (1, 0), "1SEND_F0", "2RECV_F0")
     both[0].put_outputs(2, 0, {3: near * 2})
     transfer(both, (0, 1), "2SEND_F0", "3RECV_F0")
-    assert {stage: value.item() for stage, value in both[1].take_inputs(3, 0).items()} == {0: 3.0, 2: 2.0}
+    assert {stage: value.item() for stage, value in both[1].take("F", 3, 0).items()} == {0: 3.0, 2: 2.0}
 
 
 def test_gradients_of_both_stages_come_back_in_one_message() -> None:
     both = boxes([0, 1, 1, 1], [(0, 3)])
     both[1].put_gradients(3, 0, {2: [torch.ones(1)], 0: [torch.full((1,), 5.0)]})
-    assert both[1].take_gradients(2, 0)[3][0].item() == 1.0
+    assert both[1].take("B", 2, 0)[3][0].item() == 1.0
     both[1].put_gradients(1, 0, {0: [None]})
     transfer(both, (1, 0), "1SEND_B0", "0RECV_B0")
-    back: dict[int, list[Tensor | None]] = both[0].take_gradients(0, 0)
+    back: dict[int, list[Tensor | None]] = both[0].take("B", 0, 0)
     assert back[1] == [None]
     assert back[3][0] is not None
     assert back[3][0].item() == 5.0
@@ -75,9 +75,9 @@ def test_gradients_of_both_stages_come_back_in_one_message() -> None:
 def test_what_is_not_there_is_an_error_with_its_name() -> None:
     (box,) = boxes([0, 0])
     with pytest.raises(RunError, match="stage 1 needs the output of stage 0 for microbatch 2, which is not there"):
-        box.take_inputs(1, 2)
+        box.take("F", 1, 2)
     with pytest.raises(RunError, match="stage 0 needs the gradient of stage 1 for microbatch 2, which is not there"):
-        box.take_gradients(0, 2)
+        box.take("B", 0, 2)
 
 
 def test_pending_lists_receives_that_are_under_way() -> None:
@@ -89,7 +89,7 @@ def test_pending_lists_receives_that_are_under_way() -> None:
     both[0].put_outputs(0, 0, {1: torch.ones(1)})
     send = Action.parse("0SEND_F0")
     both[0].ends.sending(both[0].channel(send)).send(0)
-    box.take_inputs(1, 0)
+    box.take("F", 1, 0)
     assert list(box.pending) == []
 
 
@@ -102,4 +102,4 @@ def test_a_write_between_putting_and_taking_is_seen(by_stage: list[int]) -> None
         transfer(both, (0, 1), "0SEND_F0", "1RECV_F0")
     workspace.add_(1)
     with pytest.raises(RunError, match="what stage 0 handed over for microbatch 0 was written to in place before"):
-        both[-1].take_inputs(1, 0)
+        both[-1].take("F", 1, 0)

@@ -13,7 +13,8 @@ import torch
 
 from penstock.errors import UsageError
 from penstock.train.config.read import load_config
-from penstock.train.data.batches import DataBatches, IterableBatches, TokenBatches, open_data
+from penstock.train.data.batch import DataBatches
+from penstock.train.data.batches import IterableBatches, TokenBatches, open_data
 from penstock.train.data.tokens import find_files, read_tokens, stdlib_files
 
 

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.errors import ModelError, UsageError
-from penstock.runtime.batch.microbatch import Batch, Microbatches, merge, split_batch
+from penstock.runtime.batch.microbatch import Batch, Microbatches, split_batch
+from penstock.runtime.batch.result import merge
 
 __all__ = [
     "TensorChunkSpec",

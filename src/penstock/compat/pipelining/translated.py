@@ -39,7 +39,7 @@ class TranslatedBatches(Batches):
 
     def _resolve(self, call: Call, count: int) -> dict[int, StepInput]:
         found = super()._resolve(call, count)
-        last = self.deployment.ranks.last()
+        last = self.deployment.ranks.last
         if call.training and last is not None and self.loss_fn is not None and not found[last.rank].batch.has_target:
             raise UsageError(
                 f"step() was passed no target on rank {last.rank}, which has the last stage and calls the loss_fn; "

@@ -141,7 +141,7 @@ class Checks:
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
         seen = self._executor.seen
-        given = {} if seen is None else seen.details(seen.checksums())
+        given = {} if seen is None else seen.details()
         reports = self._shards.exchange(((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]

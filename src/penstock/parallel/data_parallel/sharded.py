@@ -28,7 +28,7 @@ from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
 from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.stage import Run
+from penstock.runtime.state.ownership import Run
 from penstock.schedule import Action, Op
 
 
@@ -101,7 +101,7 @@ class Sharder:
             for group in state._fsdp_param_groups:
                 group.reshard_after_backward = False  # RESHARD says when
             if precision is not None:
-                stage.wrap = _Casts(precision).wrap
+                stage.memory.wrap = _Casts(precision).wrap
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
         self.present = 0

@@ -4,8 +4,8 @@ While a stage's forward is recorded, a mode sees every torch function that it ca
 (`linear`, a convolution, `matmul`, `addmm`, `bmm`) is computed by the same kernel, but on an alias of the parameter
 that autograd does not follow. So autograd's own node, in C++, yields the gradient of the input and no other; a
 pre-hook on that node keeps the gradient that arrives. Input and arrived gradient are all that the weight's gradient
-needs later, and the formulas in `parameter_uses` take it with the products that autograd would have taken, operand by
-operand and stride by stride: that is why the result has the same bits.
+needs later, and the formulas below take it with the products that autograd would have taken, operand by operand and
+stride by stride: that is why the result has the same bits.
 
 Where the input needs no gradient (the first layer of the first stage, an embedding) there is nothing to do now: the
 operation is left to autograd as it is, and the output is *cut* from it, to be joined again later.
@@ -28,20 +28,64 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensor
 from torch._C._functorch import peek_interpreter_stack as _functorch_level
 
 from penstock.errors import ModelError
-from penstock.runtime.backward.parameter_uses import (
-    Cut,
-    Formula,
-    Use,
-    bmm_gradients,
-    convolution_gradients,
-    linear_gradients,
-    matmul_gradients,
-)
 
 if TYPE_CHECKING:
     from penstock.runtime.backward.split import DeferredWeights
 
 PLAIN = (Tensor, torch.nn.Parameter)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The formulas: what autograd computes for the weight and the bias, by the same products in the same order.
+
+Gradients: TypeAlias = tuple[Tensor, Tensor | None]  # of the weight, and of the bias if that is deferred
+Formula: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], Gradients]
+# of the input, the gradient that arrived, the weight, the bias if it is deferred, and options
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def _bias_gradient(bias: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.dim() == 2 and bias.shape == gradient.shape[1:]:
+        return gradient.sum(0)  # what the next line comes to, in half the time
+    return gradient.sum_to_size(bias.shape)
+
+
+def _linear_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, flattened: Any) -> Gradients:
+    rows = gradient
+    if x.dim() != 2 or rows.dim() != 2:
+        x, rows = _as_rows(x), _as_rows(rows)
+    # Autograd lays the gradient of a product's right factor, here the transposed weight, out as the factor is.
+    of_weight = rows.t().mm(x) if weight.stride() == (weight.shape[1], 1) else x.t().mm(rows).t()
+    return of_weight, None if bias is None else _bias_gradient(bias, rows if flattened else gradient)
+
+
+def _matmul_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
+    rows = _as_rows(gradient)
+    of_weight = rows.t().mm(x).t() if weight.stride() == (1, weight.shape[0]) else x.t().mm(rows)
+    return of_weight, None if bias is None else _bias_gradient(bias, gradient)
+
+
+def _bmm_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
+    return x.transpose(1, 2).bmm(gradient), None
+
+
+def _convolution_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Gradients:
+    weight = weight.detach()
+    if x.dim() < weight.dim():  # without a batch dimension
+        x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
+    if weight.dtype != x.dtype:  # under autocast; only its shape and layout matter here
+        weight = weight.to(x.dtype)
+    stride, padding, dilation, groups = options
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None if bias is None else list(bias.shape), stride, padding, dilation,
+        False, [0] * len(stride), groups, [False, True, bias is not None],
+    )  # fmt: skip
+    return of_weight, None if bias is None else of_bias
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -71,7 +115,7 @@ class _Call:
             self.x, self.weight = cast(x, dtype), tape.cast(weight, dtype)
             self.bias = self.bias if deferred_bias is None else tape.cast(deferred_bias, dtype)
         output = compute(self)
-        return tape.keep(output, Use(tape, formula, self.x, weight, deferred_bias, self.options))
+        return tape.keep(output, formula, self.x, weight, deferred_bias, self.options)
 
     def _cut(self, tape: DeferredWeights, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The input has no gradient: nothing is due now, so all of it waits."""
@@ -80,7 +124,7 @@ class _Call:
             if not tape.takes(bias):
                 return None
             parameters = (weight, bias)
-        return Cut(tape, parameters).apart(self.func(*self.args, **self.kwargs))
+        return tape.cut(parameters, self.func(*self.args, **self.kwargs))
 
 
 Compute: TypeAlias = Callable[[_Call], Tensor]
@@ -121,7 +165,7 @@ def _linear(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dic
     if found is None or found[1].dim() != 2:
         return None
     x, weight, bias = found
-    return _Call(func, args, kwargs).split(tape, x, weight, bias, _linear_output, linear_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _linear_output, _linear_gradients)
 
 
 def _linear_output(call: _Call) -> Tensor:
@@ -143,7 +187,7 @@ def _matmul(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dic
     x, weight = args
     if weight.dim() != 2 or x.dim() < 2:
         return None
-    return _Call(func, args, kwargs).split(tape, x, weight, None, _matmul_output, matmul_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _matmul_output, _matmul_gradients)
 
 
 def _matmul_output(call: _Call) -> Tensor:
@@ -158,7 +202,7 @@ def _addmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict
     if kwargs or len(args) != 3:
         return None
     bias, x, weight = args
-    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, matmul_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, _matmul_gradients)
 
 
 def _addmm_output(call: _Call) -> Tensor:
@@ -170,7 +214,7 @@ def _bmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if kwargs or len(args) != 2:
         return None
     x, weight = args
-    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, bmm_gradients)
+    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, _bmm_gradients)
 
 
 def _bmm_output(call: _Call) -> Tensor:
@@ -188,7 +232,7 @@ def _convolution(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs
     count = weight.dim() - 2
     padding = None if isinstance(padding, str) else padding
     options = (_each(stride, count, 1), _each(padding, count, 0), _each(dilation, count, 1), groups or 1)
-    return _Call(func, args, kwargs, options).split(tape, x, weight, bias, _convolution_output, convolution_gradients)
+    return _Call(func, args, kwargs, options).split(tape, x, weight, bias, _convolution_output, _convolution_gradients)
 
 
 def _convolution_output(call: _Call) -> Tensor:
@@ -205,7 +249,7 @@ def _each(value: Any, count: int, default: int) -> list[int]:
 def _embedding(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(args) < 2 or not _open(tape, args[0], args[1], None):
         return None
-    return Cut(tape, (args[1],)).apart(func(*args, **kwargs))
+    return tape.cut((args[1],), func(*args, **kwargs))
 
 
 def _attention(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +274,7 @@ def _inner_gradient(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwa
             f"a stage's forward calls {func.__qualname__} after {len(tape.uses)} of its operations were split into "
             f"input and weight gradients, and in earlier microbatches it did not; choose a schedule without W for it"
         )
-    tape.parameters.differentiates()
+    tape.parameters.differentiates = True
 
 
 Handler: TypeAlias = Callable[["DeferredWeights", Any, tuple[Any, ...], dict[str, Any]], Any]

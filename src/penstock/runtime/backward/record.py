@@ -23,7 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.split import DeferredWeights
-from penstock.runtime.state.memory import LINE, copy_like, holders, is_dense, is_plain, storage_of, with_copies
+from penstock.runtime.state.memory import LINE, copy_like, is_dense, is_plain, storage_of, with_copies
+from penstock.runtime.state.ownership import holders
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
@@ -226,6 +227,12 @@ class FreshGradients:
             if gradient is not None and _has_others(gradient):
                 parameter.grad = copy_like(gradient)
 
+    def run(self, weights: Callable[[], None]) -> None:
+        """W: accumulate the weight gradients that were put off."""
+        self.before()
+        weights()
+        self.after()
+
     def run_backward(self, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """`torch.autograd.backward`, without its questions about tensors that are edges here."""
         self.before()
@@ -274,7 +281,9 @@ def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Te
     """Copy those of the gradients that go back which others hold; `arrived`: those that this backward began with."""
     for gradients in back.values():
         for gradient in gradients:
-            if is_plain(gradient) and (sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1):
+            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+                continue
+            if sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1:
                 break
         else:
             continue

@@ -25,24 +25,24 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
-from penstock.runtime.backward.parameter_uses import Cut, Use
-from penstock.runtime.backward.products import HANDLERS, PLAIN, cast
+from penstock.runtime.backward.graph_leaves import uses_in_graph
+from penstock.runtime.backward.products import HANDLERS, PLAIN, Formula, Gradients, cast
 
 # Weight gradients that wait together for one pass of accumulation: few passes for small weights, and never many bytes
 # of gradients beside the accumulated ones.
 BYTES_PER_PASS = 2**20
 
-_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _ENGINE = torch.autograd.Variable._execution_engine
 _DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
@@ -52,20 +52,12 @@ class StageParameters:
 
     def __init__(self) -> None:
         self._deferrable: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        self._differentiates = False
-
-    def differentiates(self) -> None:
-        """The stage's forward takes gradients itself: from now on, nothing of it is deferred."""
-        self._differentiates = True
+        self.differentiates = False  # the stage's forward takes gradients itself: nothing of it is deferred
 
     @property
     def known(self) -> bool:
         """Whether a first microbatch has been looked at."""
         return bool(self._deferrable)
-
-    @property
-    def splits(self) -> bool:
-        return not self._differentiates
 
     def status(self, parameter: Tensor) -> bool | None:
         """True: every use of it can wait. False: some use cannot. None: not known yet."""
@@ -74,52 +66,104 @@ class StageParameters:
 
     def learn(self, candidates: dict[int, Tensor], uses: Counter[int], outputs: Sequence[Tensor]) -> None:
         """Compare the uses that could wait with all uses in the graph. Walks it once, at a stage's first microbatch."""
-        in_graph = _uses_in_graph(outputs)
+        in_graph = uses_in_graph(outputs)
         for key, parameter in candidates.items():
             if in_graph[key]:
                 # Of several microbatches in flight one may take another path: one use that cannot wait decides.
                 every = in_graph[key] <= uses[key] and self.status(parameter) is not False
-                self._deferrable[key] = (weakref.ref(parameter, self._forgetter(key)), every)
-
-    def _forgetter(self, key: int) -> Callable[[weakref.ref[Tensor]], None]:
-        table = weakref.ref(self)
-
-        def forget(_: weakref.ref[Tensor]) -> None:
-            if (self := table()) is not None:
-                self._deferrable.pop(key, None)
-
-        return forget
+                self._deferrable[key] = (weakref.ref(parameter, partial(_forget, weakref.ref(self), key)), every)
 
 
-def _uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
-    """How often each leaf is used in the graph behind `outputs`, by the leaf's id."""
-    uses = Counter(id(output) for output in outputs if output.grad_fn is None)
-    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node is None:
-                continue
-            if isinstance(node, _LEAF):
-                uses[id(node.variable)] += 1
-            elif node not in seen:
-                seen.add(node)
-                nodes.append(node)
-    return uses
+def _forget(parameters: weakref.ref[StageParameters], key: int, _: weakref.ref[Tensor]) -> None:
+    if (found := parameters()) is not None:
+        found._deferrable.pop(key, None)
 
 
-def leaves_in_graph(nodes: Iterable[Any], known: Iterable[Tensor] = ()) -> Iterator[Tensor]:
-    """All leaves in the graph behind some nodes, but for what is behind tensors that are known."""
-    waiting = list(nodes)
-    seen = {*waiting, *(tensor.grad_fn for tensor in known)}
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, _LEAF):
-            yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
+class Use:
+    """One product whose weight gradient is taken later. As a pre-hook of its node, it receives the gradient."""
+
+    __slots__ = ("bias", "formula", "options", "tape", "version", "weight", "x")
+
+    def __init__(
+        self,
+        tape: DeferredWeights,
+        formula: Formula,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: Any = None,
+    ) -> None:
+        self.tape = tape
+        self.formula = formula
+        # An alias without history: holding the input must not hold the graph that made it.
+        self.x: Tensor | None = x.detach()
+        self.version = x._version
+        self.weight = weight
+        self.bias = bias
+        self.options = options
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[0]
+        if gradient is not None:
+            self.tape.arrived(self, gradient)
+
+    def gradients(self, gradient: Tensor) -> Gradients:
+        """Of the weight and the bias, from the input that was kept and the gradient that arrived."""
+        x = self.x
+        assert x is not None, "a use is evaluated once"
+        if x._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"input of shape {list(x.shape)} to a parameter of shape {list(self.weight.shape)} is at version "
+                f"{x._version}; expected version {self.version} instead"
+            )
+        return self.formula(x, gradient, self.weight, self.bias, self.options)
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def free(self) -> None:
+        self.x = None
+
+
+class Cut:
+    """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
+
+    __slots__ = ("edge", "parameters", "tape")
+
+    def __init__(self, tape: DeferredWeights, parameters: tuple[Tensor, ...]) -> None:
+        self.tape = tape
+        self.edge: GradientEdge | None = None
+        self.parameters = parameters
+
+    def apart(self, output: Tensor) -> Tensor:
+        """The output without the graph behind it; its gradient comes here."""
+        self.edge = get_gradient_edge(output)
+        joined: Tensor = _CutFunction.apply(_ANCHOR, (output.detach(),), self)  # type: ignore[no-untyped-call]
+        return joined
+
+    def free(self) -> None:
+        self.edge = None
+
+
+class _CutFunction(torch.autograd.Function):
+    """The identity whose gradient stops here and waits. It hangs on an anchor, so that its backward runs at all."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], cut: Cut) -> Tensor:
+        ctx.cut = cut
+        ctx.set_materialize_grads(False)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if gradients[0] is not None:
+            ctx.cut.tape.arrived(ctx.cut, gradients[0])
+        return None, None, None
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
 
 
 class DeferredWeights:
@@ -142,7 +186,7 @@ class DeferredWeights:
         if self._phase != "new":
             raise RunError(f"a forward is recorded once; this one is {self._phase}; take a new DeferredWeights")
         self._phase = "recorded"
-        return self.mode() if self.parameters.splits else nullcontext()
+        return nullcontext() if self.parameters.differentiates else self.mode()
 
     def mode(self) -> AbstractContextManager[object]:
         return _Recording(self)
@@ -168,10 +212,20 @@ class DeferredWeights:
         self._seen[id(parameter)] += 1
         return True
 
-    def keep(self, output: Tensor, use: Use) -> Tensor:
+    def keep(
+        self, output: Tensor, formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any
+    ) -> Tensor:
+        """A product whose weight gradient waits; `bias` where that of the bias does too."""
+        use = Use(self, formula, x, weight, bias, options)
         output.grad_fn.register_prehook(use)  # type: ignore[union-attr]
         self.uses.append(use)
         return output
+
+    def cut(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """An operation on nothing but parameters: all of it waits."""
+        cut = Cut(self, parameters)
+        self.uses.append(cut)
+        return cut.apart(output)
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The parameter as autocast would give it, cast once per microbatch."""
@@ -227,9 +281,12 @@ class DeferredWeights:
         sums = _Sums()
         while waiting:
             use, gradient = waiting.pop()
-            use.formula(use, gradient, sums.add)
+            of_weight, of_bias = use.gradients(gradient)
+            sums.add(use.weight, of_weight)
+            if use.bias is not None and of_bias is not None:
+                sums.add(use.bias, of_bias)
             use.free()
-            del gradient
+            del gradient, of_weight, of_bias
             if sums.bytes > BYTES_PER_PASS:
                 later: list[Use | Cut] = [*(use for use, _ in waiting), *(cut for cut, _ in cuts)]
                 sums.accumulate(still_due={id(p) for each in later for p in each.parameters})

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from penstock.runtime.batch.fingerprint import Detail, Key, Seen, alike
+from penstock.runtime.batch.fingerprint import BatchFingerprint, Detail, Key, alike
 from penstock.runtime.transport.failure.blame import name_ranks
 
-BatchFingerprint = tuple[bool, dict[Key, int]]  # whether all numbers count, and the checksum of each argument
 Readers = Callable[[Key], Collection[int]]  # the ranks whose stages read an argument
 NUMBERS = 3  # of a tensor, in an error
 
@@ -22,11 +21,6 @@ REMEDY = (
     "penstock.ReplicaSampler; torch's DistributedSampler goes by the world), or leave an argument out on ranks whose "
     "stages do not read it"
 )
-
-
-def fingerprint_of(seen: Seen) -> BatchFingerprint:
-    """What goes into the report of a step."""
-    return seen.whole, seen.checksums()
 
 
 def unlike(fingerprints: Sequence[BatchFingerprint | None]) -> list[Key]:

@@ -44,6 +44,7 @@ SUMMED = {  # the dtypes that torch can sum, and in which dtype it does
 
 _PARTS = torch.arange(SAMPLE)
 
+BatchFingerprint = tuple[bool, dict["Key", int]]  # whether all numbers count, and the checksum of each argument
 Key = int | str | tuple[str, str]  # of an argument: its position, its name, or ("loss", its name among loss_kwargs)
 
 
@@ -63,7 +64,7 @@ class Detail(NamedTuple):
 plain.record(Detail, path=str, words=str, exact=int, numbers=tuple, rounding=float)
 
 
-class _Tensor:
+class _TensorSample:
     """What was kept of one tensor, until somebody asks for it."""
 
     def __init__(self, path: str, words: str, kept: Tensor, total: Tensor | None = None, whole: int = 0) -> None:
@@ -94,17 +95,17 @@ class _Tensor:
 class Seen:
     """All that one rank was given for one step, by argument."""
 
-    def __init__(self, leaves: Mapping[Key, Sequence[Detail | _Tensor]], whole: bool) -> None:
+    def __init__(self, leaves: Mapping[Key, Sequence[Detail | _TensorSample]], whole: bool) -> None:
         self.whole = whole  # whether all numbers count
         self._leaves = leaves
 
     @property
     def pending(self) -> bool:
         """Whether some of it is still to be read from a device."""
-        return any(isinstance(leaf, _Tensor) and leaf.pending for each in self._leaves.values() for leaf in each)
+        return any(isinstance(leaf, _TensorSample) and leaf.pending for each in self._leaves.values() for leaf in each)
 
-    def checksums(self) -> dict[Key, int]:
-        """By argument."""
+    def fingerprint(self) -> BatchFingerprint:
+        """What goes into the report of a step."""
         found = {}
         for name, leaves in self._leaves.items():
             checksum = 0
@@ -114,13 +115,13 @@ class Seen:
                 else:
                     checksum = leaf.checksum(checksum)
             found[name] = checksum
-        return found
+        return self.whole, found
 
-    def details(self, names: Iterable[Key]) -> dict[Key, list[Detail]]:
-        """What is behind the checksums of these arguments, of those that were given."""
+    def details(self, names: Iterable[Key] | None = None) -> dict[Key, list[Detail]]:
+        """What is behind the checksums of these arguments, of those that were given; by default, of all."""
         return {
             name: [leaf if isinstance(leaf, Detail) else leaf.detail() for leaf in self._leaves[name]]
-            for name in names
+            for name in (self._leaves if names is None else names)
             if name in self._leaves
         }
 
@@ -166,7 +167,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inside, path)
 
 
-def _look_at(path: str, leaf: Any, turn: int, whole: bool) -> Detail | _Tensor:
+def _look_at(path: str, leaf: Any, turn: int, whole: bool) -> Detail | _TensorSample:
     if not isinstance(leaf, Tensor):
         return _plain(path, leaf)
     words = _words(leaf.dtype, leaf.shape)
@@ -179,9 +180,9 @@ def _look_at(path: str, leaf: Any, turn: int, whole: bool) -> Detail | _Tensor:
     if leaf.dtype not in SUMMED:
         leaf = leaf.flatten().view(torch.uint8)
     if leaf.numel() * leaf.element_size() <= WHOLE:
-        return _Tensor(path, words, leaf.clone(memory_format=torch.contiguous_format))
+        return _TensorSample(path, words, leaf.clone(memory_format=torch.contiguous_format))
     exact = _checksum(leaf.cpu().contiguous(), 0) if whole else 0
-    return _Tensor(path, words, _spread(leaf, turn), leaf.sum(dtype=SUMMED[leaf.dtype]), exact)
+    return _TensorSample(path, words, _spread(leaf, turn), leaf.sum(dtype=SUMMED[leaf.dtype]), exact)
 
 
 def _plain(path: str, leaf: Any) -> Detail:

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.messages import plain
 from penstock.rules import is_count
-from penstock.runtime.batch.microbatch import Dims, Splitter, merge
+from penstock.runtime.batch.microbatch import Dims, Splitter
+from penstock.runtime.batch.result import merge
 
 Label = str | int
 

@@ -7,7 +7,7 @@ order they run, and when messages leave, is decided by the executor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from time import perf_counter
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,24 +20,9 @@ from penstock.runtime.engine.gathered_batch import GatheredBatch
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.report import StepInput, StepReport
 from penstock.runtime.engine.stage import Stage, StageInput
-from penstock.runtime.loss.losses import StepLosses
-from penstock.runtime.loss.shares import Seeds, sum_in_order
+from penstock.runtime.loss.losses import StepLosses, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
-from penstock.schedule import Op
-
-
-class ActionWait:
-    """How long the action that runs has waited for messages, and when its last wait ended."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.ended = 0.0
-
-    def add(self, begin: float, end: float) -> None:
-        """One wait."""
-        self.seconds += end - begin
-        self.ended = end
 
 
 class StageHooks(Protocol):
@@ -71,61 +56,26 @@ class Computations:
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
         self.split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
-        self.waits: ActionWait | None = None  # where the step is recorded
-        self.fetched: dict[tuple[Op, int, int], Any] = {}
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
         self._joined: Any = None  # one of all of them
-        self._seeds: Seeds | None = None
         self._gathered = GatheredBatch(self)
-
-    def seed_of(self, microbatch: int, loss: Tensor) -> Tensor | None:
-        """What enters the backward at the loss of a microbatch."""
-        return (self._seeds or self._seeded()).of(microbatch, loss)
-
-    @property
-    def extra_seed(self) -> Tensor:
-        """What enters it at a named loss."""
-        return (self._seeds or self._seeded()).extra
 
     def begin(self, given: StepInput) -> None:
         """A step begins, on this input."""
         self.given = given
-        self.step_losses = StepLosses(given.batch, given.loss_fn, given.shares, given.check, given.training)
+        self.step_losses = StepLosses(
+            given.batch, given.loss_fn, given.shares, given.check, given.training, given.scale, given.replicas
+        )
         self.report.steps = given.steps
         self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
-        self._seeds = None
         for stage in self.stages.values():
-            stage.begin_step()
-
-    def _seeded(self) -> Seeds:
-        """The seeds of this step; other replicas may have a say in them, which by now has come."""
-        self._seeds = Seeds(self.given.shares, len(self.given.batch.args), self.given.scale, self.given.replicas)
-        return self._seeds
-
-    def fetch(self, op: Op, stage: int, microbatch: int) -> Any:
-        """Wait for what a computation needs, and keep it for that computation."""
-        key = (op, stage, microbatch)
-        if key not in self.fetched:
-            self.fetched[key] = self._await(op, stage, microbatch)
-
-    def _await(self, op: Op, stage: int, microbatch: int) -> Any:
-        if self.fetched and (op, stage, microbatch) in self.fetched:
-            return self.fetched.pop((op, stage, microbatch))
-        if op is Op.W:
-            return None
-        take = self.mailbox.take_inputs if op is Op.F else self.mailbox.take_gradients
-        if self.waits is None:
-            return take(stage, microbatch)
-        begin = perf_counter()
-        found = take(stage, microbatch)
-        self.waits.add(begin, perf_counter())
-        return found
+            stage.begin_step(len(given.batch.args))
 
     def forward(self, stage: int, microbatch: int) -> None:
         """F: run a stage's forward on one microbatch and hand its outputs to the mailbox."""
         given, owner = self.given, self.stages[stage]
-        arrived = self._await(Op.F, stage, microbatch)
+        arrived = self.mailbox.take("F", stage, microbatch)
         if self.hooks is not None:
             arrived = self.hooks.unpack(arrived)
             self.hooks.before(stage)
@@ -133,7 +83,9 @@ class Computations:
             self._gathered.forward(stage, microbatch, arrived)
             return
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
-        loss_of = self.step_losses.of(microbatch) if owner.is_last and not given.returns else None
+        loss_of = None
+        if owner.is_last and not given.returns and self.step_losses.are_wanted:
+            loss_of = partial(self.step_losses.of, microbatch)
         if not given.training:
             graph = loss_of is not None and given.loss_fn is None and given.shares.wants_graph
             emitted, loss, extra = owner.infer(StageInput(microbatch, arrived, args, kwargs, loss_of), graph)
@@ -173,18 +125,17 @@ class Computations:
                         output = given.reduce(output, **given.batch.loss_kwargs[microbatch])
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
                 self._kept[microbatch] = versions(self._outputs[microbatch])
-        if self.hooks is not None:
-            emitted = self.hooks.pack(emitted)
-        self.mailbox.put_outputs(stage, microbatch, emitted)
+        if emitted:
+            self.mailbox.put_outputs(stage, microbatch, emitted if self.hooks is None else self.hooks.pack(emitted))
 
     def backward(self, stage: int, microbatch: int) -> None:
         """B: run a stage's backward on one microbatch; or I, where the program has an I of this microbatch."""
-        split = (stage, microbatch) in self.split
-        gradients = self._await(Op.I if split else Op.B, stage, microbatch)
+        owner = self.stages[stage]
+        gradients = {} if owner.is_last else self.mailbox.take("B", stage, microbatch)
         if self.hooks is not None:
             gradients = self.hooks.unpack(gradients)
             self.hooks.before(stage)
-        owner, seeds, seed = self.stages[stage], self._seeds or self._seeded(), None
+        seeds, seed = self.step_losses.seeds, None
         if owner.is_last and self.given.returns:
             gradients[OUTPUT] = self.given.output_gradients[microbatch]
         if 0 in owner.records and owner.records[0].gathered:
@@ -192,16 +143,17 @@ class Computations:
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             seed = seeds.of(microbatch, loss)
-        back = owner.backward(microbatch, gradients, split=split, loss_seed=seed, extra_seed=seeds.extra)
+        back = owner.backward(
+            microbatch, gradients, split=(stage, microbatch) in self.split, loss_seed=seed, extra_seed=seeds.extra
+        )
         if self.hooks is not None:
             self.hooks.after(stage)
         self.give_back(stage, microbatch, back)
 
     def give_back(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
         """The gradients of what a microbatch brought go back to where that came from."""
-        if self.hooks is not None:
-            back = self.hooks.pack(back)
-        self.mailbox.put_gradients(stage, microbatch, back)
+        if back:
+            self.mailbox.put_gradients(stage, microbatch, back if self.hooks is None else self.hooks.pack(back))
 
     def weights(self, stage: int, microbatch: int) -> None:
         """W: compute the weight gradients that I deferred."""
@@ -247,12 +199,10 @@ class Computations:
         """Hold nothing of what the step was given."""
         self.__dict__.pop("given", None)
         self.__dict__.pop("step_losses", None)
-        self._seeds = None
 
     def clear(self) -> None:
         """Forget everything about the step, so that the next one starts clean."""
         self.mailbox.clear()
-        self.fetched.clear()
         self._outputs.clear()
         self._kept.clear()
         self._joined = None

@@ -24,12 +24,12 @@ import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
-from penstock.runtime.batch.comparison import Readers, different_batches, fingerprint_of, unlike
+from penstock.runtime.batch.comparison import Readers, different_batches, unlike
 from penstock.runtime.batch.fingerprint import Seen
 from penstock.runtime.engine.action_log import LOG, log_program, logged
-from penstock.runtime.engine.computations import ActionWait, Computations
+from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
-from penstock.runtime.engine.mailbox import Mailbox
+from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.replication import Alone
 from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of, what_went_wrong
@@ -132,7 +132,7 @@ class Executor:
     def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
         for part, (function, first, second) in parts:
             try:
-                if self.computations.waits is not None:
+                if self.mailbox.waits is not None:
                     self._watched(function, first, second, part)
                 else:
                     function(first, second)
@@ -168,31 +168,7 @@ class Executor:
         try:
             if isinstance(given, Refused):
                 raise given.error
-            self.seen, self.readers = given.seen, given.readers
-            computations.begin(given)
-            if self.mailbox.open():
-                for other in self._plans.values():
-                    other.entries.clear()
-            if not plan.entries:
-                plan.entries.extend(map(self._entry, plan.actions))
-            self._ready = True
-            entries = plan.entries
-            if LOG.isEnabledFor(DEBUG):
-                log_program(program, self.rank)
-                entries = list(logged(self.rank, plan.actions, entries))
-            if record or profiler._is_profiler_enabled:  # on any thread of this process
-                self._loop_watched(entries, record)
-            else:
-                self._loop(entries)
-            if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
-                self._part = part
-                raise RunError(f"a handler did not run {part}; it must call context.run or context.compute for it")
-            self.transport.flush()
-            if CTRL_C.since:
-                CTRL_C.look()
-            self.report.ended = perf_counter()
-            computations.join_outputs()
-            computations.sum_losses()
+            self._run_plan(plan, given, record)
         except PeerFailure as error:
             failure = copy(error)  # without the frames that it came through, which hold tensors
         except MessageError as error:
@@ -214,21 +190,47 @@ class Executor:
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
-    def _loop(self, plan: list[Entry]) -> None:
-        news = self.transport.news
-        for position, (function, first, second) in enumerate(plan):
-            self._position = position
-            if news:
-                raise copy(news[0])
-            if CTRL_C.since:
-                CTRL_C.look()
-            function(first, second)
-        self._position = len(plan)
+    def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
+        """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
+        computations = self.computations
+        self.seen, self.readers = given.seen, given.readers
+        computations.begin(given)
+        if self.mailbox.open():
+            for other in self._plans.values():
+                other.entries.clear()
+        if not plan.entries:
+            plan.entries.extend(map(self._entry, plan.actions))
+        self._ready = True
+        entries = plan.entries
+        if LOG.isEnabledFor(DEBUG):
+            log_program(plan.program, self.rank)
+            entries = list(logged(self.rank, plan.actions, entries))
+        if record or profiler._is_profiler_enabled:  # on any thread of this process
+            self._loop_watched(entries, record)
+        else:
+            news = self.transport.news
+            for position, (function, first, second) in enumerate(entries):
+                self._position = position
+                if news:
+                    raise copy(news[0])
+                if CTRL_C.since:
+                    CTRL_C.look()
+                function(first, second)
+        self._position = len(entries)
+        if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
+            self._part = part
+            raise RunError(f"a handler did not run {part}; it must call context.run or context.compute for it")
+        self.transport.flush()
+        if CTRL_C.since:
+            CTRL_C.look()
+        self.report.ended = perf_counter()
+        computations.join_outputs()
+        computations.sum_losses()
 
     def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
         self.report.spans = [] if record else None
-        self.computations.waits = ActionWait()
+        self.mailbox.waits = ActionWait()
         try:
             for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
                 self._position = position
@@ -236,19 +238,18 @@ class Executor:
                     raise copy(self.transport.news[0])
                 self._watched(function, first, second, action)
         finally:
-            self.computations.waits = None
-        self._position = len(plan)
+            self.mailbox.waits = None
 
     def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
-        outer, waits = self.computations.waits, ActionWait()
-        self.computations.waits = waits
+        outer, waits = self.mailbox.waits, ActionWait()
+        self.mailbox.waits = waits
         begin = perf_counter()
         with torch.profiler.record_function(f"penstock {action}"):
             function(first, second)
         if outer is not None:
             outer.add(waits.ended - waits.seconds, waits.ended)
-        self.computations.waits = outer
+        self.mailbox.waits = outer
         if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
             start = begin + waits.seconds  # a handler may wait anywhere; the default code waits first
             if action.op not in self.handlers:
@@ -322,7 +323,7 @@ class Executor:
         if failure is None:
             self.report.progress = self._done
         if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
-            self.report.fingerprint = fingerprint_of(self.seen)
+            self.report.fingerprint = self.seen.fingerprint()
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
             batches = self._compare_batches(reports)
@@ -340,7 +341,8 @@ class Executor:
 
     def _compare_batches(self, reports: list[StepReport]) -> str:
         """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
-        odd = unlike([report.fingerprint for report in reports])
+        fingerprints = [report.fingerprint for report in reports]
+        odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
         if not odd:
             return ""
         return different_batches(self.transport.exchange({} if self.seen is None else self.seen.details(odd)))

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home
 from penstock.model.split import Split
+from penstock.runtime.backward.graph_leaves import leaves_in_graph
 from penstock.runtime.backward.record import GraphRecord
-from penstock.runtime.backward.split import leaves_in_graph
 from penstock.runtime.engine.stage import Stage
 from penstock.schedule import Placement
 

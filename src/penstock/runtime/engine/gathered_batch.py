@@ -76,17 +76,16 @@ class GatheredBatch:
                 f"stage {stage} takes its batch in one piece and its output is the loss itself, which cannot be told "
                 f"apart by microbatch; pass loss_fn="
             )
-        if computations.step_losses.of(0) is None or given.loss_fn is None:
+        if not computations.step_losses.are_wanted or given.loss_fn is None:
             return None
 
         def loss_of(output: Any) -> Tensor:
             total: Tensor | None = None
             for number, piece in enumerate(_cut(stage, output, rows)):
-                of_one = computations.step_losses.of(number)
-                loss = None if of_one is None else of_one(piece)
+                loss = computations.step_losses.of(number, piece)
                 assert loss is not None
                 computations.losses[number] = loss.detach().clone()
-                seed = computations.seed_of(number, loss) if given.training else loss.new_ones(())
+                seed = computations.step_losses.seeds.of(number, loss) if given.training else loss.new_ones(())
                 if seed is not None:
                     total = loss * seed if total is None else total + loss * seed
             assert total is not None, "the shares of a batch are not all 0"
@@ -111,7 +110,7 @@ class GatheredBatch:
             target: _join_gradients([waiting[number][target] for number in range(count)], rows) for target in gradients
         }
         seed = None if record.total is None else torch.ones_like(record.total)
-        extra = computations.extra_seed * count  # of one forward, not of one for each microbatch
+        extra = computations.step_losses.seeds.extra * count  # of one forward, not of one for each microbatch
         back = owner.backward(0, whole, split=False, loss_seed=seed, extra_seed=extra)
         if computations.hooks is not None:
             computations.hooks.after(stage)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.batch.microbatch import Batch
-from penstock.schedule import Action, Schedule
+from penstock.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
     from penstock.runtime.engine.executor import Executor
@@ -74,7 +74,8 @@ class Context:
             action: The action, or an overlapped pair.
         """
         for part in action.parts():
-            self._executor.computations.fetch(part.op, part.stage, part.microbatch)
+            if part.op in (Op.F, Op.B, Op.I):
+                self._executor.mailbox.fetch("F" if part.op is Op.F else "B", part.stage, part.microbatch)
 
     def compute(self, action: Action) -> None:
         """Run the computes of `action`, in order.

@@ -8,11 +8,12 @@ copy. The turn of a V is therefore an ordinary hand-over. All routes are worked 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
-from penstock.runtime.transport.channel import Ends, Incoming, Outgoing
+from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.handover import Rewritten, arrive, rewritten, share
 from penstock.schedule import Link, Placement, Topology, links
@@ -20,12 +21,24 @@ from penstock.schedule.action import Action, Op
 
 
 class _Route(NamedTuple):
-    """One neighbour of a stage: how its value comes or goes."""
+    """One neighbour of a stage: how its value comes, or goes."""
 
     other: int  # the stage at the other end
     channel: Any  # a number, or None: it lives on this rank
-    readers: tuple[int, ...]  # the stages of the far rank that share one message
     alone: bool  # a message of its own, for nobody else
+
+
+class ActionWait:
+    """How long the action that runs has waited for messages, and when its last wait ended."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.ended = 0.0
+
+    def add(self, begin: float, end: float) -> None:
+        """One wait."""
+        self.seconds += end - begin
+        self.ended = end
 
 
 def channels_of(placement: Placement, topology: Topology) -> tuple[list[Channel], dict[tuple[int, int, str], int]]:
@@ -48,22 +61,26 @@ class Mailbox:
         self._transport = transport
         self._channels, self._numbers = channels_of(placement, topology)
         self.channels = tuple(self._channels)
-        self.ends: Ends[Incoming, Outgoing] = Ends()
+        self.ends: ChannelEnds[Incoming, Outgoing] = ChannelEnds()
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
+        self.fetched: dict[tuple[str, int, int], dict[int, Any]] = {}  # taken before its computation: direction, stage
+        self.waits: ActionWait | None = None  # where the step is recorded
         self.waited_for: tuple[str, int] | None = None  # the receive that brought a failure, and from which rank
         crossing = links(placement, topology)
-        self._inputs: dict[int, list[_Route]] = {}
-        self._outputs: dict[int, list[_Route]] = {}
+        self._arriving: dict[tuple[str, int], list[_Route]] = {}  # by direction and stage
+        self._leaving: dict[tuple[str, int], list[_Route]] = {}
         for stage in placement.stages_of(rank):
-            self._inputs[stage] = [self._route(crossing, source, stage, "in") for source in topology.producers(stage)]
-            self._outputs[stage] = [self._route(crossing, stage, target, "out") for target in topology.consumers(stage)]
+            producers = [self._route(crossing, source, stage, source) for source in topology.producers(stage)]
+            consumers = [self._route(crossing, stage, target, target) for target in topology.consumers(stage)]
+            self._arriving["F", stage], self._leaving["F", stage] = producers, consumers
+            self._arriving["B", stage] = [*map(_back, consumers)]
+            self._leaving["B", stage] = [*map(_back, producers)]
 
-    def _route(self, crossing: tuple[Link, ...], source: int, target: int, way: str) -> _Route:
-        other = source if way == "in" else target
+    def _route(self, crossing: tuple[Link, ...], source: int, target: int, other: int) -> _Route:
         for link in crossing:
             if link.source == source and target in link.targets:
-                return _Route(other, self._numbers[link.source, link.target, "F"], link.targets, len(link.targets) == 1)
-        return _Route(other, None, (target,), False)
+                return _Route(other, self._numbers[link.source, link.target, "F"], len(link.targets) == 1)
+        return _Route(other, None, False)
 
     def channel(self, action: Action) -> int:
         """The channel of a transfer action."""
@@ -92,89 +109,55 @@ class Mailbox:
     def clear(self) -> None:
         """Drop everything, as after a failed step."""
         self._values.clear()
+        self.fetched.clear()
         for end in self.ends.outgoing.values():
             end.ready.clear()
         self.waited_for = None
 
-    def _receive(self, channel: int, microbatch: int) -> Any:
-        edge = self.channels[channel]
-        try:
-            value = self.ends.incoming[channel].receive(microbatch)
-        except PeerFailure:
-            self.waited_for = edge.receive_action(microbatch), edge.source_rank
-            raise
-        except Rewritten:
-            raise rewritten(edge.source_stage, microbatch) from None
-        if CTRL_C.since:
-            CTRL_C.look()
-        return value
+    # -- in
 
-    # -- forward
+    def fetch(self, direction: str, stage: int, microbatch: int) -> None:
+        """Wait for what a computation needs, and keep it for that computation."""
+        if (direction, stage, microbatch) not in self.fetched and (found := self.take(direction, stage, microbatch)):
+            self.fetched[direction, stage, microbatch] = found
 
-    def take_inputs(self, stage: int, microbatch: int) -> dict[int, Any]:
-        """The payload from each producing stage; waits where it is still on its way."""
-        routes = self._inputs[stage]
-        if len(routes) == 1 and (route := routes[0]).alone:  # as in any chain of stages
-            return {route.other: self._receive(route.channel, microbatch)}
-        return {route.other: self._take("F", stage, route, microbatch) for route in routes}
+    def take(self, direction: str, stage: int, microbatch: int) -> dict[int, Any]:
+        """By neighbour, the payload ("F") or the gradients ("B") for a stage; waits where it is still on its way."""
+        if self.fetched and (direction, stage, microbatch) in self.fetched:
+            return self.fetched.pop((direction, stage, microbatch))
+        begin = 0.0 if self.waits is None else perf_counter()
+        found: dict[int, Any] = {}
+        for other, channel, alone in self._arriving[direction, stage]:
+            try:
+                if alone:  # as in any chain of stages
+                    found[other] = self.ends.incoming[channel].receive(microbatch)
+                elif channel is not None:
+                    found[other] = self._take_shared(direction, stage, other, channel, microbatch)
+                else:
+                    found[other] = self._pop(direction, stage, other, microbatch)
+                    if direction == "F":
+                        value, ready = found[other]
+                        found[other] = arrive(value, ready, None)
+            except PeerFailure:
+                edge = self.channels[channel]
+                self.waited_for = edge.receive_action(microbatch), edge.source_rank
+                raise
+            except Rewritten:
+                source = other if channel is None else self.channels[channel].source_stage
+                raise rewritten(source, microbatch) from None
+            if CTRL_C.since:
+                CTRL_C.look()
+        if self.waits is not None:
+            self.waits.add(begin, perf_counter())
+        return found
 
-    def put_outputs(self, stage: int, microbatch: int, emitted: Mapping[int, Any]) -> None:
-        """Hand over what stays on this rank; put up the rest for its SEND."""
-        for route in self._outputs[stage]:
-            payload = emitted[route.other]
-            if route.channel is None:
-                self._values["F", route.other, stage, microbatch] = share(payload)
-            else:
-                self._put_up(route.channel, route, route.other, microbatch, payload)
-
-    # -- backward
-
-    def take_gradients(self, stage: int, microbatch: int) -> dict[int, Any]:
-        """The gradients from each consuming stage."""
-        routes = self._outputs[stage]
-        if len(routes) == 1 and (route := routes[0]).alone:
-            return {route.other: self._receive(route.channel + 1, microbatch)}
-        return {route.other: self._take_back(stage, route, microbatch) for route in routes}
-
-    def put_gradients(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
-        """Give each producing stage the gradients of what it sent."""
-        for route in self._inputs[stage]:
-            if route.channel is None:
-                self._values["B", route.other, stage, microbatch] = back[route.other]
-            else:
-                self._put_up(route.channel + 1, route, stage, microbatch, back[route.other])
-
-    # -- one message may be for, or from, several stages of a rank
-
-    def _put_up(self, channel: int, route: _Route, reader: int, microbatch: int, payload: Any) -> None:
-        ready = self.ends.outgoing[channel].ready
-        if route.alone:
-            ready[microbatch] = payload
-        else:
-            ready.setdefault(microbatch, {})[reader] = payload
-
-    def _take(self, direction: str, stage: int, route: _Route, microbatch: int) -> Any:
-        if route.channel is not None:
-            if route.alone:
-                return self._receive(route.channel, microbatch)
-            if (direction, stage, route.other, microbatch) not in self._values:
-                for reader, payload in self._receive(route.channel, microbatch).items():
-                    self._values[direction, reader, route.other, microbatch] = payload
-            return self._pop(direction, stage, route.other, microbatch)
-        try:
-            value, ready = self._pop(direction, stage, route.other, microbatch)
-            return arrive(value, ready, None)
-        except Rewritten:
-            raise rewritten(route.other, microbatch) from None
-
-    def _take_back(self, stage: int, route: _Route, microbatch: int) -> Any:
-        if route.channel is not None:
-            if route.alone:
-                return self._receive(route.channel + 1, microbatch)
-            if ("B", stage, route.other, microbatch) not in self._values:
-                for reader, payload in self._receive(route.channel + 1, microbatch).items():
-                    self._values["B", stage, reader, microbatch] = payload
-        return self._pop("B", stage, route.other, microbatch)
+    def _take_shared(self, direction: str, stage: int, other: int, channel: int, microbatch: int) -> Any:
+        """Out of a message that is for, or from, several stages of a rank; the first that asks receives it."""
+        if (direction, stage, other, microbatch) not in self._values:
+            for reader, payload in self.ends.incoming[channel].receive(microbatch).items():
+                to, source = (reader, other) if direction == "F" else (stage, reader)
+                self._values[direction, to, source, microbatch] = payload
+        return self._pop(direction, stage, other, microbatch)
 
     def _pop(self, direction: str, to: int, source: int, microbatch: int) -> Any:
         try:
@@ -184,3 +167,34 @@ class Mailbox:
             raise RunError(
                 f"stage {to} needs the {what} of stage {source} for microbatch {microbatch}, which is not there"
             ) from None
+
+    # -- out
+
+    def put_outputs(self, stage: int, microbatch: int, emitted: Mapping[int, Any]) -> None:
+        """Hand over what stays on this rank; put up the rest for its SEND."""
+        for route in self._leaving["F", stage]:
+            payload = emitted[route.other]
+            if route.channel is None:
+                self._values["F", route.other, stage, microbatch] = share(payload)
+            else:
+                self._put_up(route, route.other, microbatch, payload)
+
+    def put_gradients(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
+        """Give each producing stage the gradients of what it sent."""
+        for route in self._leaving["B", stage]:
+            if route.channel is None:
+                self._values["B", route.other, stage, microbatch] = back[route.other]
+            else:
+                self._put_up(route, stage, microbatch, back[route.other])
+
+    def _put_up(self, route: _Route, reader: int, microbatch: int, payload: Any) -> None:
+        ready = self.ends.outgoing[route.channel].ready
+        if route.alone:
+            ready[microbatch] = payload
+        else:
+            ready.setdefault(microbatch, {})[reader] = payload
+
+
+def _back(route: _Route) -> _Route:
+    """The same way for gradients: the way back always has the next number."""
+    return route._replace(channel=None if route.channel is None else route.channel + 1)

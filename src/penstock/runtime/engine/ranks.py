@@ -8,6 +8,7 @@ context variables.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -35,7 +36,6 @@ from penstock.runtime.state.randomness import (
     GeneratorLock,
     StageRandomness,
     ThreadRandomness,
-    held,
     seeded,
     unit_stream,
 )
@@ -89,9 +89,11 @@ class LocalRanks:
             }
             for index, stage in stages.items():
                 others = (part for part in split.parts if part.index != index and not part.reads_inputs)
-                stage.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
+                stage.memory.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, split.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
+        has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
+        self.last = next(has_last, None)  # the local executor that has the last stage
         self._workers: Workers | None = None
         self._model = split.model
         self.watch()
@@ -128,10 +130,10 @@ class LocalRanks:
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
-        may_compile()  # from now on, it is known when
+        if "torch._dynamo" in sys.modules:
+            may_compile()  # from now on, it is known when
         try:
-            room = GENERATOR_LOCK.here()
-            with room.kept(), self.precise():
+            with GENERATOR_LOCK.around_step(self._takes_turns) as room, self.precise():
                 if self._takes_turns:
                     self.turns.begin(room, alone)
                 yield
@@ -157,15 +159,14 @@ class LocalRanks:
         ((rank, executor),) = self.executors.items()
         run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
         try:
-            with nullcontext() if self._takes_turns else held(quietly=False):
-                return run() if context is None else context.copy().run(run)
+            return run() if context is None else context.copy().run(run)
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:
         """Inside, forwards are under `precision`, or else under the autocast that the caller has; nothing else is."""
-        caller = caller_precision()
+        caller = caller_precision() if torch._C._is_any_autocast_enabled() else None
         chosen: list[Precision | None] = []
         for rank, executor in self.executors.items():
             own = caller if self.precision is None else Precision.on(self.precision, self._kinds(rank, executor))
@@ -261,7 +262,7 @@ class LocalRanks:
 
         def modules(executor: Executor) -> list[torch.nn.Module]:
             found = [stage.module for stage in executor.stages.values()]
-            for module in modules_of(loss()) if executor is self.last() else ():
+            for module in modules_of(loss()) if executor is self.last else ():
                 stages = {id(each) for own in self.modules().values() for each in own.modules()}
                 if stages.isdisjoint(map(id, module.modules())):  # else the loss looks at the model itself
                     found.append(module)
@@ -317,13 +318,6 @@ class LocalRanks:
             self._workers = None
         for transport in self.transports:
             transport.close()
-
-    def last(self) -> Executor | None:
-        """The local executor that has the last stage."""
-        for executor in self.executors.values():
-            if any(stage.is_last for stage in executor.stages.values()):
-                return executor
-        return None
 
     def modules(self) -> dict[int, torch.nn.Module]:
         """The modules of the local stages, in the order of stages."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.errors import ModelError, PeerFailure, RunError
 from penstock.messages import plain
-from penstock.runtime.batch.comparison import BatchFingerprint, Readers, left_out
-from penstock.runtime.batch.fingerprint import Seen
+from penstock.runtime.batch.comparison import Readers, left_out
+from penstock.runtime.batch.fingerprint import BatchFingerprint, Seen
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.loss.check import PairCheck
@@ -115,8 +115,9 @@ def what_went_wrong(
         apart = _different_steps(reports)
         if apart:
             return RunError(apart)
-        if not batches and readers is not None:
-            batches = left_out([report.fingerprint for report in reports], readers)
+        fingerprints = [report.fingerprint for report in reports]
+        if not batches and readers is not None and fingerprints.count(fingerprints[0]) < len(fingerprints):
+            batches = left_out(fingerprints, readers)
         return ModelError(batches) if batches else None
     origins = [failed for rank, failed in failures.items() if failed.rank == rank]
     cause = (origins or list(failures.values()))[0]

@@ -27,13 +27,12 @@ from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
-from penstock.runtime.state.ownership import OutgoingValues, Received, Watched, check_unwritten, versions
+from penstock.runtime.state.ownership import StageMemory, check_unwritten, versions
 from penstock.runtime.state.phase import NOW, Phase
 from penstock.runtime.state.randomness import StageRandomness
 
 LossOf = Callable[[Any], Tensor | None]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
-Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 
 
 class StageInput(NamedTuple):
@@ -69,8 +68,7 @@ class Stage:
         self.turn = turn
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
-        self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
-        self.others_take: Sequence[frozenset[str] | None] = ()  # the keyword arguments of other stages
+        self.memory = StageMemory(part, self.holds)
         self.inspect_graph: Callable[[GraphRecord], None] | None = None  # at what a forward has recorded
         self.graphs_inspected = 0  # so far
         self.records: dict[int, GraphRecord] = {}
@@ -80,10 +78,8 @@ class Stage:
         self._parameters = StageParameters()
         self._buffers = Buffers(part.index, self.holds)
         self._attributes = Attributes(part.index, self.holds)
-        self._outgoing = OutgoingValues(part.index, self.holds)
-        self._received = Received(part.index)
-        self._entered = Received(part.index, "the model's input")
         self.fresh = FreshGradients(self.holds)
+        self._seeds: Sequence[int] = ()  # of the step's microbatches, where this rank has the generator to itself
         self.gathering = False  # `gathers`, in the step that runs
 
     @property
@@ -93,10 +89,11 @@ class Stage:
 
     def carries(self, *kinds: type[Tensor]) -> None:
         """Tensors of these kinds are packed on their way to other stages."""
-        self._outgoing.carried = kinds
+        self.memory.outgoing.carried = kinds
 
-    def begin_step(self) -> None:
-        """A program begins."""
+    def begin_step(self, microbatches: int) -> None:
+        """A program begins, on so many microbatches."""
+        self._seeds = () if self.turn.seeds is None else self.turn.seeds(microbatches)
         self.fresh.begin_step()
         self.gathering = self.gathers
 
@@ -112,7 +109,8 @@ class Stage:
     def infer(self, given: StageInput, graph: bool = False) -> Forward:
         """A forward that keeps nothing; the loss has a graph only if that is asked for."""
         phase = Phase("forward", given.microbatch, self.statistics)
-        with torch.set_grad_enabled(graph), self.turn.forward(given.microbatch) or _NOTHING, phase:
+        precise = _NOTHING if self.precision is None else self.precision()
+        with torch.set_grad_enabled(graph), self._random_numbers(given.microbatch) or _NOTHING, phase, precise:
             emitted, loss = self._compute(given)
         return emitted, loss, phase.extra
 
@@ -158,72 +156,46 @@ class Stage:
         return results
 
     def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
-        turn = self.turn.forward(given.microbatch)
-        phase = Phase(kind, given.microbatch, self.statistics)
+        turn = self._random_numbers(given.microbatch)
+        phase, recording = Phase(kind, given.microbatch, self.statistics), None
+        if given.split:
+            record.deferred = DeferredWeights(self._parameters)
+            recording = record.deferred.recording()
         outer, NOW.phase = NOW.phase, phase
         try:
-            if turn is None and not given.split:  # the plain way, without managers that do nothing
-                emitted, loss = self._compute(given)
+            if turn is None and self.precision is None:  # the plain way, without managers that do nothing
+                emitted, loss = self._compute(given, recording)
             else:
-                recording: AbstractContextManager[object] = _NOTHING
-                if given.split:
-                    record.deferred = DeferredWeights(self._parameters)
-                    recording = record.deferred.recording()
-                with turn or _NOTHING, recording:
-                    emitted, loss = self._compute(given)
+                with turn or _NOTHING, _NOTHING if self.precision is None else self.precision():
+                    emitted, loss = self._compute(given, recording)
         finally:
             NOW.phase = outer
         record.end_forward(emitted, loss, phase.extra, self.returns)
         self._inspect_graph(record, kind)
         return emitted, loss, phase.extra
 
+    def _random_numbers(self, microbatch: int) -> Any:
+        """Those of one forward: seeded at once, or a turn to enter, where ranks share the generator."""
+        if self.turn.seeds is None:
+            return self.turn.forward(microbatch)
+        self.turn.forward(self._seeds[microbatch])
+        return None
+
     def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
         if self.inspect_graph is not None:
             self.inspect_graph(record)
 
-    def _compute(self, given: StageInput) -> tuple[dict[int, Any], Tensor | None]:
-        if self.precision is None:
-            emitted = self._call(given)
-            loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
-        else:
-            with self.precision():
-                emitted = self._call(given)
-                loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
-        return emitted, loss
-
-    def _call(self, given: StageInput) -> dict[int, Any]:
-        """Run the part on what it may write to, and see to it that what it emits may leave."""
-        run = self.part.run if self.wrap is None else self.wrap(self.part.run)
-        arrived, args, kwargs = given.arrived, given.args, given.kwargs
-        received: Watched = []
-        entered: Watched = []
-        if arrived:
-            arrived, received = self._received.hand(arrived)
-        if not arrived or kwargs or self.part.reads_inputs:
-            (args, kwargs), entered = self._entered.hand((args, kwargs))
-        try:
-            emitted = run(arrived, args, kwargs)
-        except RuntimeError as error:
-            if arrived and "a leaf Variable that requires grad" in str(error):
-                raise ModelError(self._received.late()) from error
-            raise
-        if received:
-            self._received.learn(received)
-        if entered and (written := self._entered.learn(entered)):
-            self._check_alone(kwargs, written)
-        self._outgoing.fit(emitted, None if self.returns else OUTPUT)
-        return emitted
-
-    def _check_alone(self, kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
-        """In a plain loop, what a stage writes into a keyword argument is seen by the stages behind it."""
-        shared = [name for name in kwargs if any(takes is None or name in takes for takes in self.others_take)]
-        for name in shared:
-            if any(leaf is tensor for leaf in pytree.tree_leaves(kwargs[name]) for tensor in written):
-                raise ModelError(
-                    f"stage {self.part.index} writes in place into the keyword argument {name!r}, which another stage "
-                    f"takes too and would get as it was; clone() it before it is written to, or pass it on as an output"
-                )
+    def _compute(
+        self, given: StageInput, recording: AbstractContextManager[object] | None = None
+    ) -> tuple[dict[int, Any], Tensor | None]:
+        """Outputs by consumer, and the loss; the model's code and the loss function run inside of `recording`."""
+        final = None if self.returns else OUTPUT
+        emitted = self.memory.run(given.arrived, given.args, given.kwargs, final, recording)
+        if given.loss_of is None or recording is None:
+            return emitted, None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
+        with recording:
+            return emitted, given.loss_of(emitted[OUTPUT])
 
     # -- backward
 
@@ -264,9 +236,7 @@ class Stage:
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no postponed weight gradient of microbatch {microbatch}")
-        self.fresh.before()
-        deferred.run()
-        self.fresh.after()
+        self.fresh.run(deferred.run)
 
 
 def _save_nothing(tensor: Tensor) -> Tensor | None:

@@ -29,7 +29,7 @@ from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.pair_loss import CannotJoinError, first_rows, join_leaf, untouched
 from penstock.runtime.loss.shares import BatchShares, Weighing
-from penstock.runtime.loss.weights import Label, at, marks, telling
+from penstock.runtime.loss.weights import Mark, uneven_marks
 
 BYTES = 32 * 2**20  # of an output that is kept until the next one: of larger ones, fewer rows are looked at
 KINDS = 16  # of batches by their shapes; where these change at every step, they are not asked for ever
@@ -38,8 +38,6 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, As
 FEW = 64  # roundings that two numbers may be apart
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
 WIDE = torch.float32  # in which coarse ones are asked once more
-UNEVEN = 1e-6  # above what sums of the same numbers differ by
-Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that counts there
 
 
 class LossChecks:
@@ -57,7 +55,7 @@ class LossChecks:
         if self._off or len(batch.args) < 2:
             return None
         shapes = _shapes(batch) if len(self._asked) < KINDS else ()
-        uneven = {mark for place, _ in telling(batch, 0) for mark in _uneven(batch, place)}
+        uneven = uneven_marks(batch)
         if shapes in self._asked and uneven <= self._uneven:
             return None
         return PairCheck(self, batch, shares, shapes, uneven)
@@ -84,19 +82,10 @@ def _shapes(batch: Batch) -> Hashable:
     return tuple((leaf.dtype, leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _uneven(batch: Batch, place: Label) -> Iterator[Mark]:
-    """The marks of one tensor that some microbatches have more of than others."""
-    pieces = [at(batch, number, place) for number in range(len(batch.args))]
-    if all(isinstance(piece, Tensor) for piece in pieces):
-        for kind, shares in marks([piece.detach().reshape(-1) for piece in pieces]).items():
-            if max(shares) - min(shares) > UNEVEN * max(map(abs, shares)):
-                yield place, kind
-
-
 Given = tuple[Any, Any, Mapping[str, Any]]  # to the loss: output, target and keywords
 
 
-class _Rows(NamedTuple):
+class _MicrobatchRows(NamedTuple):
     """Some rows of one microbatch, or all of them."""
 
     number: int
@@ -119,7 +108,7 @@ class PairCheck:
     ) -> None:
         self._checks, self._batch, self._shares = checks, batch, shares
         self._kind = (shapes, uneven)
-        self._before: _Rows | None = None
+        self._before: _MicrobatchRows | None = None
         self._seen: set[int] = set()
         self._kinds: set[torch.dtype] = set()  # of losses
         self.is_open = False  # outputs could not be joined, so that only whole forwards can tell
@@ -153,7 +142,7 @@ class PairCheck:
 
     # -- one microbatch
 
-    def _take(self, number: int, output: Any, loss: Tensor) -> _Rows:
+    def _take(self, number: int, output: Any, loss: Tensor) -> _MicrobatchRows:
         """What is kept of a microbatch until the next has come: all, or of large outputs as many rows as are small."""
         batch = self._batch
         if batch.rows is None:
@@ -170,7 +159,7 @@ class PairCheck:
                 [rows],
                 batch.has_target,
             )
-            return _Rows(number, rows, output, part, self._shares.weight(number), check_loss(loss).item())
+            return _MicrobatchRows(number, rows, output, part, self._shares.weight(number), check_loss(loss).item())
         part = Batch(
             [tuple(self._cut(place, value, number, few) for place, value in enumerate(batch.args[number]))],
             [{name: self._cut(name, value, number, few) for name, value in batch.kwargs[number].items()}],
@@ -180,7 +169,7 @@ class PairCheck:
             batch.has_target,
         )
         kept = pytree.tree_map_only(Tensor, Tensor.clone, self._cut("output", output, number, few))
-        found = _Rows(number, few, kept, part, self._weight(part), math.nan)
+        found = _MicrobatchRows(number, few, kept, part, self._weight(part), math.nan)
         return found._replace(loss=self._loss(found.given))
 
     def _weight(self, part: Batch) -> float | None:
@@ -224,7 +213,7 @@ class PairCheck:
 
     # -- two of them
 
-    def _compare(self, one: _Rows, two: _Rows) -> None:
+    def _compare(self, one: _MicrobatchRows, two: _MicrobatchRows) -> None:
         together = self._join(one, two)
         eps, few = self._precision(together)
         self._judge(one, two, together, eps, few)
@@ -233,7 +222,7 @@ class PairCheck:
             if wide[0] is not None and wide[1] is not None:
                 self._judge(wide[0], wide[1], self._join(wide[0], wide[1]), torch.finfo(WIDE).eps, FEW)
 
-    def _judge(self, one: _Rows, two: _Rows, together: Given, eps: float, few: int) -> None:
+    def _judge(self, one: _MicrobatchRows, two: _MicrobatchRows, together: Given, eps: float, few: int) -> None:
         expected = _expected((one.loss, two.loss), (one.weight, two.weight))
         if math.isinf(expected) or one.weight == two.weight == 0:
             return  # of a batch that has no mean, others will speak
@@ -258,7 +247,7 @@ class PairCheck:
             adds=abs(found - one.loss - two.loss) <= few * eps * scale,
         )
 
-    def _wide(self, rows: _Rows) -> _Rows | None:
+    def _wide(self, rows: _MicrobatchRows) -> _MicrobatchRows | None:
         """The same in numbers that hide no difference; None where the loss does not keep to them."""
         output, args, kwargs, targets, loss_kwargs = (
             pytree.tree_map_only(Tensor, _widened, each)
@@ -277,7 +266,7 @@ class PairCheck:
                 return None
         return None if any(_is_coarse(kind) for kind in kinds.seen) else wide
 
-    def _join(self, one: _Rows, two: _Rows) -> tuple[Any, Any, dict[str, Any]]:
+    def _join(self, one: _MicrobatchRows, two: _MicrobatchRows) -> tuple[Any, Any, dict[str, Any]]:
         if one.given[2].keys() != two.given[2].keys():
             raise CannotJoinError
         rows, dims = (one.rows, two.rows), self._checks.dims
@@ -330,7 +319,7 @@ def _expected(losses: tuple[float, float], weights: tuple[float | None, float | 
     return sum(counted) / total if total else math.nan
 
 
-def _weighed(part: _Rows) -> str:
+def _weighed(part: _MicrobatchRows) -> str:
     return f"{part.loss:.7g}" + ("" if part.weight is None else f" (weighing {part.weight:g})")
 
 

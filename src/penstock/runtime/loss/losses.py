@@ -1,10 +1,17 @@
-"""The loss of a microbatch, from a loss function or from the model itself, and losses from inside stages."""
+"""The losses of microbatches, what enters the backward at each, and losses from inside stages.
+
+A loss comes from the loss function or from the model itself. What it was divided by is read off its graph: a
+cross-entropy may be anywhere, in a lambda, in a wrapper of the user's, in a Hugging Face model that takes `labels`. Its
+node knows all that matters: whether it is a mean, over how much, and the very targets that it saw. Found again among
+the tensors of the microbatch, these say how to weigh all microbatches before they have run (`shares`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import c_float
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,11 +20,16 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.counted_runs import DRY, EVERYWHERE, run_kind
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.shares import Shares
 from penstock.runtime.state.phase import NOW
 
 if TYPE_CHECKING:
     from penstock.runtime.loss.check import PairCheck
+    from penstock.runtime.loss.shares import Shares
+
+NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+SCALED = frozenset({"DivBackward0", "MulBackward0"})
+ANOTHER_TYPE = "ToCopyBackward0"
+MEAN = 1  # torch's number for that reduction
 
 
 def check_loss(loss: Any) -> Tensor:
@@ -34,31 +46,76 @@ class StepLosses:
     """The losses of the microbatches of one step, on the rank of the last stage."""
 
     def __init__(
-        self, batch: Batch, loss_fn: Callable[..., Any] | None, shares: Shares, check: PairCheck | None, training: bool
+        self,
+        batch: Batch,
+        loss_fn: Callable[..., Any] | None,
+        shares: Shares,
+        check: PairCheck | None,
+        training: bool,
+        scale: float,
+        replicas: int,
     ) -> None:
         self._batch, self._loss_fn, self._shares, self._check = batch, loss_fn, shares, check
         self._training = training
+        self.seeds = Seeds(shares, len(batch.args), scale, replicas)
+        # in an inference that has nothing to compare with, there is no loss
+        self.are_wanted = loss_fn is None or training or batch.has_target
 
-    def of(self, microbatch: int) -> Callable[[Any], Tensor | None] | None:
-        """The loss as a function of the output; None in an inference that has nothing to compare with."""
-        if self._loss_fn is not None and not (self._training or self._batch.has_target):
-            return None
-        return partial(self._loss_of, microbatch)
-
-    def _loss_of(self, microbatch: int, output: Any) -> Tensor | None:
-        target, extra = self._batch.targets[microbatch], self._batch.loss_kwargs[microbatch]
+    def of(self, microbatch: int, output: Any) -> Tensor | None:
+        """The loss of one microbatch, from its output; None where an inference gives none."""
+        target, extra, shares = self._batch.targets[microbatch], self._batch.loss_kwargs[microbatch], self._shares
         if self._loss_fn is None:  # a scalar output is the loss
             loss = own_loss(output)
             loss = loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
-        elif not self._training and self._shares.wants_graph:
+        elif not self._training and shares.wants_graph:
             loss = _with_graph(self._loss_fn, output, target, extra)
         else:
             loss = self._loss_fn(output, target, **extra)
         if isinstance(loss, Tensor):
-            self._shares.saw(microbatch, loss)
+            if shares.learns:
+                reading = read_loss(loss)
+                if reading is not None or shares.measure is None:
+                    shares.saw(microbatch, reading)
             if self._check is not None:
                 self._check.saw(microbatch, output, loss)
         return None if loss is None else check_loss(loss)
+
+
+class LossReading(NamedTuple):
+    """A cross-entropy that a loss is, whether scaled or not."""
+
+    node: Any
+    factors: tuple[Tensor, ...]  # that it was multiplied with or divided by
+
+    @property
+    def mean(self) -> bool:
+        """Else it is a sum."""
+        return bool(self.node._saved_reduction == MEAN)
+
+    @property
+    def total(self) -> Tensor:
+        """Over how much it is a mean."""
+        total: Tensor = self.node._saved_total_weight
+        return total.detach()
+
+
+def read_loss(loss: Tensor) -> LossReading | None:
+    """The cross-entropy at the root of a loss; None where that is something else, or there is no graph."""
+    node: Any = loss.grad_fn
+    factors: tuple[Tensor, ...] = ()
+    while node is not None:
+        name = node.name()
+        if name in NEGATIVE_LOG_LIKELIHOOD:
+            return LossReading(node, factors)
+        if name in SCALED:
+            (scaled, _), (by, _) = node.next_functions
+            if scaled is None or by is not None:
+                return None
+            factors = (*factors, node._saved_other.detach())
+        elif name != ANOTHER_TYPE:
+            return None
+        node = node.next_functions[0][0]
+    return None
 
 
 def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -143,6 +200,67 @@ def own_loss(output: Any) -> Any:
         return output.get("loss", output)
     loss = getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) else output
+
+
+# -- what enters the backward, and the sum that losses make
+
+
+class Seeds:
+    """What enters the backward at each microbatch's loss: its share, as a tensor like the loss.
+
+    All of them are made at once, when the first loss shows its kind: one by one they cost more than a small backward.
+    A microbatch without a share takes no part: its own mean may well be nan, and 0 * nan would reach the weights.
+    """
+
+    def __init__(self, shares: Shares, count: int, scale: float = 1.0, replicas: int = 1) -> None:
+        self._shares, self._scale = shares, scale
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+        self._seeds: tuple[Tensor | None, ...] = ()
+        self._of_named = scale / (count * replicas)
+
+    def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
+        """The seed of one loss; None where it does not count."""
+        if loss.dtype is not self._dtype or loss.device != self._device:
+            if not self._shares.counts(microbatch):
+                return None
+            self._dtype, self._device = loss.dtype, loss.device
+            shares = self._shares()
+            seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64)
+            made = seeds.to(self._device, self._dtype).unbind()
+            self._seeds = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
+        return self._seeds[microbatch]
+
+    @cached_property
+    def extra(self) -> Tensor:
+        """At a named loss, which is a mean over the microbatches of all replicas."""
+        return torch.tensor(self._of_named, dtype=torch.float64)
+
+
+def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
+    """The batch's loss with the bits of a plain loop: `total = total + loss * share`, rounded at every step.
+
+    In Python's numbers, because 128 operations on tensors of one element cost more than the step's exchange. These are
+    doubles; of two floats, product and sum in doubles, rounded once more, are the floats' own (53 bits >= 2 * 24 + 2).
+    """
+    counted = [number for number, share in enumerate(shares) if share != 0]
+    if losses.dtype not in (torch.float32, torch.float64):
+        terms = [losses[number] * shares[number] for number in counted]
+        return sum(terms[1:], terms[0]).item() if terms else 0.0
+    rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
+    result: float | None = None
+    values = losses.tolist()
+    for number in counted:
+        term = rounded(values[number] * rounded(shares[number]))
+        result = term if result is None else rounded(result + term)
+    return 0.0 if result is None else result  # all 0: it is other replicas' batches that count
+
+
+def _as_float(value: float) -> float:
+    return c_float(value).value
+
+
+# -- from inside stages
 
 
 def add_loss(name: str, value: Tensor) -> None:

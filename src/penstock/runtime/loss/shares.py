@@ -14,16 +14,13 @@ see final numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from ctypes import c_float
-from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.denominator import find_entries, is_constant, read_loss
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.weights import (
     ROWS,
@@ -34,8 +31,15 @@ from penstock.runtime.loss.weights import (
     as_plain,
     cross_entropy,
     from_plain,
+    integers,
     torch_reduction,
 )
+
+if TYPE_CHECKING:
+    from penstock.runtime.loss.losses import LossReading
+
+SHIFTS = ("", "padded", "dropped")
+ITEMS = "num_items_in_batch"
 
 REMEDY = (
     "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
@@ -120,6 +124,8 @@ class Shares:
     """Equal shares, for ranks that compute no loss."""
 
     wants_graph = False  # of a loss that is computed without one
+    learns = False  # whether what losses are divided by is read off their graphs
+    measure: Measure | None = None
 
     def __init__(self, count: int, share: float) -> None:
         self._shares = [share] * count
@@ -132,8 +138,8 @@ class Shares:
         """Whether the loss of a microbatch is a part of the batch's."""
         return self()[number] != 0
 
-    def saw(self, number: int, loss: Tensor) -> None:
-        """The loss of a microbatch, with its graph."""
+    def saw(self, number: int, reading: LossReading | None) -> None:
+        """What the graph of a microbatch's loss says, if anything."""
 
     def check(self) -> None:
         """At the end of a step: raise where losses were divided by something else than was thought."""
@@ -145,6 +151,7 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
+        self.learns = weighing.learns
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
@@ -153,7 +160,7 @@ class BatchShares(Shares):
         self._refused: ModelError | UsageError | None = None
         self._scaled = False  # the loss is a multiple of what was read
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
-        self.measure: Measure | None = None
+        self.measure = None
         try:
             self.measure = weighing.measure(batch, replicas.replicas)
             self.weights = None if self.measure is None else self.measure(batch)
@@ -162,7 +169,7 @@ class BatchShares(Shares):
                 raise
             self._refused = error
         if self.measure is not None or self._refused is not None:
-            if weighing.when == "before":
+            if weighing.when == "before" and replicas.replicas > 1:
                 self._total = replicas.total(sum(self.weights or ()))
             if replicas.replicas == 1 and training:
                 self()
@@ -200,12 +207,9 @@ class BatchShares(Shares):
     @property
     def is_read(self) -> bool:
         """Whether the loss itself said what it is, so that there is nothing to check."""
-        return self._weighing.learns and not self._scaled and isinstance(self.measure, (Entries, type(SUM)))
+        return self.learns and not self._scaled and isinstance(self.measure, (Entries, type(SUM)))
 
-    def saw(self, number: int, loss: Tensor) -> None:
-        if not self._weighing.learns:
-            return
-        reading = read_loss(loss)
+    def saw(self, number: int, reading: LossReading | None) -> None:
         if reading is not None and reading.mean:
             self._divided[number] = reading.total
             self._scaled = self._scaled or bool(reading.factors)
@@ -261,59 +265,27 @@ class BatchShares(Shares):
                 )
 
 
-# -- what enters the backward, and the sum that losses make
+# -- what a cross-entropy saw, found again in its microbatch
 
 
-class Seeds:
-    """What enters the backward at each microbatch's loss: its share, as a tensor like the loss.
-
-    All of them are made at once, when the first loss shows its kind: one by one they cost more than a small backward.
-    A microbatch without a share takes no part: its own mean may well be nan, and 0 * nan would reach the weights.
-    """
-
-    def __init__(self, shares: Shares, count: int, scale: float = 1.0, replicas: int = 1) -> None:
-        self._shares, self._scale = shares, scale
-        self._dtype: torch.dtype | None = None
-        self._device: torch.device | None = None
-        self._seeds: tuple[Tensor | None, ...] = ()
-        self._of_named = scale / (count * replicas)
-
-    def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
-        """The seed of one loss; None where it does not count."""
-        if loss.dtype is not self._dtype or loss.device != self._device:
-            if not self._shares.counts(microbatch):
-                return None
-            self._dtype, self._device = loss.dtype, loss.device
-            shares = self._shares()
-            seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64)
-            made = seeds.to(self._device, self._dtype).unbind()
-            self._seeds = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
-        return self._seeds[microbatch]
-
-    @cached_property
-    def extra(self) -> Tensor:
-        """At a named loss, which is a mean over the microbatches of all replicas."""
-        return torch.tensor(self._of_named, dtype=torch.float64)
+def find_entries(reading: LossReading, batch: Batch, number: int) -> Entries | None:
+    """How the targets that a loss saw follow from what its microbatch was given, if they do."""
+    node = reading.node
+    seen, classes, ignored = node._saved_target.detach().reshape(-1), node._saved_weight, node._saved_ignore_index
+    ignored -= 2**64 if ignored >= 2**63 else 0  # torch shows it without its sign
+    alike: list[Entries] = []
+    for place, value in integers(batch, number):
+        if value.data_ptr() == seen.data_ptr() and value.numel() == seen.numel():
+            return Entries(place, "", ignored, classes)  # it is the same memory
+        for shift in SHIFTS if value.dim() > 1 else SHIFTS[:1]:
+            found = Entries(place, shift, ignored, classes)
+            moved = found.moved(value)
+            if moved.numel() == seen.numel() and torch.equal(moved.reshape(-1).to(seen), seen):
+                alike.append(found)
+    return alike[0] if alike else None
 
 
-def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
-    """The batch's loss with the bits of a plain loop: `total = total + loss * share`, rounded at every step.
-
-    In Python's numbers, because 128 operations on tensors of one element cost more than the step's exchange. These are
-    doubles; of two floats, product and sum in doubles, rounded once more, are the floats' own (53 bits >= 2 * 24 + 2).
-    """
-    counted = [number for number, share in enumerate(shares) if share != 0]
-    if losses.dtype not in (torch.float32, torch.float64):
-        terms = [losses[number] * shares[number] for number in counted]
-        return sum(terms[1:], terms[0]).item() if terms else 0.0
-    rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
-    result: float | None = None
-    values = losses.tolist()
-    for number in counted:
-        term = rounded(values[number] * rounded(shares[number]))
-        result = term if result is None else rounded(result + term)
-    return 0.0 if result is None else result  # all 0: it is other replicas' batches that count
-
-
-def _as_float(value: float) -> float:
-    return c_float(value).value
+def is_constant(factor: Tensor, batch: Batch, number: int) -> bool:
+    """Whether a factor is the number of tokens in the whole batch, as Hugging Face models are told it."""
+    given = batch.kwargs[number].get(ITEMS)
+    return given is not None and not factor.dim() and factor.item() == float(given)

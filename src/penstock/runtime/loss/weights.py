@@ -23,6 +23,8 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 
 Label = tuple[str, str | int, int]  # where in a microbatch: the field, the name or position there, the leaf
+Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that counts there
+UNEVEN = 1e-6  # above what sums of the same numbers differ by
 
 
 class Measure(Protocol):
@@ -35,7 +37,7 @@ class Measure(Protocol):
         """What is counted, in words."""
 
 
-class _Rows:
+class _MeanOverRows:
     """A mean over rows; where nothing says how many there are, all microbatches count alike."""
 
     def __call__(self, batch: Batch) -> list[float]:
@@ -45,7 +47,7 @@ class _Rows:
         return "rows"
 
 
-class _Sum:
+class _LossesAddUp:
     def __call__(self, batch: Batch) -> None:
         return None
 
@@ -53,7 +55,7 @@ class _Sum:
         return "a sum"
 
 
-ROWS, SUM = _Rows(), _Sum()
+ROWS, SUM = _MeanOverRows(), _LossesAddUp()
 
 
 def as_plain(measure: Measure | None) -> Any:
@@ -181,6 +183,18 @@ def weigh(pieces: list[Tensor], ignored: int, classes: Tensor | None) -> list[fl
         places = flat.where(valid, 0).clamp(0, len(classes) - 1)
         counted = counted * classes.detach().to(flat.device, torch.float64)[places]
     return _sums(counted, pieces)
+
+
+def uneven_marks(batch: Batch) -> set[Mark]:
+    """What may say what counts, and some microbatches have more of than others."""
+    found: set[Mark] = set()
+    for place, _ in telling(batch, 0):
+        pieces = [at(batch, number, place) for number in range(len(batch.args))]
+        if all(isinstance(piece, Tensor) for piece in pieces):
+            for kind, shares in marks([piece.detach().reshape(-1) for piece in pieces]).items():
+                if max(shares) - min(shares) > UNEVEN * max(map(abs, shares)):
+                    found.add((place, kind))
+    return found
 
 
 def marks(pieces: list[Tensor]) -> dict[str, list[float]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_, itemgetter
 from typing import Any
 
@@ -26,6 +27,25 @@ Key = tuple[int, str]  # the table of a module's attributes, and a name there
 def is_trained(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, by its kind or by its use."""
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+@contextmanager
+def exchanged(entries: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
+    """Inside, entries of tables have other values: (table, name, value now, value inside)."""
+
+    def put(table: Any, name: str, value: Any) -> None:
+        if value is ABSENT:
+            table.pop(name, None)
+        else:
+            table[name] = value
+
+    try:
+        for table, name, _, inside in entries:
+            put(table, name, inside)
+        yield
+    finally:
+        for table, name, now, _ in entries:
+            put(table, name, now)
 
 
 class Deep:

@@ -13,18 +13,30 @@ look costs a comparison of pointers, and all microbatches share what was seen.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.runtime.state.attribute_changes import ABSENT, Box, Deep, Drawn, Key, Look, ModuleSeen, is_trained
+from penstock.runtime.state.attribute_changes import (
+    ABSENT,
+    Box,
+    Deep,
+    Drawn,
+    Key,
+    Look,
+    ModuleSeen,
+    exchanged,
+    is_trained,
+)
 from penstock.runtime.state.buffers import SMALL_BYTES
-from penstock.runtime.state.memory import copy_like, version_of
+from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.ownership import version_of
 
 
-class _Tensor(Deep):
+class _TensorSeen(Deep):
     """A tensor as it was; a copy only where it may be written to."""
 
     __slots__ = ("copy", "tensor", "version")
@@ -53,7 +65,7 @@ class Attributes(Look):
         self._module = module
         self._moving: dict[Key, dict[str, Any]] = {}  # the tables of those that forwards change
         self._written: dict[Key, bool] = {}  # whether the tensors there are written to in place, once a forward told
-        self._untold: list[tuple[Key, _Tensor]] = []
+        self._untold: list[tuple[Key, _TensorSeen]] = []
         self._copying = True
         self.in_use = False  # whether any forward of this stage was looked at: where nothing is recomputed, none is
 
@@ -80,7 +92,7 @@ class Attributes(Look):
                     if old.get(name, ABSENT) is not new.get(name, ABSENT):
                         self._moving[number, name] = module.table
 
-    def as_they_were(self, was: Seen) -> _Exchanged:
+    def as_they_were(self, was: Seen) -> AbstractContextManager[None]:
         """A context in which the stage's modules have the attributes of that time."""
         made: dict[int, Any] = {}
         exchange = []
@@ -89,19 +101,19 @@ class Attributes(Look):
             if number in was:
                 now, then = table.get(name, ABSENT), was[number].seen.get(name, ABSENT)
                 exchange.append((table, name, now, self._again(key, then, made)))
-        return _Exchanged(exchange)
+        return exchanged(exchange)
 
     def _see_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
         if is_trained(tensor):
             return tensor
-        known = isinstance(before, _Tensor) and before.tensor is tensor
+        known = isinstance(before, _TensorSeen) and before.tensor is tensor
         if known and before.version != version_of(tensor):
             self._written[key] = True
         written = self._written.get(key)
         copied = self._copying and (written is not False or _is_small(tensor))
         if known and not written and before.version == version_of(tensor) and (before.copy is not None or not copied):
             return before
-        seen = _Tensor(tensor, copied)
+        seen = _TensorSeen(tensor, copied)
         if written is None and self._copying:
             self._untold.append((key, seen))
         return seen
@@ -110,7 +122,7 @@ class Attributes(Look):
 
     def _again(self, key: Key, seen: Any, made: dict[int, Any]) -> Any:
         """A value like the one that was seen; what two places shared, they share again."""
-        if isinstance(seen, _Tensor):
+        if isinstance(seen, _TensorSeen):
             number = id(seen.tensor)
             if number not in made:
                 made[number] = self._tensor_again(key, seen)
@@ -127,7 +139,7 @@ class Attributes(Look):
             return seen
         return made[number]
 
-    def _tensor_again(self, key: Key, seen: _Tensor) -> Tensor:
+    def _tensor_again(self, key: Key, seen: _TensorSeen) -> Tensor:
         if not self._written.get(key) and version_of(seen.tensor) == seen.version:
             return seen.tensor
         if seen.copy is None or seen.tensor.requires_grad:
@@ -139,26 +151,6 @@ class Attributes(Look):
                 f"microbatch and its recomputation, {what}; use recompute='never', or make it a buffer"
             )
         return copy_like(seen.copy)
-
-
-class _Exchanged:
-    def __init__(self, exchange: list[tuple[dict[str, Any], str, Any, Any]]) -> None:
-        self._exchange = exchange
-
-    def __enter__(self) -> None:
-        for table, name, _, then in self._exchange:
-            _put(table, name, then)
-
-    def __exit__(self, *_: object) -> None:
-        for table, name, now, _then in self._exchange:
-            _put(table, name, now)
-
-
-def _put(table: dict[str, Any], name: str, value: Any) -> None:
-    if value is ABSENT:
-        table.pop(name, None)
-    else:
-        table[name] = value
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -12,13 +12,16 @@ statistics past them, so that the first forward is also compared by value.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.runtime.state.memory import copy_like, version_of
+from penstock.runtime.state.attribute_changes import exchanged
+from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.ownership import version_of
 
 SMALL_BYTES = 64 * 1024  # up to here a copy is kept, whether or not the buffer is known to change
 
@@ -71,13 +74,13 @@ class Buffers:
         if self._moving is None:
             self._moving = {key for key, _, buffer in self._all() if key not in was or _differs(buffer, was[key])}
 
-    def as_they_were(self, was: dict[Key, Then]) -> _Exchanged:
+    def as_they_were(self, was: dict[Key, Then]) -> AbstractContextManager[None]:
         """A context in which the stage has copies of its buffers of that time."""
         exchange = []
         for key, holder, buffer in self._all():
             then = was.get(key)
             if then is None:  # made since, by the forward itself
-                exchange.append((holder, key[1], buffer, copy_like(buffer.detach())))
+                exchange.append((holder._buffers, key[1], buffer, copy_like(buffer.detach())))
                 continue
             if then.copy is None and version_of(then.buffer) != then.version:
                 raise RunError(
@@ -86,21 +89,8 @@ class Buffers:
                     f"kept; use recompute='never'"
                 )
             old = then.buffer if then.copy is None else then.copy
-            exchange.append((holder, key[1], buffer, copy_like(old.detach())))
-        return _Exchanged(exchange)
-
-
-class _Exchanged:
-    def __init__(self, exchange: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-        self._exchange = exchange
-
-    def __enter__(self) -> None:
-        for holder, name, _, old in self._exchange:
-            holder._buffers[name] = old
-
-    def __exit__(self, *_: object) -> None:
-        for holder, name, buffer, _old in self._exchange:
-            holder._buffers[name] = buffer
+            exchange.append((holder._buffers, key[1], buffer, copy_like(old.detach())))
+        return exchanged(exchange)
 
 
 def _differs(buffer: Tensor, then: Then) -> bool:

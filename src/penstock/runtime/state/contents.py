@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.model.original.placeholders import is_away
-from penstock.runtime.state.memory import elements_in, version_of
+from penstock.runtime.state.memory import elements_in
+from penstock.runtime.state.ownership import version_of
 
 LARGE_BYTES = 16 * 2**20
 
@@ -28,22 +29,22 @@ class Contents:
 
     def __init__(self, every: bool = False) -> None:
         self._every = every
-        self._kept: dict[int, _Kept] = {}
+        self.kept: dict[int, _Kept] = {}
         self.lost: list[Tensor] = []  # changed, and without a copy
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Remember what is in them now, and in no others."""
-        known, self._kept = self._kept, {}
+        known, self.kept = self.kept, {}
         to: list[Tensor] = []
         of: list[Tensor] = []
         with torch.no_grad():
             for tensor in tensors:
-                if id(tensor) in self._kept or tensor.is_meta or is_away(tensor):
+                if id(tensor) in self.kept or tensor.is_meta or is_away(tensor):
                     continue
                 kept = known.get(id(tensor))
                 if kept is None or not kept.is_of(tensor):
                     kept = _Kept(tensor)
-                self._kept[id(tensor)] = kept
+                self.kept[id(tensor)] = kept
                 if kept.still and kept.version == version_of(tensor):
                     continue
                 if kept.copy is None or kept.memory is None:
@@ -59,7 +60,7 @@ class Contents:
         """Make all of them what they were."""
         self.lost = []
         with torch.no_grad():
-            for kept in self._kept.values():
+            for kept in self.kept.values():
                 if not kept.put_back():
                     self.lost.append(kept.tensor)
 
@@ -68,7 +69,7 @@ class Contents:
         if self._every:
             return
         with torch.no_grad():
-            for kept in self._kept.values():
+            for kept in self.kept.values():
                 if kept.large and kept.copy is not None and kept.has_the_same():
                     kept.copy, kept.still = None, True
 

@@ -17,18 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-_use_count = torch._C._storage_Use_Count
 LINE = 64  # bytes: a cache line, the widest alignment that kernels ask for; what torch allocates starts at one
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; tensors of inference mode do not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def holders(tensor: Tensor) -> int:
-    """How many tensors are in this tensor's storage, itself included; what a graph has saved counts too."""
-    return int(_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one holder
 
 
 def phase_of(tensor: Tensor) -> int:

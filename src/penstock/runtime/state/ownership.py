@@ -25,10 +25,8 @@ graph has saved is seen by nobody, as in any program that runs two forwards befo
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from pathlib import PurePath
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,20 +35,81 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
-from penstock.runtime.state.memory import (
-    holders,
-    is_plain,
-    more_than_numbers,
-    same_bits,
-    storage_of,
-    version_of,
-    with_copies,
-)
+from penstock.model.part import StagePart
+from penstock.runtime.state.memory import is_plain, more_than_numbers, same_bits, storage_of, with_copies
+from penstock.runtime.state.object_tensors import tensors_in
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
-_PLAIN = (int, float, complex, bool, str, bytes, Enum, type, PurePath, torch.dtype, torch.device, torch.Size)
-_DEPTH = 4  # of objects in objects that are searched for tensors
+Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
+
+_use_count = torch._C._storage_Use_Count
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; tensors of inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def holders(tensor: Tensor) -> int:
+    """How many tensors are in this tensor's storage, itself included; what a graph has saved counts too."""
+    return int(_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one holder
+
+
+class StageMemory:
+    """Runs the part of one stage by the rule above: on what it may write to, and so that what it emits may leave."""
+
+    def __init__(self, part: StagePart, module: nn.Module) -> None:
+        self._part = part
+        self.wrap: Callable[[Run], Run] | None = None  # around the part's own computing
+        self.others_take: Sequence[frozenset[str] | None] = ()  # the keyword arguments of other stages
+        self._received = Received(part.index)
+        self._entered = Received(part.index, "the model's input")
+        self.outgoing = OutgoingValues(part.index, module)
+
+    def run(
+        self,
+        arrived: Mapping[int, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        final: int | None,
+        recording: AbstractContextManager[object] | None,
+    ) -> dict[int, Any]:
+        """Run the part, inside of `recording`. `final`: the output that leaves the pipeline and may be any object."""
+        part = self._part
+        run = part.run if self.wrap is None else self.wrap(part.run)
+        received: Watched = []
+        entered: Watched = []
+        if arrived:
+            arrived, received = self._received.hand(arrived)
+        if not arrived or kwargs or part.reads_inputs:
+            (args, kwargs), entered = self._entered.hand((args, kwargs))
+        try:
+            if recording is None:
+                emitted = run(arrived, args, kwargs)
+            else:
+                with recording:
+                    emitted = run(arrived, args, kwargs)
+        except RuntimeError as error:
+            if arrived and "a leaf Variable that requires grad" in str(error):
+                raise ModelError(self._received.late()) from error
+            raise
+        if received:
+            self._received.learn(received)
+        if entered and (written := self._entered.learn(entered)):
+            self._check_alone(kwargs, written)
+        self.outgoing.fit(emitted, final)
+        return emitted
+
+    def _check_alone(self, kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
+        """In a plain loop, what a stage writes into a keyword argument is seen by the stages behind it."""
+        shared = [name for name in kwargs if any(takes is None or name in takes for takes in self.others_take)]
+        for name in shared:
+            if any(leaf is tensor for leaf in pytree.tree_leaves(kwargs[name]) for tensor in written):
+                raise ModelError(
+                    f"stage {self._part.index} writes in place into the keyword argument {name!r}, which another stage "
+                    f"takes too and would get as it was; clone() it before it is written to, or pass it on as an output"
+                )
 
 
 # -- what leaves a stage
@@ -99,7 +158,7 @@ class OutgoingValues:
             payload = emitted[target]
             if type(payload) is not Tensor or payload.is_nested:
                 emitted[target] = self._fit(payload, target == final)
-            elif sys.getrefcount(payload) > _BARE or not _is_only_read(payload):
+            elif payload.layout is torch.strided and (sys.getrefcount(payload) > _BARE or not _is_only_read(payload)):
                 emitted[target] = self._apart([payload])[0]
 
     def _fit(self, payload: Any, is_final: bool) -> Any:
@@ -135,7 +194,7 @@ class OutgoingValues:
                         f"DTensor's .to_local(), a nested tensor's .values() and .offsets()) and make it again there, "
                         f"or cut the model where it is not in use"
                     )
-            elif leaf is not None and any(True for _ in _tensors_in(leaf)):
+            elif leaf is not None and any(True for _ in tensors_in(leaf)):
                 name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
                 raise ModelError(
                     f"stage {self._stage} returns a {name} that holds tensors, which torch does not know as a "
@@ -150,8 +209,6 @@ def _is_tensor(leaf: Any) -> bool:
 
 def _is_only_read(tensor: Tensor) -> bool:
     """Whether all other holders are plain to see and never write: the graph, and the tensor that this is a view of."""
-    if not is_plain(tensor):
-        return True
     count = holders(tensor)
     if count == 1:
         return True
@@ -171,26 +228,7 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     running = getattr(module, "running_modules", module.modules)
     for each in running():
         for value in vars(each).values():
-            yield from filter(is_plain, _tensors_in(value))
-
-
-def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """The tensors among the attributes and the entries of an object; those of modules are looked for by themselves."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (*_PLAIN, nn.Module)) or depth == 0:
-        return
-    inside: list[Any] = list(getattr(value, "__dict__", {}).values())
-    for kind in type(value).__mro__:
-        names = kind.__dict__.get("__slots__", ())
-        inside += [getattr(value, name, None) for name in ((names,) if isinstance(names, str) else names)]
-    if isinstance(value, Mapping):
-        inside += value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inside += value
-    for each in inside:
-        yield from _tensors_in(each, depth - 1)
+            yield from filter(is_plain, tensors_in(value))
 
 
 # -- what a stage is handed

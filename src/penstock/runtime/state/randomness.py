@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -131,10 +131,16 @@ class GeneratorLock:
         self._inside = 0
         self._users: Tensor
 
-    def here(self) -> GeneratorLock:
-        """This room; or, in a compute that has it, one for a pipeline inside that compute, which has it no less."""
+    @contextmanager
+    def around_step(self, takes_turns: bool) -> Iterator[GeneratorLock]:
+        """This room; or, in a compute that has it, one for a pipeline inside that compute, which has it no less.
+
+        Without `takes_turns` the one rank of this process has it for the whole step.
+        """
         quietly = getattr(_holding, "quietly", None)
-        return self if quietly is None else GeneratorLock(quietly)
+        room = self if quietly is None else GeneratorLock(quietly)
+        with room.kept(), nullcontext() if takes_turns else held(quietly=False):
+            yield room
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -228,23 +234,22 @@ class Clock:
 
 
 class StageRandomness(NamedTuple):
-    """What surrounds the computes of a stage, by microbatch, with their random numbers; None: nothing to enter."""
+    """What surrounds the computes of a stage, by microbatch, with their random numbers; None: nothing to enter.
 
-    forward: Callable[[int], AbstractContextManager[None] | None]
+    A rank that has the process's generator to itself seeds it before each forward: `forward` then takes a seed, and
+    `seeds` has those of a step's microbatches, by their count.
+    """
+
+    forward: Callable[[int], AbstractContextManager[None] | object]
     backward: Callable[[int], AbstractContextManager[None]] | None
+    seeds: Callable[[int], list[int]] | None = None
 
 
 def seeded(clock: Clock, stream: int, device: torch.device | None) -> StageRandomness:
     """For the computes of a stage on a rank that has the process's generator to itself."""
     on_cpu = device is None or device.type != "cuda"
-    seed: Callable[[int], object] = (
-        torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
-    )
-
-    def forward(microbatch: int) -> None:
-        seed(clock.seed_for(microbatch, stream))
-
-    return StageRandomness(forward, None)
+    seed = torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
+    return StageRandomness(seed, None, lambda count: [clock.seed_for(number, stream) for number in range(count)])
 
 
 class ThreadRandomness:

@@ -27,7 +27,7 @@ class ReplicaGroup:
         raise TypeError("a batch norm with a process group cannot be pickled; call penstock.restore_batch_norm first")
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverReplicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -43,7 +43,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(values: Tensor, group: Any) -> Tensor:
-    total: Tensor = _Sum.apply(values, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _SumOverReplicas.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 
 

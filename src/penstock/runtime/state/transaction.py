@@ -27,7 +27,7 @@ from penstock.errors import ModelError, RunError, UsageError
 from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import Deep, Key, Look, ModuleSeen, is_trained
 from penstock.runtime.state.contents import Contents
-from penstock.runtime.state.memory import version_of
+from penstock.runtime.state.ownership import version_of
 from penstock.runtime.state.randomness import Clock
 
 
@@ -61,7 +61,7 @@ class Transaction:
         self._late = late
         self._atomic = atomic
         self._alone = alone  # no other process has ranks of this pipeline
-        self._ranks = {rank: _Rank(modules, atomic) for rank, modules in stages.items()}
+        self._ranks = {rank: _RankState(modules, atomic) for rank, modules in stages.items()}
         self._inside = False
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # of parameters, when a step failed: by rank
 
@@ -158,7 +158,7 @@ class Transaction:
             )
 
 
-class _Rank:
+class _RankState:
     """The stages of one rank as they were."""
 
     def __init__(self, modules: Callable[[], Sequence[nn.Module]], every: bool) -> None:
@@ -190,10 +190,12 @@ class _Rank:
                     if type(parameter) is nn.Parameter or not (parameter is None or is_away(parameter)):
                         parameters[id(parameter)] = parameter
         self._tables = [(table, dict(table.items())) for table in buffers.values()]
-        self._buffers.take(each for _, entries in self._tables for each in entries.values() if each is not None)
+        if self._tables or self._buffers.kept:
+            self._buffers.take(each for _, entries in self._tables for each in entries.values() if each is not None)
         self._look.tensors.clear()
         self._attributes = self._look.look(attributes)
-        self._others.take(self._look.tensors)
+        if self._look.tensors or self._others.kept:
+            self._others.take(self._look.tensors)
         self._parameters = list(parameters.values())
         self._gradients = [_gradient(each, copied) for each in self._parameters] if gradients else []
         self.had = {id(parameter) for parameter, gradient, _, _ in self._gradients if gradient is not None}
@@ -229,8 +231,9 @@ class _Rank:
 
     def left_alone(self) -> None:
         """A step has ended well."""
-        self._buffers.left_alone()
-        self._others.left_alone()
+        for contents in (self._buffers, self._others):
+            if contents.kept:
+                contents.left_alone()
         self._gradients = []  # copies of them may be large
 
     def lost(self) -> list[str]:

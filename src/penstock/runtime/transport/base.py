@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.channel import Channel, Ends
+from penstock.runtime.transport.channel import Channel, ChannelEnds
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action
 
@@ -44,7 +44,7 @@ class Transport(ABC):
     rank: int
     ranks: int
     timeout: float
-    ends: Ends[Any, Any]  # of the channels that are open
+    ends: ChannelEnds[Any, Any]  # of the channels that are open
     holds_interrupts = False  # whether Ctrl-C waits for messages and for the step's end, see `interrupts`
     call: str = ""  # what this rank's user has called, where all ranks must call the same; see `World.calling`
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
@@ -103,7 +103,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small plain value (see `messages/plain`) to every rank and get every rank's. Ends the step.
+        """Give a small plain value (see `messages/plain`) to every rank and get every rank's. ChannelEnds the step.
 
         If any rank has lost a peer, all ranks raise the same `PeerFailure` instead; so they do where they are in
         different calls.

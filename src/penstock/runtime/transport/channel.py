@@ -166,7 +166,7 @@ In = TypeVar("In", bound=Incoming)
 Out = TypeVar("Out", bound=Outgoing)
 
 
-class Ends(Generic[In, Out]):
+class ChannelEnds(Generic[In, Out]):
     """The ends of one program's channels that live on one rank, by the number of their channel."""
 
     def __init__(

@@ -26,13 +26,20 @@ import torch
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
-from penstock.runtime.transport.channel import Channel, Ends, Outgoing, QueuedIncoming, check_channels, wrong_message
+from penstock.runtime.transport.channel import (
+    Channel,
+    ChannelEnds,
+    Outgoing,
+    QueuedIncoming,
+    check_channels,
+    wrong_message,
+)
 from penstock.runtime.transport.failure.compiling import last_compiled
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 
 
-class Message(NamedTuple):
+class ThreadMessage(NamedTuple):
     step: int
     microbatch: int
     value: Any
@@ -46,7 +53,7 @@ class Wire:
     __slots__ = ("messages", "permits")
 
     def __init__(self, capacity: int | None) -> None:
-        self.messages: SimpleQueue[Message | None] = SimpleQueue()  # None wakes the waiter: see the board
+        self.messages: SimpleQueue[ThreadMessage | None] = SimpleQueue()  # None wakes the waiter: see the board
         self.permits: SimpleQueue[bool] | None = None
         if capacity is not None:
             self.permits = SimpleQueue()
@@ -121,7 +128,7 @@ class Board:
         return path
 
 
-class ThreadIncoming(QueuedIncoming[Message]):
+class ThreadIncoming(QueuedIncoming[ThreadMessage]):
     """The receiving end of a channel between threads."""
 
     def __init__(self, edge: Channel, wire: Wire, transport: ThreadTransport) -> None:
@@ -143,8 +150,8 @@ class ThreadIncoming(QueuedIncoming[Message]):
     def discard(self, microbatch: int) -> PeerFailure | None:
         return self._take(microbatch).failure
 
-    def _next(self, expected: int, ordinal: int, wanted: int) -> Message:
-        message: Message = self._transport.wait_for(self._wire.messages, self.edge.source_rank, self.edge, wanted)
+    def _next(self, expected: int, ordinal: int, wanted: int) -> ThreadMessage:
+        message: ThreadMessage = self._transport.wait_for(self._wire.messages, self.edge.source_rank, self.edge, wanted)
         if message.microbatch != expected or message.step != self._transport.step:
             self._transport.refuse(self.edge, expected, message)
         return message
@@ -160,12 +167,12 @@ class ThreadOutgoing(Outgoing):
 
     def _send(self, microbatch: int, value: Any) -> None:
         shared, ready = share(value)
-        self._put(Message(self._transport.step, microbatch, shared, ready, None))
+        self._put(ThreadMessage(self._transport.step, microbatch, shared, ready, None))
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
-        self._put(Message(self._transport.step, microbatch, None, None, failure))
+        self._put(ThreadMessage(self._transport.step, microbatch, None, None, failure))
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: ThreadMessage) -> None:
         if self._wire.permits is None:
             self._transport.check_not_broken()
         else:
@@ -215,7 +222,7 @@ class ThreadTransport(Transport):
         self._generation = self._board.generation
         self.step = 0
         self._turn = 0
-        self.ends = Ends((), self.rank)
+        self.ends = ChannelEnds((), self.rank)
 
     def open(self, channels: Sequence[Channel]) -> None:
         self._check_not_broken()
@@ -226,7 +233,7 @@ class ThreadTransport(Transport):
         wires = self._board.open(self.rank, self._turn, checked)
         self._turn += 1
         both = list(enumerate(zip(checked, wires, strict=True)))
-        self.ends = Ends(
+        self.ends = ChannelEnds(
             checked,
             self.rank,
             {i: ThreadIncoming(edge, wire, self) for i, (edge, wire) in both if edge.target_rank == self.rank},
@@ -272,7 +279,7 @@ class ThreadTransport(Transport):
             failure = (lost_source if edge.source_rank == peer else lost_target)(edge, microbatch, cause)
         return failure if closed else located(failure, self._board.where[failure.rank]())
 
-    def refuse(self, edge: Channel, expected: int, message: Message) -> NoReturn:
+    def refuse(self, edge: Channel, expected: int, message: ThreadMessage) -> NoReturn:
         """Another message came than the one that is due."""
         due = f"step {self.step} microbatch {expected}"
         error = wrong_message(edge, due, f"step {message.step} microbatch {message.microbatch}")

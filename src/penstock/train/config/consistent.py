@@ -9,12 +9,19 @@ from penstock.errors import PenstockError, UsageError
 from penstock.schedule import Schedule, family
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
+from penstock.train.config.source import is_function
 
 
 def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
     """UsageError with everything that does not go together."""
     cut = list(_cut(config))
-    faults = [*_rows(config), *cut, *_numbers(config), *_model(config, None if cut else stages_of(config))]
+    faults = [
+        *_rows(config),
+        *cut,
+        *_numbers(config),
+        *_data(config),
+        *_model(config, None if cut else stages_of(config)),
+    ]
     if faults:
         raise UsageError("\n  ".join([f"{origin}:", *faults]) if len(faults) > 1 else f"{origin}: {faults[0]}")
 
@@ -110,6 +117,28 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         yield 'data.source is empty; name files, or "stdlib"'
 
 
+def _data(config: TrainConfig) -> Iterator[str]:
+    data, loss = config.data, config.loss
+    if data.packing and data.max_tokens is not None:
+        yield "data.max_tokens is for padded rows, and data.packing leaves no padding to avoid; leave one of them out"
+    if data.max_tokens is not None and data.max_tokens < data.sequence:
+        yield (
+            f"data.max_tokens is {data.max_tokens}, fewer than the {data.sequence} tokens that one row may have "
+            f"(data.sequence)"
+        )
+    if data.max_tokens is not None and config.model.source == "gpt":
+        yield "data.max_tokens needs a model that takes attention_mask; with the built-in GPT, set data.packing instead"
+    if data.tokenizer and data.tokens != "bytes":
+        yield f"data.tokens is {data.tokens}, numbers that need no data.tokenizer; leave one of them out"
+    if loss.options and not loss.function:
+        yield "loss.options are for loss.function, which is not set"
+    if loss.function and not is_function(loss.function):
+        yield f'loss.function is "{loss.function}"; a function is written "module:function"'
+    builtin = [name for name in ("label_smoothing", "router") if getattr(loss, name)]
+    if loss.function and builtin:
+        yield f"loss.{builtin[0]} is for the built-in loss, not for loss.function; leave one of them out"
+
+
 def _model(config: TrainConfig, stages: int | None) -> Iterator[str]:
     if config.model.source == "gpt":
         try:
@@ -125,7 +154,7 @@ def _model(config: TrainConfig, stages: int | None) -> Iterator[str]:
                 f"{stages} stages cannot be cut from {layers} pieces (embedding, {options.layers} layers, head); "
                 f"model.options.layers={stages - 2} would do, or fewer ranks or stages"
             )
-        if config.data.tokens not in ("bytes", "uint8") and options.vocabulary <= 256:
+        if config.data.tokens not in ("bytes", "uint8") and options.vocabulary <= 256 and not config.data.tokenizer:
             yield (
                 f"data.tokens is {config.data.tokens}, but the model knows {options.vocabulary} tokens; "
                 f"set model.options.vocabulary"

@@ -77,15 +77,59 @@ class Data:
     """What it is trained on."""
 
     source: str | list[str] = key(
-        "stdlib", '"stdlib", files and globs (one or a list), or "module:function" that returns batches'
+        "stdlib",
+        '"stdlib"; files and globs (one or a list) of text, or of rows: .jsonl, .parquet, .arrow, a folder written by '
+        'save_to_disk; or "module:function" that returns batches',
     )
     options: dict[str, Any] = key({}, "keyword arguments of a module:function")
     tokens: Literal["bytes", "uint8", "uint16", "int32", "int64"] = key(
-        "bytes", "how files hold tokens: text as bytes, or memory-mapped numbers"
+        "bytes", "how files without a tokenizer hold tokens: text as bytes, or memory-mapped numbers"
     )
+    tokenizer: str = key("", "a folder with a tokenizer of transformers, or a tokenizer.json; nothing is downloaded")
+    end: str = key("", "the token at the end of each text (default: the tokenizer's own, where it has one)")
+    format: Literal["auto", "messages", "prompt", "input_ids", "text"] = key(
+        "auto", "what rows hold: chats, prompts with completions, tokens, or text (default: by their columns)"
+    )
+    columns: dict[str, Any] = key({}, 'columns that have other names: { messages = "conversation" }')
+    loss_on: Literal["answers", "all"] = key("answers", "the tokens of chats and prompts that are learned")
     sequence: int = key(128, "tokens in a row", least=1)
     batch: int = key(32, "rows in a step, all accumulated steps together", least=1)
-    validation: float = key(0.05, "share of the tokens, from their end, that is kept for evaluation", least=0, most=0.9)
+    packing: bool = key(False, "whether several short documents share a row, without seeing each other")
+    max_tokens: int | None = key(
+        None, "the most tokens per microbatch, padding included; rows of similar length share one", least=1
+    )
+    too_long: Literal["truncate", "split", "drop", "error"] = key(
+        "truncate", "what happens to rows of more than data.sequence tokens"
+    )
+    empty: Literal["error", "drop"] = key("error", "what happens to rows that hold nothing to learn")
+    shuffle: bool = key(True, "whether rows come in an order drawn from the seed, another one in each epoch")
+    streaming: bool = key(False, "whether rows are read while training goes on, instead of before it")
+    window: int = key(
+        1000, "documents that are packed together, and under streaming shuffled among each other", least=1
+    )
+    validation: float = key(
+        0.05, "share of the tokens or rows, from their end, that is kept for evaluation", least=0, most=0.9
+    )
+    validation_source: str | list[str] = key([], "rows to evaluate with instead of such a share; as data.source")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is minimized, and how it is averaged."""
+
+    function: str = key("", '"module:function" of (output, target) (default: cross-entropy of the next token)')
+    options: dict[str, Any] = key({}, "further keyword arguments of that function")
+    weight: Literal["tokens", "rows"] | None = key(
+        None,
+        "what counts alike in a step, whatever batch it is in: each target token, or each row (default: tokens; for a "
+        "function of yours, what the pipeline finds)",
+    )
+    label_smoothing: float = key(0.0, "share of the probability that the target leaves to all tokens", least=0, most=1)
+    router: float | None = key(
+        None,
+        "coefficient of a mixture of experts' router loss (default: the model's own, where it asks for one)",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -193,6 +237,7 @@ class TrainConfig:
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
+    loss: Loss = field(default_factory=Loss)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     mesh: Mesh = field(default_factory=Mesh)
     optimizer: Optimizer = field(default_factory=Optimizer)

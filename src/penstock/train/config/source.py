@@ -25,7 +25,11 @@ def is_function(text: str) -> bool:
 
 def functions_in(config: TrainConfig) -> dict[str, str]:
     """The functions that a configuration names, by key: to train it is to run them."""
-    sources = {"model.source": config.model.source, "data.source": config.data.source}
+    sources = {
+        "model.source": config.model.source,
+        "data.source": config.data.source,
+        "loss.function": config.loss.function,
+    }
     return {key: text for key, text in sources.items() if isinstance(text, str) and is_function(text)}
 
 
@@ -37,8 +41,8 @@ def libraries_of(config: TrainConfig) -> list[str]:
     return [name for name, wanted in used.items() if wanted]
 
 
-def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
-    """What the function returns for the options; the working folder is looked in first, as `python -m` does."""
+def find_source(key: str, text: str) -> Any:
+    """The function itself; the working folder is looked in first, as `python -m` does."""
     if not is_function(text):
         raise UsageError(f'{key} is "{text}"; a function is written "module:function", such as "my_models:build"')
     module_name, _, path = text.partition(":")
@@ -58,6 +62,12 @@ def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
         found = getattr(found, name)
     if not callable(found):
         raise UsageError(f"{key}: {text} is a {type(found).__name__}, not a function")
+    return found
+
+
+def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
+    """What the function returns for the options."""
+    found = find_source(key, text)
     try:
         inspect.signature(found).bind(**options)
     except TypeError as error:

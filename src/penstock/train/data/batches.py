@@ -8,77 +8,25 @@ was, unless it has a `state_dict` of its own.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.checkpoint.generators import restore_generators, states_of_generators
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.state.randomness import seed_of
-from penstock.train.config.settings import TrainConfig
+from penstock.train.config.settings import Data, TrainConfig
 from penstock.train.config.source import call_source, is_function
+from penstock.train.data.batch import DataBatch, DataBatches
+from penstock.train.data.records import ROWS, holds_rows
+from penstock.train.data.row_batches import open_row_batches
+from penstock.train.data.tokenizer import open_tokenizer
 from penstock.train.data.tokens import Tokens, read_tokens
 
 TRAINING, VALIDATION = 0, 1  # streams of random places
-MARKED = 256  # numbers of a tensor that a batch's checksum reads
-
-
-@dataclass(frozen=True)
-class DataBatch:
-    """What one pass is given: positional or keyword inputs, and the target."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    tokens: int  # for the rate: of tokens where rows have them, else rows
-
-    def share(self, number: int, count: int) -> DataBatch:
-        """The rows of replica `number` of `count`; `tokens` stay those of all."""
-        if count == 1:
-            return self
-
-        def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.dim():
-                return value
-            return value.tensor_split(count)[number]
-
-        args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
-        return DataBatch(args, kwargs, target, self.tokens)
-
-    def mark(self, before: int = 0) -> int:
-        """A checksum of some of its numbers, by which processes see whether they were given the same."""
-        for value in pytree.tree_leaves((self.args, self.kwargs, self.target)):
-            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-                some = value.detach().reshape(-1)[:: max(1, value.numel() // MARKED)].cpu().contiguous()
-                before = zlib.crc32(bytes(some.view(torch.uint8).tolist()), before)
-        return before
-
-
-class DataBatches(Protocol):
-    """What the loop trains on. `number` counts passes through the pipeline."""
-
-    words: str
-
-    def first(self) -> DataBatch:
-        """One to look at; nothing is taken by it."""
-
-    def at(self, number: int) -> DataBatch:
-        """The batch of pass `number`."""
-
-    def validation(self, number: int) -> DataBatch | None:
-        """A batch to evaluate with; None where there are no (more) such."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
 
 
 class TokenBatches:
@@ -261,8 +209,22 @@ def _count(values: Any) -> int:
     return first.numel() if not first.is_floating_point() and first.dim() == 2 else first.shape[0]
 
 
+def _refuse_row_keys(data: Data) -> None:
+    """A key that only rows have would be passed over without a word."""
+    standard = Data()
+    for name in ("format", "columns", "packing", "max_tokens", "streaming", "validation_source"):
+        if getattr(data, name) != getattr(standard, name):
+            raise UsageError(
+                f"data.{name} is for rows, and data.source has none; rows are in files that end in {', '.join(ROWS)}, "
+                f"or in a folder that save_to_disk has written"
+            )
+
+
 def open_data(config: TrainConfig) -> DataBatches:
+    """What a configuration trains on."""
     data = config.data
+    if not holds_rows(data.source):
+        _refuse_row_keys(data)
     if isinstance(data.source, str) and is_function(data.source):
         source = call_source("data.source", data.source, data.options)
         if hasattr(source, "batch"):
@@ -275,5 +237,9 @@ def open_data(config: TrainConfig) -> DataBatches:
         return IterableBatches(source, data.source)
     if data.options:
         raise UsageError("data.options are for a module:function; files and stdlib take none")
+    if holds_rows(data.source):
+        return open_row_batches(config)
     rows = data.batch // config.training.accumulate
-    return TokenBatches(read_tokens(data.source, data.tokens), rows, data.sequence, config.seed, data.validation)
+    tokenizer = open_tokenizer(data.tokenizer, data.end) if data.tokenizer else None
+    tokens = read_tokens(data.source, data.tokens, tokenizer)
+    return TokenBatches(tokens, rows, data.sequence, config.seed, data.validation)

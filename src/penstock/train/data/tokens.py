@@ -11,7 +11,8 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.train.data.tokenizer import Tokenizer
 
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}  # not text of the library
@@ -40,14 +42,17 @@ class Tokens:
         return Tokens(self.values[first:end], self.fingerprint, self.words)
 
 
-def read_tokens(source: str | Sequence[str], kind: str) -> Tokens:
-    """Tokens of `data.source`, where that is no function."""
+def read_tokens(source: str | Sequence[str], kind: str, tokenizer: Tokenizer | None = None) -> Tokens:
+    """Tokens of `data.source`, where that is no function and has no rows."""
     if source == "stdlib":
         files, what = stdlib_files(), "of Python's standard library"
     else:
         files = find_files([source] if isinstance(source, str) else source)
         what = str(files[0]) if len(files) == 1 else f"from {files[0]} to {files[-1]}"
-    found = _from_text(files) if kind == "bytes" else _mapped(files, kind)
+    if tokenizer is not None:
+        found = _tokenized(files, tokenizer)
+    else:
+        found = _from_text(files) if kind == "bytes" else _mapped(files, kind)
     counted = "1 file" if len(files) == 1 else f"{len(files)} files"
     return Tokens(found.values, found.fingerprint, f"{len(found):,} tokens in {counted} {what}".strip())
 
@@ -66,17 +71,27 @@ def stdlib_files() -> list[Path]:
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
     """The files of names and globs, each once, in the order of the patterns and then of the names."""
+    return _found(
+        patterns,
+        "data.source",
+        os.path.isfile,
+        'give files or globs such as "texts/**/*.txt", "stdlib", or "module:function"',
+    )
+
+
+def find_paths(patterns: Sequence[str], key: str) -> list[Path]:
+    """As `find_files`, but of rows, which may be folders."""
+    return _found(patterns, key, os.path.exists, 'give files or globs such as "chats/*.jsonl"')
+
+
+def _found(patterns: Sequence[str], key: str, fits: Callable[[str], bool], remedy: str) -> list[Path]:
     found: dict[Path, None] = {}
     for pattern in patterns:
         here = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        files = [Path(name) for name in here if os.path.isfile(name)]
-        if not files:
-            what = "is a folder" if here else "matches no file"
-            raise UsageError(
-                f'data.source: {pattern!r} {what}; give files or globs such as "texts/**/*.txt", "stdlib", or '
-                f'"module:function"'
-            )
-        found |= dict.fromkeys(files)
+        paths = [Path(name) for name in here if fits(name)]
+        if not paths:
+            raise UsageError(f"{key}: {pattern!r} {'is a folder' if here else 'matches no file'}; {remedy}")
+        found |= dict.fromkeys(paths)
     return list(found)
 
 
@@ -89,6 +104,22 @@ def _from_text(files: Sequence[Path]) -> Tokens:
     digest = hashlib.sha256(content).hexdigest()
     values = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return Tokens(values, digest, "")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text, which a tokenizer takes: {error}") from None
+
+
+def _tokenized(files: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
+    """The tokens of each file, with the one that ends a text after it."""
+    values = array("i")
+    for ids in tokenizer.encode_all(map(_text, files)):
+        values.extend(ids)
+    digest = hashlib.sha256(values.tobytes()).hexdigest()
+    return Tokens(torch.tensor(values, dtype=torch.int32), digest, "")
 
 
 def _mapped(files: Sequence[Path], kind: str) -> Tokens:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import codecs
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import UsageError
 from penstock.files import TOKENIZER_FILES
 from penstock.train.config.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from penstock.train.data.tokenizer import Tokenizer
 
 
 class Words(Protocol):
@@ -58,26 +61,19 @@ class _ByteReader:
 
 
 class Tokens:
-    """The tokens of a tokenizer of transformers, from its folder."""
+    """The tokens of a tokenizer, from its folder or file."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer  # slow to load
+    def __init__(self, path: str, end: str) -> None:
+        from penstock.train.data.tokenizer import open_tokenizer  # needs a library, and may load transformers
 
-        try:
-            self._own: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except (ValueError, OSError, ImportError, KeyError) as error:
-            raise UsageError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from None
-        self.end: int | None = self._own.eos_token_id
+        self._own = open_tokenizer(path, end)
+        self.end = self._own.end
 
     def encode(self, text: str) -> list[int]:
-        found: list[int] = self._own(text)["input_ids"]
-        found = found[:-1] if found and found[-1] == self.end else found  # something follows
-        if found:
-            return found
-        begin = self._own.bos_token_id if self._own.bos_token_id is not None else self.end
-        if begin is None:
-            raise UsageError("an empty prompt needs a token for the beginning of a text, and there is none: give one")
-        return [begin]
+        found = self._own.begun(self._own.encode(text))
+        if not found and self.end is None:
+            raise UsageError("an empty prompt needs a token that ends texts, to begin after it; give a prompt")
+        return found or [self.end or 0]
 
     def reader(self) -> Reader:
         return _TokenReader(self._own)
@@ -86,21 +82,18 @@ class Tokens:
 class _TokenReader:
     """A token may be a part of a character, so text is written once it is certain."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._own = tokenizer
         self._tokens: list[int] = []
         self._written = 0
 
     def add(self, token: int) -> str:
         self._tokens.append(token)
-        text = self._text()
+        text = self._own.decode(self._tokens)
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new(text)
 
     def finish(self) -> str:
-        return self._new(self._text())
-
-    def _text(self) -> str:
-        return str(self._own.decode(self._tokens, skip_special_tokens=True))
+        return self._new(self._own.decode(self._tokens))
 
     def _new(self, text: str) -> str:
         new, self._written = text[self._written :], len(text)
@@ -109,10 +102,11 @@ class _TokenReader:
 
 def words_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Words:
     """What a run's tokens mean: by its tokenizer, else by that of the model's folder, else as bytes."""
-    named = getattr(config.data, "tokenizer", "") or (origin or {}).get("folder", "")
-    folder = Path(named) if named else None
-    if folder is not None and any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return Tokens(folder)
+    if config.data.tokenizer:
+        return Tokens(config.data.tokenizer, config.data.end)
+    folder = (origin or {}).get("folder", "")
+    if folder and any(Path(folder, name).is_file() for name in TOKENIZER_FILES):
+        return Tokens(folder, config.data.end)
     if config.data.tokens in ("bytes", "uint8"):
         return Bytes()
     raise UsageError(

@@ -13,18 +13,21 @@ from penstock.messages.secret import has_secret
 from penstock.runtime.transport.channel import Channel, Incoming, wrong_message
 from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
-from penstock.runtime.transport.gloo.header import (
+from penstock.runtime.transport.gloo.messages import (
     CHANGED,
     DATA,
     FAILURE,
     HEADER,
     MAGIC,
+    WHOLE_BYTES,
+    ExpectedLayouts,
     Header,
+    Part,
+    Pending,
     describe,
     raw_header,
     read_header,
 )
-from penstock.runtime.transport.gloo.messages import ExpectedLayouts, Part, Pending, has_end
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
@@ -53,7 +56,7 @@ class GlooIncoming(Incoming):
         What can be done here is off the critical path, which begins when the message comes.
         """
         expected, operations, edge = self._expected, self._operations, self.edge
-        layout = expected.of(self.count)
+        layout = expected.layouts.get(self.count)
         frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
         due = HEADER.pack(
             *(MAGIC, DATA, layout.checksum if layout else 0, 0, operations.step),
@@ -67,20 +70,20 @@ class GlooIncoming(Incoming):
                 directs.append(operations.receive_part(home.make_carrier(device), expected.tag, edge, microbatch))
         peer = edge.source_rank
         before, work = None, operations.receive(frame, peer, expected.tag, edge, microbatch)
-        if has_end(frame.numel()):
+        if frame.numel() > WHOLE_BYTES:
             before, work = work, operations.receive(_END, peer, expected.tag, edge, microbatch)
-        if layout is not None and layout.comes_ready(operations.device_backend is not None):
+        is_built = layout is None or layout.comes_ready(operations.device_backend is not None)
+        if layout is not None and is_built:
             value = layout.build(frame, [part.tensor for part in directs] if directs else (), self._device)
-        return Pending(due, value, layout, frame, work, directs, before)
+        return Pending(due, value, layout, frame, work, directs, before, is_built)
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
         pending, header = self._arrive(microbatch)
         if header is None:
-            layout = pending.layout
-            if layout is None or layout.comes_ready(self._operations.device_backend is not None):
+            if pending.layout is None or pending.is_built:
                 return pending.value
-            return layout.build(pending.frame, [part.tensor for part in pending.directs], self._device)
+            return pending.layout.build(pending.frame, [part.tensor for part in pending.directs], self._device)
         if header.kind == CHANGED:
             return self._take_changed(microbatch, header)
         raise self._take_failure(microbatch, header)
@@ -103,7 +106,7 @@ class GlooIncoming(Incoming):
         if microbatch not in self.posted:
             self.post(microbatch)
         pending, edge, peer = self.posted[microbatch], self.edge, self.edge.source_rank
-        # What comes last is waited for first (see `has_end`): the thread then sleeps and wakes once. (And each work
+        # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
         self._operations.wait(pending.work, peer, edge, microbatch)
         if pending.before is not None:
@@ -139,7 +142,7 @@ class GlooIncoming(Incoming):
             )
         text = ctypes.string_at(body.data_ptr() + header.follows - text_bytes, text_bytes)
         layout = self._book.intern(text, lambda: Layout.load(text, is_known=has_secret()))
-        self._expected.remember(header.ordinal, layout)
+        self._expected.layouts[header.ordinal] = layout
         return layout.all_packed().build(body, (), self._device)
 
     def _take_failure(self, microbatch: int, header: Header) -> PeerFailure:
@@ -152,7 +155,7 @@ class GlooIncoming(Incoming):
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8)
         work = operations.receive(body, peer, tag, edge, microbatch)
-        if has_end(header.follows):
+        if header.follows > WHOLE_BYTES:
             operations.wait(operations.receive(_END, peer, tag, edge, microbatch), peer, edge, microbatch)
         operations.wait(work, peer, edge, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.

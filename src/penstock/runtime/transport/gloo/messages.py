@@ -1,33 +1,79 @@
-"""Messages of a channel on their way through gloo, and what each end expects of the next one.
+"""Messages of a channel on their way through gloo: their header, and what each end expects of the next one.
 
-Each end remembers the layout of the k-th message of a step, which is the prediction for the
-k-th message of the next one (argued in `transport`). The `count` of both ends is that k.
+A message says in its first 64 bytes what it is, so that the receiver can prove that it is the due one before it takes
+a byte as data: which channel, step and microbatch, the how-manieth of its channel in this step, and the checksum of the
+layout that the sender went by.
+
+Each end remembers the layout of the k-th message of a step, which is the prediction for the k-th message of the next
+one (argued in `transport`). The `count` of both ends is that k.
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.layout.layout import Frame, Layout
+from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 SUBTAGS = 0x1000  # tags of one channel: one for frames, the others for what follows a frame
-WHOLE_BYTES = 64 * 1024  # a message that leaves in one piece: of a larger one, half may have come when its sender dies
+
+# The longest message that leaves in one piece: of a larger one, half may have come when its sender dies. Gloo ends a
+# wait for what has not begun to come when its connection closes, but not a wait for a message that has come in half:
+# that lasts until its timeout. So what is waited for is something small that comes last: the frame after its large
+# tensors, or one more byte, its end, after a message that is larger than this. The other way round nothing helps: a
+# sender whose receiver dies in the middle of a message learns it by the timeout.
+WHOLE_BYTES = 64 * 1024
+
+MAGIC = 0x50454E53  # "PENS"
+DATA = 1  # looks as predicted: the bytes are in this frame and in the direct messages before it
+CHANGED = 2  # looks different: a layout and all bytes follow in one message
+FAILURE = 3  # there is no value: the reason follows, as plain values
+
+HEADER = struct.Struct("<IIIQQIIIii16x")
+assert HEADER.size == HEADER_BYTES
 
 
-def has_end(size: int) -> bool:
-    """Whether a byte is sent after a message of so many bytes, to be waited for.
+class Header(NamedTuple):
+    magic: int
+    kind: int
+    checksum: int  # of the layout
+    follows: int  # bytes of the next message that belongs to this one
+    step: int
+    ordinal: int
+    microbatch: int
+    direction: int
+    source_stage: int
+    target_stage: int
 
-    Gloo ends a wait for what has not begun to come when its connection closes, but not a wait for a message that has
-    come in half: that lasts until its timeout. So what is waited for is something small that comes last: the frame
-    after its large tensors, or this byte after what is large itself.
 
-    The other way round nothing helps: a sender whose receiver dies in the middle of a message learns it by the timeout.
-    """
-    return size > WHOLE_BYTES
+def raw_header(frame: Tensor) -> bytes:
+    """The first bytes of a frame that has come, by ctypes: torch's own ways cost four times as much."""
+    return ctypes.string_at(frame.data_ptr(), HEADER_BYTES)
+
+
+def read_header(raw: bytes) -> Header:
+    return Header._make(HEADER.unpack(raw))
+
+
+def blank_header() -> tuple[Tensor, Any]:
+    """A frame of a header only, and the buffer to write it by."""
+    frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    return frame, (ctypes.c_char * HEADER_BYTES).from_address(frame.data_ptr())
+
+
+def describe(header: Header) -> str:
+    """A header in words, for an error."""
+    if header.magic != MAGIC:
+        return f"something that is no message of Penstock (it begins with {header.magic:#010x})"
+    channel = Channel(header.source_stage, header.target_stage, "F" if header.direction == ord("F") else "B", -1, -1)
+    return f"{channel}, microbatch {header.microbatch}, number {header.ordinal} of step {header.step}"
 
 
 class Part(NamedTuple):
@@ -41,7 +87,7 @@ class Part(NamedTuple):
 class Pending(NamedTuple):
     """A posted receive. `due` is the header that it should bring; `value` is built around the empty buffers.
 
-    `work` is of what comes last, `before` of a frame that is not that.
+    `work` is of what comes last, `before` of a frame that is not that. `is_built`: else `value` is to be made later.
     """
 
     due: bytes
@@ -50,7 +96,8 @@ class Pending(NamedTuple):
     frame: Tensor
     work: Any
     directs: Sequence[Part]
-    before: Any = None
+    before: Any
+    is_built: bool
 
 
 class UnderWay(NamedTuple):
@@ -77,22 +124,12 @@ class Following(NamedTuple):
 
 
 class ExpectedLayouts:
-    """What both ends of a channel know beforehand of its messages: the layouts of the last step, in their order."""
+    """What both ends of a channel know beforehand of its messages: the layouts of the last step, by their number."""
 
     def __init__(self, edge: Channel, tag: int) -> None:
         self.tag = tag
         self.identity = (ord(edge.direction), edge.source_stage, edge.target_stage)
-        self.layouts: list[Layout | None] = []
-
-    def of(self, ordinal: int) -> Layout | None:
-        """What message number `ordinal` of this step should look like."""
-        return self.layouts[ordinal] if ordinal < len(self.layouts) else None
-
-    def remember(self, ordinal: int, layout: Layout) -> None:
-        """Message number `ordinal` of a step looks like that, until it looks different."""
-        while len(self.layouts) <= ordinal:
-            self.layouts.append(None)
-        self.layouts[ordinal] = layout
+        self.layouts: dict[int, Layout] = {}  # of message number k, until it looks different
 
     def following_tag(self, ordinal: int) -> int:
         """What follows a frame has a tag of its own: later frames may be posted on the channel's tag already."""

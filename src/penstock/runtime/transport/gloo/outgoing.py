@@ -13,10 +13,21 @@ from torch import Tensor
 from penstock.errors import PeerFailure, UsageError
 from penstock.messages import plain
 from penstock.messages.secret import FILE_VARIABLE, has_secret
-from penstock.runtime.state.memory import version_of
+from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel, Outgoing
-from penstock.runtime.transport.gloo.header import CHANGED, DATA, FAILURE, HEADER, MAGIC, blank_header
-from penstock.runtime.transport.gloo.messages import ExpectedLayouts, Following, Part, UnderWay, has_end
+from penstock.runtime.transport.gloo.messages import (
+    CHANGED,
+    DATA,
+    FAILURE,
+    HEADER,
+    MAGIC,
+    WHOLE_BYTES,
+    ExpectedLayouts,
+    Following,
+    Part,
+    UnderWay,
+    blank_header,
+)
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
@@ -64,7 +75,7 @@ class GlooOutgoing(Outgoing):
         if self._operations.watch.verdict is not None:
             self._operations.check_not_broken()
         expected, edge, peer = self._expected, self.edge, self.edge.target_rank
-        layout = expected.of(self.count)
+        layout = expected.layouts.get(self.count)
         leaves = None if layout is None else layout.fits(value)
         if layout is None or leaves is None:
             self._send_changed(microbatch, layout, value)
@@ -75,7 +86,7 @@ class GlooOutgoing(Outgoing):
             *(self.count, microbatch, *expected.identity),
         )
         directs = layout.pack(leaves, frame)
-        if not directs and not has_end(layout.frame_bytes):
+        if not directs and layout.frame_bytes <= WHOLE_BYTES:
             work = operations.send(frame.tensor, peer, expected.tag, edge, microbatch)
             self._sent(UnderWay(microbatch, work, layout, frame, ()))
             return
@@ -88,13 +99,13 @@ class GlooOutgoing(Outgoing):
         """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
         send, peer, tag, edge = self._operations.send, self.edge.target_rank, self._expected.tag, self.edge
         work = send(frame, peer, tag, edge, microbatch)
-        if layout is not None and has_end(layout.frame_bytes):
+        if layout is not None and layout.frame_bytes > WHOLE_BYTES:
             parts.append(Part(frame, work, False))
             work = send(_END, peer, tag, edge, microbatch)
         return work
 
     def _send_changed(self, microbatch: int, predicted: Layout | None, value: Any) -> None:
-        before = self._expected.of(self.count - 1) if self.count else None
+        before = self._expected.layouts.get(self.count - 1)
         leaves = None if before is None else before.fits(value)
         if before is not None and leaves is not None:
             layout = before  # as in a first step, where all microbatches look alike
@@ -116,11 +127,11 @@ class GlooOutgoing(Outgoing):
         end = body.tensor.data_ptr() + body.tensor.numel()
         ctypes.memmove(end - len(layout.text), layout.text, len(layout.text))
         self._send_instead(microbatch, predicted, CHANGED, body.tensor)
-        self._expected.remember(self.count, layout)
+        self._expected.layouts[self.count] = layout
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         body = torch.frombuffer(bytearray(plain.dumps(failure)), dtype=torch.uint8)
-        self._send_instead(microbatch, self._expected.of(self.count), FAILURE, body)
+        self._send_instead(microbatch, self._expected.layouts.get(self.count), FAILURE, body)
 
     def _send_instead(self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
         """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
@@ -140,7 +151,7 @@ class GlooOutgoing(Outgoing):
         receipt = Part(note, operations.receive(note, peer, tag, edge, microbatch), False)
         following = Part(body, operations.send(body, peer, tag, edge, microbatch), False)
         end = None
-        if has_end(body.numel()):
+        if body.numel() > WHOLE_BYTES:
             end = Part(_END, operations.send(_END, peer, tag, edge, microbatch), False)
         self._following.append(Following(following, end, receipt, microbatch))
         self._sent(UnderWay(microbatch, work, None, frame, parts))

@@ -42,12 +42,12 @@ import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
-from penstock.runtime.transport.channel import Channel, Ends, check_channels
+from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
+from penstock.runtime.transport.exchange import Exchange
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
 from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.gloo.exchange import Exchange
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
 from penstock.runtime.transport.gloo.messages import SUBTAGS
 from penstock.runtime.transport.gloo.operations import Operations, find_device_backend
@@ -98,26 +98,26 @@ class DistributedTransport(Transport):
         self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
         self._prefix = f"penstock/{number}"
         self._store = dist.distributed_c10d._get_process_group_store(group)
-        self._watch = _start_watch(
+        self.watch = _start_watch(
             group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout, self._make_bell()
         )
-        self.news = self._watch.news
-        weakref.finalize(self, self._watch.close)
-        self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self._watch, timeout)
+        self.news = self.watch.news
+        weakref.finalize(self, self.watch.close)
+        self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
-        self.ends = Ends((), self.rank)
-        self._opened: dict[tuple[Channel, ...], Ends[Any, Any]] = {}
+        self.ends = ChannelEnds((), self.rank)
+        self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
 
     @property
     def call(self) -> str:
-        return self._watch.call
+        return self.watch.call
 
     @call.setter
     def call(self, call: str) -> None:
-        self._watch.call = call
+        self.watch.call = call
 
     @property
     def exchanges(self) -> int:
@@ -125,10 +125,10 @@ class DistributedTransport(Transport):
 
     @property
     def broken(self) -> PeerFailure | None:
-        return self._watch.verdict
+        return self.watch.verdict
 
     def open(self, channels: Sequence[Channel]) -> None:
-        if self._watch.verdict is not None:
+        if self.watch.verdict is not None:
             self._check_not_broken()
         if channels is self.ends.channels or tuple(channels) == self.ends.channels:
             return
@@ -143,9 +143,9 @@ class DistributedTransport(Transport):
             self._next_channel += len(checked)
         self.ends = self._opened[checked]
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> Ends[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         """The ends of these channels on this rank."""
-        return Ends(
+        return ChannelEnds(
             channels,
             self.rank,
             {i: self._incoming(edge, tag, i) for i, edge in enumerate(channels) if edge.target_rank == self.rank},
@@ -179,11 +179,11 @@ class DistributedTransport(Transport):
             raise rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
-        if self._watch.verdict is not None:
+        if self.watch.verdict is not None:
             self._check_not_broken()
         used = list(self._opened.values())
         try:
-            answers = self._exchanger.exchange(self._operations.step, self.ends, used, self._watch.call, value)
+            answers = self._exchanger.exchange(self._operations.step, self.ends, used, self.watch.call, value)
             apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
             if answers.fault is not None and apart is None:
                 raise MessageError(answers.fault)
@@ -193,46 +193,42 @@ class DistributedTransport(Transport):
         if answers.fault is not None and apart is not None:
             self.abort(apart)  # messages are left on the wires
             raise copy(apart)
+        self._operations.step += 1
+        self.watch.end_step()
         for ends in used:
             ends.end_step()
-        self._operations.step += 1
-        self._watch.end_step()
-        self._end_step()
         if apart is not None:
             raise apart
         return answers.values
 
-    def _end_step(self) -> None:
-        """A step has ended on every rank."""
-
     def name_place(self, **place: int) -> None:
         """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
-        self._watch.place = place
+        self.watch.place = place
 
     def name_far_host(self, failure: PeerFailure) -> None:
         """What to say where the store is gone, which another group's process had."""
         if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():
-            self._watch.far_host = failure
+            self.watch.far_host = failure
 
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        self._watch.doing, self._watch.where = doing, where
+        self.watch.doing, self.watch.where = doing, where
 
     def announce(self, failure: PeerFailure) -> None:
-        self._watch.announce(failure)
+        self.watch.announce(failure)
 
     def abort(self, failure: PeerFailure) -> None:
-        self._watch.settle(failure)
+        self.watch.settle(failure)
 
     @contextmanager
     def outside(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
         """Inside, this rank may wait for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
-        before, self._watch.outside = self._watch.outside, leave
+        before, self.watch.outside = self.watch.outside, leave
         try:
-            if self._watch.verdict is not None:
-                leave(self._watch.verdict)
+            if self.watch.verdict is not None:
+                leave(self.watch.verdict)
             yield
         finally:
-            self._watch.outside = before
+            self.watch.outside = before
 
     def reset(self) -> None:
         """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
@@ -244,10 +240,10 @@ class DistributedTransport(Transport):
         self.flush()
 
     def close(self) -> None:
-        self._watch.close()
+        self.watch.close()
         self._opened.clear()
         self._book.clear()
-        self.ends = Ends((), self.rank)
+        self.ends = ChannelEnds((), self.rank)
 
 
 def _start_watch(

@@ -296,6 +296,21 @@ class Connections(dict[int, Connection]):
                     lost = PeerFailure(connection.peer, f"{CLOSED}, seen by rank {self._rank}")
                     raise copy(self._watch.settle(lost)) from None
 
+    def put_exchange(self, peer: int, step: int, body: bytes) -> None:
+        """What this rank has to say at the end of that step."""
+        self.busy_with = None, -1
+        try:
+            self[peer].write_exchange(step, body)
+        except Gone:
+            self.lose(Waiting(peer, None, -1, monotonic()))
+
+    def get_exchange(self, peer: int) -> tuple[int, bytes]:
+        """The step that the peer ends, and what it has to say."""
+        exchanges = self[peer].exchanges
+        if not exchanges:
+            self.wait(self[peer], None, -1, exchanges.__len__)
+        return exchanges.popleft()
+
     def lose(self, waiting: Waiting) -> NoReturn:
         """The group's verdict on a connection that is closed."""
         self._watch.waiting = None

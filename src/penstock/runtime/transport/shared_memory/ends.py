@@ -245,6 +245,8 @@ class SharedOutgoing(Outgoing):
 
     def end_step(self) -> None:
         self.count = 0
+        with suppress(Gone):
+            self._connection.ring.end_step(self._operations.step)
         if self._sent_through_gloo:
             self._sent_through_gloo = 0
             self._gloo.end_step()

@@ -17,7 +17,6 @@ Nothing here outlives the processes: neither the memory nor the sockets have a n
 from __future__ import annotations
 
 import weakref
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -25,15 +24,14 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.runtime.transport.channel import Channel, Ends
+from penstock.runtime.transport.channel import Channel, ChannelEnds
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.gloo.transport import CONTROL_TAG, DistributedTransport
-from penstock.runtime.transport.shared_memory.connection import Connection, Connections, Gone
+from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.shared_memory.connection import Connection, Connections
 from penstock.runtime.transport.shared_memory.ends import SharedIncoming, SharedOutgoing, share_posts
-from penstock.runtime.transport.shared_memory.exchange import SharedExchange
 from penstock.runtime.transport.shared_memory.meeting import Meeting, missing_here
 
 AHEAD = 8  # messages of a channel that may be sent before their receives are posted
@@ -60,6 +58,8 @@ class SharedMemoryTransport(DistributedTransport):
             raise UsageError(f"transport='shared' does not work here: {missing}; leave transport= out")
         super().__init__(group, timeout, max_sends=max_sends, coordinator=coordinator, device=device)
         self._strict = strict
+        self._connections = Connections(self.rank, self.watch)
+        self._exchanger.sockets = self._connections
         home = "cpu" if self.device is None else self.device.type
         self._meeting = Meeting(
             self._store,
@@ -68,13 +68,9 @@ class SharedMemoryTransport(DistributedTransport):
             self.ranks,
             self._bell.address,
             home,
-            partial(_wait_to_meet, self._watch),  # not of this transport, which its own end would then keep alive
+            partial(_wait_to_meet, self.watch),  # not of this transport, which its own end would then keep alive
         )
         self._bell.others = self._meeting.neighbours
-        self._connections = Connections(self.rank, self._watch)
-        self._exchanger = SharedExchange(
-            self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations, self._connections
-        )
         self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
         weakref.finalize(self, _hang_up, self._meeting, self._connections, self._bell)
 
@@ -96,12 +92,12 @@ class SharedMemoryTransport(DistributedTransport):
             for peer in sorted(mine - self._connections.keys() - self._apart.keys()):
                 self._join(peer)
         except dist.DistError as error:
-            raise self._watch.without_store(error) from error
+            raise self.watch.without_store(error) from error
         finally:
-            self._watch.waiting = None
+            self.watch.waiting = None
             self._meeting.rest()
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> Ends[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         self._connect(channels)
         ends = super()._make_ends(channels, tag)
         words: dict[int, memoryview] = {}  # by peer
@@ -120,7 +116,7 @@ class SharedMemoryTransport(DistributedTransport):
                 # gloo's receive of a message that takes that way is posted where it is announced: no send may wait
                 through_gloo = self._outgoing(edge, tag, number, max_sends=ANY_NUMBER)
                 outgoing[number] = SharedOutgoing(through_gloo, *common, ends.program, place, self._max_sends)
-        return Ends(channels, self.rank, incoming, outgoing)
+        return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def _join(self, peer: int) -> None:
         reason = self._meeting.mine.apart(self._meeting.place(peer))
@@ -145,13 +141,6 @@ class SharedMemoryTransport(DistributedTransport):
                 reason = f"shared memory was refused: {connection.ring.refused.strerror}"
         self._meeting.rest()
         return "shared memory" if reason is None else f"{super().wire(source, target)}, {reason}"
-
-    # -- the step, and the end
-
-    def _end_step(self) -> None:
-        for connection in self._connections.values():
-            with suppress(Gone):
-                connection.ring.end_step(self._operations.step)
 
     def close(self) -> None:
         super().close()

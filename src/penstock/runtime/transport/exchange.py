@@ -1,10 +1,10 @@
 """The exchange that ends a step: each rank's value to every rank, through one coordinator.
 
-A star of point-to-point messages and not a collective: whoever waits here waits for one named
-rank, so a dead one is seen at once and by name, and a collective that a rank never enters is
-not left half done. Each rank also says how many messages it sent and took on each channel;
-where these differ, the ranks ran different programs, and all are told before that could
-pair messages of different steps.
+A star of point-to-point messages and not a collective: whoever waits here waits for one named rank, so a dead one is
+seen at once and by name, and a collective that a rank never enters is not left half done. Between ranks of one host it
+goes by their socket, where a wake-up costs a tenth of gloo's, once they have one, which both know. Each rank
+also says how many messages it sent and took on each channel; where these differ, the ranks ran different programs, and
+all are told before that could pair messages of different steps.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
-from penstock.runtime.transport.channel import Ends
+from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.gloo.operations import Operations
 
 FRAME_BYTES = 512
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 Counts = tuple[dict[int, int], dict[int, int]]
 
@@ -47,8 +48,20 @@ class Exchanged(NamedTuple):
     fault: str | None
 
 
+class Sockets(Protocol):
+    """The sockets of a rank to others on its host."""
+
+    def __contains__(self, peer: object, /) -> bool: ...
+
+    def put_exchange(self, peer: int, step: int, body: bytes) -> None: ...
+
+    def get_exchange(self, peer: int) -> tuple[int, bytes]: ...
+
+
 class Exchange:
     """One rank's part in the exchanges of its group."""
+
+    sockets: Sockets | None = None  # to ranks on this host, where there may be any
 
     def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations) -> None:
         if not 0 <= coordinator < ranks:
@@ -60,7 +73,7 @@ class Exchange:
         self._operations = operations
 
     def exchange(
-        self, step: int, current: Ends[Any, Any], used: Sequence[Ends[Any, Any]], call: str, value: Any
+        self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Exchanged:
         """The same on every rank. `call` is what this rank's user has called."""
         mine = plain.dumps(value)
@@ -75,7 +88,7 @@ class Exchange:
         return Exchanged(calls, found, fault)
 
     def _conduct(
-        self, step: int, report: Report, used: Sequence[Ends[Any, Any]]
+        self, step: int, report: Report, used: Sequence[ChannelEnds[Any, Any]]
     ) -> tuple[str | None, list[str], list[bytes]]:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         posted = {rank: self._post(rank) for rank in others}
@@ -96,10 +109,15 @@ class Exchange:
             raise MessageError(f"the report of rank {peer} at the end of a step cannot be read: {error}") from error
 
     def _post(self, peer: int) -> tuple[Tensor, Any]:
+        if self.sockets is not None and peer in self.sockets:
+            return _NOTHING, None
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         return frame, self._operations.receive(frame, peer, self._tag)
 
     def _put(self, peer: int, step: int, body: bytes) -> None:
+        if self.sockets is not None and peer in self.sockets:
+            self.sockets.put_exchange(peer, step, body)
+            return
         head = _HEAD.pack(_MAGIC, 0, step, len(body))
         works = [self._start(head + (body if len(body) <= _ROOM else b""), peer)]
         if len(body) > _ROOM:
@@ -112,6 +130,11 @@ class Exchange:
         return tensor, self._operations.send(tensor, peer, self._tag)
 
     def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
+        if self.sockets is not None and peer in self.sockets:
+            its_step, body = self.sockets.get_exchange(peer)
+            if its_step != step:
+                raise MessageError(self._other_step(peer, step, its_step))
+            return body
         self._operations.wait(work, peer)
         raw = ctypes.string_at(frame.data_ptr(), FRAME_BYTES)
         magic, _, its_step, size = _HEAD.unpack_from(raw)
@@ -121,15 +144,15 @@ class Exchange:
             raise MessageError(f"rank {peer} announces a report of {size} bytes; at most {plain.LONGEST} are read")
         if size <= _ROOM:
             return raw[_HEAD.size : _HEAD.size + size]
-        body = torch.empty(size, dtype=torch.uint8)
-        self._operations.wait(self._operations.receive(body, peer, self._tag), peer)
-        return ctypes.string_at(body.data_ptr(), size)
+        rest = torch.empty(size, dtype=torch.uint8)
+        self._operations.wait(self._operations.receive(rest, peer, self._tag), peer)
+        return ctypes.string_at(rest.data_ptr(), size)
 
     def _other_step(self, peer: int, step: int, its_step: int) -> str:
         return f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; all must run the same steps"
 
 
-def compare(reports: Sequence[Report], used: Sequence[Ends[Any, Any]]) -> str | None:
+def compare(reports: Sequence[Report], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:
     """What the ranks disagree on, or None."""
     odd = [rank for rank, report in enumerate(reports) if report.program != reports[0].program]
     if odd:

@@ -1,0 +1,65 @@
+"""One batch of a training run, and what the loop asks of whatever gives it batches."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+MARKED = 256  # numbers of a tensor that a batch's checksum reads
+
+
+@dataclass(frozen=True)
+class DataBatch:
+    """What one pass is given: positional or keyword inputs, and the target."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    tokens: int  # for the rate: of tokens where rows have them, else rows
+
+    def share(self, number: int, count: int) -> DataBatch:
+        """The rows of replica `number` of `count`; `tokens` stay those of all."""
+        if count == 1:
+            return self
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.dim():
+                return value
+            return value.tensor_split(count)[number]
+
+        args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
+        return DataBatch(args, kwargs, target, self.tokens)
+
+    def mark(self, before: int = 0) -> int:
+        """A checksum of some of its numbers, by which processes see whether they were given the same."""
+        for value in pytree.tree_leaves((self.args, self.kwargs, self.target)):
+            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
+                some = value.detach().reshape(-1)[:: max(1, value.numel() // MARKED)].cpu().contiguous()
+                before = zlib.crc32(bytes(some.view(torch.uint8).tolist()), before)
+        return before
+
+
+class DataBatches(Protocol):
+    """What the loop trains on. `number` counts passes through the pipeline."""
+
+    words: str
+
+    def first(self) -> DataBatch:
+        """One to look at; nothing is taken by it."""
+
+    def at(self, number: int) -> DataBatch:
+        """The batch of pass `number`."""
+
+    def validation(self, number: int) -> DataBatch | None:
+        """A batch to evaluate with; None where there are no (more) such."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and what it is a position in."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""

@@ -1,0 +1,184 @@
+"""Rows of files, one after the other, from any place where a run has stopped.
+
+JSON lines are read here. Folders written by `save_to_disk` and Arrow files are mapped by the `datasets` library,
+Parquet is read by pyarrow, which comes with it. A position is two numbers, the file and the place in it, so that a
+checkpoint can hold it and nothing before it is read again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from penstock.errors import UsageError
+from penstock.train.data.tokens import find_paths
+
+JSON_LINES = (".jsonl", ".ndjson")
+ROWS = (*JSON_LINES, ".parquet", ".arrow")
+CHUNK = 256  # rows of a Parquet file that are made into Python's values at a time
+
+
+class RowFile(Protocol):
+    """A file or folder of rows. Places in it are numbers, of which 0 is the beginning."""
+
+    path: Path
+
+    def read(self, begin: int) -> Iterator[Record]:
+        """The rows from a place on."""
+
+    def number(self, begin: int) -> str:
+        """Which row begins at a place, in words."""
+
+
+class Place(NamedTuple):
+    """Where a row stands; as text it is for the user, and worked out only then."""
+
+    file: RowFile
+    begin: int
+
+    def __str__(self) -> str:
+        return f"{self.file.path}, {self.file.number(self.begin)}"
+
+
+class Record(NamedTuple):
+    """One row: its columns, where it stands, and the place after it."""
+
+    values: dict[str, Any]
+    place: Place
+    after: int
+
+
+def holds_rows(source: str | Sequence[str]) -> bool:
+    """Whether `data.source` names files of rows, and not of text."""
+    patterns = [source] if isinstance(source, str) else source
+    return bool(patterns) and all(
+        pattern.lower().endswith(ROWS) or _is_saved(Path(pattern).expanduser()) for pattern in patterns
+    )
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("state.json", "dataset_info.json", "dataset_dict.json"))
+
+
+def open_rows(source: str | Sequence[str], key: str = "data.source") -> list[RowFile]:
+    """The files of rows, each ready to be read."""
+    found: list[RowFile] = []
+    for path in find_paths([source] if isinstance(source, str) else source, key):
+        if path.suffix.lower() in JSON_LINES:
+            found.append(JsonLines(path))
+        elif path.suffix.lower() == ".parquet":
+            found.append(Parquet(path))
+        else:
+            found.append(Arrow(path))
+    return found
+
+
+class JsonLines:
+    """A file with one JSON object per line; a place is a number of bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, begin: int) -> Iterator[Record]:
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            for line in file:
+                place = Place(self, begin)
+                begin += len(line)
+                if line.strip():
+                    yield Record(_parsed(line, place), place, begin)
+
+    def number(self, begin: int) -> str:
+        with self.path.open("rb") as file:
+            return f"line {file.read(begin).count(10) + 1}"
+
+
+def _parsed(line: bytes, place: Place) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{place} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{place} holds a {type(found).__name__}; each line is an object with the row's columns")
+    return found
+
+
+class Parquet:
+    """A Parquet file; a place is a number of rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _datasets("data.source")
+
+    def read(self, begin: int) -> Iterator[Record]:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+
+        try:
+            with ParquetFile(self.path) as file:
+                for first, table in _groups(file, begin):
+                    for number, values in enumerate(table.to_pylist(), first):
+                        if number >= begin:
+                            yield Record(values, Place(self, number), number + 1)
+        except (ArrowException, OSError) as error:
+            raise UsageError(f"{self.path} is no Parquet file that can be read: {error}") from None
+
+    def number(self, begin: int) -> str:
+        return f"row {begin}"
+
+
+def _groups(file: Any, begin: int) -> Iterator[tuple[int, Any]]:
+    """Pieces of a file with the number of their first row; row groups that end before `begin` are not read."""
+    first = 0
+    for group in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if first + rows > begin:
+            here = first
+            for piece in file.iter_batches(CHUNK, row_groups=[group]):
+                yield here, piece
+                here += piece.num_rows
+        first += rows
+
+
+class Arrow:
+    """A folder that `Dataset.save_to_disk` has written, or an Arrow file of it; a place is a number of rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        datasets = _datasets("data.source")
+        if (path / "dataset_dict.json").is_file():
+            splits = sorted(each.name for each in path.iterdir() if each.is_dir())
+            raise UsageError(
+                f"data.source: {path} holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}"
+            )
+        try:
+            self._rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"data.source: {path} cannot be read: {error}") from None
+
+    def read(self, begin: int) -> Iterator[Record]:
+        for number in range(begin, len(self._rows)):
+            yield Record(self._rows[number], Place(self, number), number + 1)
+
+    def number(self, begin: int) -> str:
+        return f"row {begin}"
+
+
+def _datasets(key: str) -> Any:
+    try:
+        import datasets  # optional, and slow to load
+    except ImportError:
+        raise UsageError(f"{key}: Parquet and Arrow need the datasets package: pip install 'penstock[data]'") from None
+    return datasets
+
+
+Position = tuple[int, int]  # the file, and the place in it
+
+
+def read_rows(files: Sequence[RowFile], position: Position = (0, 0)) -> Iterator[tuple[Record, Position]]:
+    """All rows from a position on, each with the position after it."""
+    for number in range(position[0], len(files)):
+        for record in files[number].read(position[1] if number == position[0] else 0):
+            yield record, (number, record.after)

@@ -1,0 +1,54 @@
+"""Whether the tokens that a run reads are among those that its model knows.
+
+A token beyond a model's table is an error from deep inside the first stage, or on a GPU the end of the process; so it
+is looked for before anything runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.train.config.settings import TrainConfig
+from penstock.train.data.tokenizer import open_tokenizer
+
+
+def vocabulary_of(model: nn.Module) -> int | None:
+    """How many tokens a model knows; None where it does not say."""
+    ask = getattr(model, "get_input_embeddings", None)
+    try:
+        table: Any = None if ask is None else ask()
+    except NotImplementedError:
+        table = None
+    if table is None:
+        table = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+        return table.num_embeddings if table is not None and isinstance(model, nn.Sequential) else None
+    found = getattr(table, "num_embeddings", None)
+    return None if found is None else int(found)
+
+
+def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
+    """UsageError where the tokenizer, or a row of tokens, has numbers that the model does not know."""
+    known = vocabulary_of(model)
+    if known is None:
+        return
+    if config.data.tokenizer:
+        tokens = open_tokenizer(config.data.tokenizer, config.data.end).vocabulary
+        if tokens > known:
+            raise UsageError(
+                f"the tokenizer in {config.data.tokenizer} has {tokens} tokens, the model knows {known}; "
+                f"{_remedy(config, tokens)}"
+            )
+    largest = getattr(data, "largest", -1)
+    if largest >= known:
+        raise UsageError(
+            f"the rows of data.source hold the token {largest}, the model knows {known}, from 0 to {known - 1}; "
+            f"{_remedy(config, largest + 1)}"
+        )
+
+
+def _remedy(config: TrainConfig, tokens: int) -> str:
+    name = "vocabulary" if config.model.source == "gpt" else "vocab_size"
+    return f"model.options.{name}={tokens} would do for a model with random weights; else they do not belong together"

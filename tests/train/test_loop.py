@@ -23,7 +23,6 @@ from penstock.train.build import rate_at
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.dry_run import make_plan
 from penstock.train.evaluate import evaluate_checkpoint
 from penstock.train.generation.opening import open_writer
 from penstock.train.generation.sampling import Sampling
@@ -379,19 +378,6 @@ def test_what_cannot_be_sampled_or_evaluated_is_refused(tmp_path: Path, text: Pa
     assert trained(bare) == 0
     with pytest.raises(UsageError, match="no validation data"):
         evaluate_checkpoint(bare, find_checkpoint(bare.output), 2)
-
-
-def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, text: Path) -> None:
-    config = config_of(tmp_path, text)
-    plan = make_plan(config)
-    shown = plan.text()
-    for part in ("stage  rank", "0F0", "predicted idle share", "predicted peak memory", "text.txt"):
-        assert part in shown
-    assert plan.measured
-    assert 0 < plan.timeline.bubble < 1
-    weights = sum(p.numel() for p in open_model(config).parameters()) * 4
-    assert sum(plan.memory) > 4 * weights  # with gradients, two moments, and activations on top
-    assert not Path(config.output).exists()
 
 
 def test_a_dry_run_of_somebody_elses_configuration_imports_nothing(

@@ -63,7 +63,15 @@ def export(
     if os.path.lexists(goal):
         raise UsageError(f"{goal} already exists; choose another name, or delete it first")
     manifest, contents = open_whole(path)
-    return _Export(contents, manifest, dtype, merge).write(goal, file_bytes, tokenizer)
+    return _Export(contents, manifest, dtype, merge).write(goal, file_bytes, tokenizer or _tokenizer_of(manifest))
+
+
+def _tokenizer_of(manifest: Manifest) -> str | None:
+    """The tokenizer that a run of `penstock train` was configured with, if it is still where it was."""
+    config = manifest.config if isinstance(manifest.config, dict) else {}
+    data = config.get("data")
+    named = data.get("tokenizer") if isinstance(data, dict) else None
+    return named if isinstance(named, str) and named and Path(named).exists() else None
 
 
 class _Export:

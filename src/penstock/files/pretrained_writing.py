@@ -71,6 +71,9 @@ def write_tokenizer(folder: Path, tokenizer: Any, origin: Mapping[str, Any] | No
         tokenizer.save_pretrained(folder)
         return sorted(file.name for file in set(folder.iterdir()) - before)
     source = Path((origin or {}).get("folder", "")) if tokenizer is None else Path(tokenizer)
+    if source.is_file():  # a tokenizer.json by itself
+        shutil.copyfile(source, folder / TOKENIZER_FILES[0])
+        return [TOKENIZER_FILES[0]]
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()] if source.parts else []
     if tokenizer is not None and not found:
         raise UsageError(f"tokenizer={str(source)!r} has none of the files of a tokenizer, such as tokenizer.json")

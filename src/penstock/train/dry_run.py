@@ -102,7 +102,7 @@ def _memory(
     placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
     divided = _divided(config, pipe)
     rows = []
-    base = process_bytes(libraries_of(config))
+    base = process_bytes(libraries_of(config), forked=config.pipeline.workers == "processes")
     for rank in range(ranks):
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained = _weights(own, config, divided)

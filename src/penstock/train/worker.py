@@ -48,6 +48,7 @@ from penstock.train.build import (
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.data.packing_check import check_packing
@@ -302,9 +303,18 @@ def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None,
         lines.append(f"timeline    {page}")
     if ending.stopped:
         lines.append(f"go on       {job.resume_command}")
-    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes" and not job.config.data.tokenizer:
-        lines.append(f"try it      penstock generate {folder.root} --prompt 'def '")
+    else:
+        lines += _what_next(job.config, folder)
     return "\n".join(lines)
+
+
+def _what_next(config: TrainConfig, folder: RunFolder) -> Iterator[str]:
+    """The commands that make something of a run that is complete."""
+    huggingface = config.model.source.startswith(HUGGINGFACE)
+    if (config.model.source == "gpt" or huggingface) and (config.data.tokenizer or config.data.tokens == "bytes"):
+        yield f"try it      penstock generate {folder.root} --prompt 'def '"
+    if huggingface:
+        yield f"export      penstock checkpoint export {folder.root} FOLDER"
 
 
 def _save_page(folder: RunFolder) -> Path | None:

@@ -331,7 +331,7 @@ class Pipeline:
 
         Args:
             *args: Positional inputs of the model.
-            reduce: A function of (output, **reduce_kwargs) of one microbatch.
+            reduce: A function of the output of one microbatch, and of its `reduce_kwargs` by keyword.
             reduce_kwargs: Further keyword arguments of `reduce`, split into microbatches like the inputs.
             **kwargs: Keyword inputs of the model.
 

@@ -137,6 +137,8 @@ DOCUMENTS = {
 
 LONG = {
     "docs/guides/hugging-face.md",
+    "docs/guides/fine-tune.md",
+    "docs/guides/two-models.md",
     "docs/tutorial.md",
     "docs/explanations/transports.md",
     "docs/guides/checkpoints.md",

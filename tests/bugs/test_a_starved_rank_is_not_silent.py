@@ -14,7 +14,8 @@ from penstock.runtime.transport.failure.watch import Watch
 
 def watch() -> Watch:
     made = Watch(None, None, "test", 0, 1, 60.0, lambda peer: None)
-    made._marks.anybody = made._compiling.anybody = lambda: False  # type: ignore[method-assign]  # there is no store
+    overdue = made._overdue
+    overdue.outside.anybody = overdue.compiling.anybody = lambda: False  # type: ignore[method-assign]  # no store
     return made
 
 
@@ -22,8 +23,8 @@ def test_who_hardly_ran_waits_for_up_to_three_timeouts() -> None:
     now = time.monotonic()
     seen, starved = watch(), watch()
     overdue = Waiting(1, None, 0, now - 61)
-    assert not any(seen._is_overdue(overdue) for _ in range(30))
-    assert seen._is_overdue(overdue)  # it looked as often as a machine that is merely busy lets it
-    assert not starved._is_overdue(overdue)
-    assert starved._is_overdue(Waiting(1, None, 0, now - 181))
-    assert not seen._is_overdue(Waiting(1, None, 1, now - 61))  # another wait is counted anew
+    assert not any(seen._overdue(overdue) for _ in range(30))
+    assert seen._overdue(overdue)  # it looked as often as a machine that is merely busy lets it
+    assert not starved._overdue(overdue)
+    assert starved._overdue(Waiting(1, None, 0, now - 181))
+    assert not seen._overdue(Waiting(1, None, 1, now - 61))  # another wait is counted anew

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from transport_harness import run, values
 
 import penstock
-from penstock.model import recent
-from penstock.model.recent import Recent
+from penstock.model import lru_cache
+from penstock.model.lru_cache import LruCache
 from penstock.runtime.transport import Channel
 from penstock.runtime.transport.layout.layout import Frame, Layout
 from penstock.runtime.transport.threads import ThreadTransport
@@ -79,7 +79,7 @@ class Residual(nn.Module):
 def trained(way: str) -> tuple[list[Tensor | None], int]:
     """The gradients of steps of changing lengths, and of how many kinds of microbatches anything is known then."""
     torch.manual_seed(0)
-    model, before = Residual(), {id(each) for each in held(Recent)}
+    model, before = Residual(), {id(each) for each in held(LruCache)}
     options: dict[str, Any] = {
         "stages": 2,
         "microbatches": 2,
@@ -90,7 +90,7 @@ def trained(way: str) -> tuple[list[Tensor | None], int]:
         for length in [*range(2, 10), 2, 9]:
             x = torch.randn(2, length, 4)
             pipe.step(x, target=2 * x)
-        known = max(len(each) for each in held(Recent) if id(each) not in before)
+        known = max(len(each) for each in held(LruCache) if id(each) not in before)
     return [parameter.grad for parameter in model.parameters()], known
 
 
@@ -98,7 +98,7 @@ def trained(way: str) -> tuple[list[Tensor | None], int]:
 def test_models_remember_so_many_kinds_of_microbatches(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, known = trained(way)
     assert known >= 8
-    monkeypatch.setattr(recent, "KINDS", 3)
+    monkeypatch.setattr(lru_cache, "KINDS", 3)
     found, known = trained(way)
     assert known == 3
     for one, other in zip(found, whole, strict=True):

@@ -632,6 +632,35 @@ def refused(rank: int) -> list[str]:
     wrapped = nn.parallel.DistributedDataParallel(Layer())
     schedule = Schedule1F1B(PipelineStage(wrapped, rank, 2, DEVICE), 2, loss_fn=TOTAL)
     found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))  # over other stages' ranks
+    return [*found, *refused_by_one(rank, attempt)]
+
+
+def refused_by_one(rank: int, attempt: Callable[[Callable[[], Any]], str]) -> list[str]:
+    """What only one rank can see before its step; the other one waited for it until the group's timeout."""
+    x, target = data()
+    specs = (TensorChunkSpec(0), None)
+    schedule, parts, whole = manual(Schedule1F1B, [rank], 2)
+    other, _, _ = manual(Schedule1F1B, [rank], 2, args_chunk_spec=specs)
+    infers = _ScheduleForwardOnly(PipelineStage(Layer(), rank, 2, DEVICE), 4)
+    first: tuple[Callable[[], Any], ...] = (
+        lambda: schedule.step(x),
+        lambda: other.step(x),
+        lambda: infers.step(x),
+        lambda: schedule.step(x, unknown=3),
+        lambda: schedule._step_microbatches([(x,)] * 3),
+    )
+    last: tuple[Callable[[], Any], ...] = (
+        lambda: schedule.step(target=target, losses=()),
+        lambda: other.step(target=target),
+        lambda: infers.step(target=target),
+        lambda: schedule.step(target=target),
+        lambda: schedule.step(target=target),
+    )
+    found = [attempt(call) for call in (last if rank else first)]
+    check(schedule, parts, whole, (rank == 0, rank == 1))  # none of it has harmed the schedule
+    if rank == 1:
+        schedule._stage.submod = Layer()
+    found.append(attempt(lambda: run(schedule, x, target, (rank == 0, rank == 1))))
     return found
 
 

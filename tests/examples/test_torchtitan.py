@@ -41,8 +41,8 @@ def pipeline_llm(model: Any, *, parallelism: Any, training: Any, device: Any, lo
     return schedule, parts, 0 in numbers, count - 1 in numbers
 
 
-def trained(name: str) -> tuple[list[torch.Tensor], float | None]:
-    """One step as torchtitan's trainer calls it: this rank's gradients, and the loss where the last stage is."""
+def trained(name: str, file: str | None = None) -> tuple[list[torch.Tensor], list[float]]:
+    """As torchtitan's trainer and validator call it: this rank's gradients, and losses where the last stage is."""
     found = ModuleType("torchtitan.distributed.pipeline_parallel")
     found.pipeline_llm = pipeline_llm  # type: ignore[attr-defined]
     sys.modules.update({"torchtitan": ModuleType("torchtitan"), "torchtitan.distributed": ModuleType("distributed")})
@@ -54,23 +54,35 @@ def trained(name: str) -> tuple[list[torch.Tensor], float | None]:
     spec.loader.exec_module(recipe)
     schedule, parts, has_first, has_last = recipe.penstock_pipeline(
         layers(),
-        parallelism=SimpleNamespace(pipeline_parallel_schedule=name, pipeline_parallel_microbatch_size=1),
+        parallelism=SimpleNamespace(pipeline_parallel_schedule=name, pipeline_parallel_schedule_csv=file),
         training=SimpleNamespace(local_batch_size=4),
         device=torch.device("cpu"),
         loss_fn=loss_fn,
     )
     x, y = data()
-    losses: list[torch.Tensor] | None = [] if has_last else None
-    schedule.step(
-        arg_mbs=[(row,) for row in x.split(1)] if has_first else None,
-        kwarg_mbs=[{} for _ in range(4)],
-        target_mbs=list(y.split(1)) if has_last else None,
-        losses=losses,
-        loss_kwargs={"global_valid_tokens": torch.tensor(24.0)},
-        return_outputs=False,
-    )
-    gradients = [each.grad for part in parts for each in part.parameters() if each.grad is not None]
-    return gradients, None if losses is None else float(sum(losses))
+    found_losses = []
+    for run, more in ((schedule.step, {"return_outputs": False}), (schedule.eval, {})):
+        losses: list[torch.Tensor] | None = [] if has_last else None
+        run(
+            arg_mbs=[(row,) for row in x.split(1)] if has_first else None,
+            kwarg_mbs=[{} for _ in range(4)],
+            target_mbs=list(y.split(1)) if has_last else None,
+            losses=losses,
+            loss_kwargs={"global_valid_tokens": torch.tensor(24.0)},
+            **more,
+        )
+        found_losses += [] if losses is None else [float(sum(losses))]
+    if file is not None:
+        assert [str(each) for each in schedule.pipeline_order[0] if each is not None] == ORDER[0].split(",")
+    return [each.grad for part in parts for each in part.parameters() if each.grad is not None], found_losses
+
+
+ORDER = ["0F0,3F0,3B0,0B0,0F1,3F1,3B1,0B1,0F2,3F2,3B2,0B2,0F3,3F3,3B3,0B3"]
+ORDER += ["1F0,2F0,2B0,1B0,1F1,2F1,2B1,1B1,1F2,2F2,2B2,1B2,1F3,2F3,2B3,1B3"]
+
+
+def trained_in_all_ways(file: str) -> list[Any]:
+    return [trained("1F1B"), trained("ZBVZeroBubble"), trained("ZBVZeroBubble", file)]
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,14 +91,16 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_the_recipe_trains_torchtitans_stages_as_one_process_would(name: str) -> None:
-    ranks = on_processes(2, trained, name)
+def test_the_recipe_trains_torchtitans_stages_as_one_process_would(tmp_path: Path) -> None:
+    file = tmp_path / "order.csv"
+    file.write_text("\n".join(ORDER))
+    ranks = on_processes(2, trained_in_all_ways, str(file))
     model, (x, y) = nn.Sequential(*layers()), data()
     whole = loss_fn(model(x), y, torch.tensor(24.0))
     whole.backward()  # type: ignore[no-untyped-call]
     every = [[each.grad for each in layer.parameters()] for layer in model]
-    order = [[0, 1], [2, 3]] if name == "1F1B" else [[0, 3], [1, 2]]
-    for numbers, (gradients, loss) in zip(order, ranks, strict=True):
-        torch.testing.assert_close(gradients, [grad for number in numbers for grad in every[number]])
-        assert loss is None or loss == pytest.approx(whole.item(), rel=1e-12)
+    for way, order in enumerate([[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0, 3], [1, 2]]]):
+        for numbers, found in zip(order, ranks, strict=True):
+            gradients, losses = found[way]
+            torch.testing.assert_close(gradients, [grad for number in numbers for grad in every[number]])
+            assert losses == ([pytest.approx(whole.item(), rel=1e-12)] * 2 if 3 in numbers else [])

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint  # if: checkpointed
 
 import penstock
 from contextlib import nullcontext  # if: units
-from penstock.model.part import WHOLE  # if: units
+from penstock.model.part import WHOLE_MODEL  # if: units
 from penstock.runtime.state.randomness import unit_stream  # if: units
 
 # here: constants
@@ -128,7 +128,7 @@ def drawing(number, layer, x):  # if: units
 
 
 def forward(model, x, side, step, number):  # if: whole
-    with penstock.randomness(7, step, number, WHOLE):  # if: units
+    with penstock.randomness(7, step, number, WHOLE_MODEL):  # if: units
         return model(x)  # if: !side
         return model(x, side=side)  # if: side
     return model(x)  # if: !side !units

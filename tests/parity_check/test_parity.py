@@ -14,7 +14,7 @@ import penstock
 from penstock import CutOptions
 from penstock.errors import ParityError
 from penstock.parity_check.parity import Parity
-from penstock.parity_check.uncut import near
+from penstock.parity_check.uncut import check_close
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.randomness import Clock
@@ -143,12 +143,12 @@ def test_a_gradient_that_is_0_but_for_rounding_is_no_difference() -> None:
     eps = torch.finfo(torch.float32).eps
     one, other = torch.tensor([eps, -eps]), torch.tensor([-eps, 2 * eps])
     with pytest.raises(ParityError, match="differ by 3 of its largest entry"):
-        near("a gradient", one, other, 64 * eps)
-    assert near("a gradient", one, other, 64 * eps, scale=1.0) <= 64 * eps
+        check_close("a gradient", one, other, 64 * eps)
+    assert check_close("a gradient", one, other, 64 * eps, scale=1.0) <= 64 * eps
     with pytest.raises(ParityError):  # a gradient that is small, but more than rounding
-        near("a gradient", one, other, 64 * eps, scale=1e-2)
+        check_close("a gradient", one, other, 64 * eps, scale=1e-2)
     with pytest.raises(ParityError):  # where sums are in order, nothing is rounded in another way
-        near("a gradient", one, other, 0.0, scale=1.0)
+        check_close("a gradient", one, other, 0.0, scale=1.0)
 
 
 # -- pipelines that are broken on purpose

@@ -13,6 +13,7 @@ from chromium import Browser
 from recorded import pipeline, record
 
 from penstock.schedule import Costs, build, simulate
+from penstock.view.curve import Curve
 from penstock.view.page import save_page
 from penstock.view.run import Run
 
@@ -31,7 +32,10 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("pages")
-    save_page([Run("1f1b", simulate(build("1f1b", 4, 8), Costs(hop=0.25)))], found / "one.html")
+    curve = Curve([(step, 5 / step**0.5) for step in range(1, 900)], [(step, 5.5 / step**0.5) for step in (9, 99, 890)])
+    notes = [f"This machine has 2 cores for 4 ranks {BAD}", "The timeline is of step 30."]
+    one = Run("1f1b", simulate(build("1f1b", 4, 8), Costs(hop=0.25)))
+    save_page([one], found / "one.html", notes=notes, curve=curve)
     with pipeline([0.001] * 4) as pipe:
         run = record(pipe)
     predicted = replace(simulate(run.schedule, Costs.from_timeline(run)), unit="s")
@@ -63,6 +67,23 @@ def window(browser: Browser) -> list[float]:
     time.sleep(0.1)
     found: list[float] = browser.run("[penstock.view.from, penstock.view.to]")
     return found
+
+
+def test_notes_come_first_and_the_loss_is_drawn(browser: Browser, folder: Path) -> None:
+    browser.size(1300, 900)
+    browser.open(folder / "one.html")
+    assert browser.run('document.querySelector("main").firstElementChild.id') == "notes"
+    assert browser.run('document.querySelector("#notes li").textContent').endswith(BAD)
+    assert not browser.run('document.querySelector("#bad")')
+    curve = 'document.querySelector("#loss svg")'
+    box = browser.run(f"(() => {{const b = {curve}.getBoundingClientRect(); return [b.width, b.height];}})()")
+    assert box[0] > 600
+    assert box[1] > 150
+    assert "training loss from 5 in step 1" in browser.run(f'{curve}.getAttribute("aria-label")')
+    assert browser.run(f'{curve}.querySelector("circle.best title").textContent').startswith("step 890: validation")
+    browser.open(folder / "two.html")
+    assert browser.run('getComputedStyle(document.getElementById("notes")).display') == "none"
+    assert not browser.run('document.querySelector("#loss")')
 
 
 @pytest.mark.parametrize("name", ["one", "two", "large"])

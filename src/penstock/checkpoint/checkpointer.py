@@ -7,12 +7,15 @@ wrong in the background is raised by the next `save` or `wait`, on every process
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, Single, sees
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
@@ -39,6 +42,7 @@ class Checkpointer:
         directory: Where the checkpoints are, one folder per saved step.
         keep_last: How many of the newest checkpoints are kept. `None`: all.
         keep_every: Checkpoints of steps that are multiples of this are kept as well.
+        keep_best: Whether the checkpoint with the lowest `score` is kept as well.
         async_save: Whether `save` returns once everything is copied, while a thread writes. With `False`, it returns
             when the checkpoint is complete.
         leave_out: A function of the name of a parameter: whether it is not saved, and stays as it is when a checkpoint
@@ -51,6 +55,7 @@ class Checkpointer:
         *,
         keep_last: int | None = 3,
         keep_every: int | None = None,
+        keep_best: bool = False,
         async_save: bool = True,
         leave_out: Callable[[str], bool] | None = None,
     ) -> None:
@@ -59,7 +64,7 @@ class Checkpointer:
                 raise UsageError(f"{name}={value!r}: pass a whole number of at least 1, or None to turn this rule off")
         self.directory = Path(directory).absolute()
         self.async_save, self._leave_out = async_save, leave_out
-        self._files = Directory(self.directory, keep_last, keep_every)
+        self._files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: list[tuple[Saving, Future[Path]]] = []
@@ -80,8 +85,11 @@ class Checkpointer:
         scheduler: Any = None,
         scaler: Any = None,
         data: Any = None,
+        averages: Mapping[str, Tensor] | None = None,
         extra: Any = None,
         config: Any = None,
+        score: float | None = None,
+        while_best: bool = False,
     ) -> None:
         """Save the run as it is after `step` steps. Call it on every process.
 
@@ -94,8 +102,11 @@ class Checkpointer:
             scheduler: A learning rate scheduler, or anything with `state_dict()` and `load_state_dict()`.
             scaler: A `GradScaler`.
             data: Anything with `state_dict()` and `load_state_dict()`, such as a data loader that can resume.
+            averages: Averages of parameters, by parameter name, each laid out as its parameter is.
             extra: Plain values of yours: numbers, text, lists, dicts and tensors.
             config: Plain values that describe the run.
+            score: A figure by which checkpoints are compared, such as a validation loss; the lowest is the best.
+            while_best: Whether this checkpoint stays only while its score is the lowest, beside those of `keep_last`.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step={step!r}: pass the number of completed steps, a whole number of at least 0")
@@ -103,7 +114,9 @@ class Checkpointer:
             raise UsageError("this Checkpointer is closed; make a new one")
         processes = Processes(pipe, "save()")
         self._pipe = weakref.ref(pipe)
-        given = Given(optimizer, scheduler, scaler, data, extra, config, self._leave_out)
+        if score is not None and not math.isfinite(score):
+            raise UsageError(f"score={score!r}: pass a finite number, or None for a checkpoint that is not compared")
+        given = Given(optimizer, scheduler, scaler, data, extra, config, averages, score, while_best, self._leave_out)
         while (saving := self._agree(processes, step, pipe, given)) is None:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
@@ -134,7 +147,7 @@ class Checkpointer:
             if not self._collect(AT_ONCE - 1, 0.0) or self._failed is not None:
                 return (Saved(), {}), (False, step, "", None)
             saved = collect(pipe, given, processes.number)
-            document = document_of(step, pipe, given.config, processes.count)
+            document = document_of(step, pipe, given, processes.count)
             changed = self._planner.look(saved.tensors)
             if processes.first:
                 made.append(self._place(step))
@@ -236,6 +249,7 @@ class Checkpointer:
         scheduler: Any = None,
         scaler: Any = None,
         data: Any = None,
+        averages: Mapping[str, Tensor] | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> Loaded:
         """Load a checkpoint into a pipeline of any layout. Call it on every process.
@@ -246,12 +260,13 @@ class Checkpointer:
             scheduler: What was saved as `scheduler`.
             scaler: What was saved as `scaler`.
             data: What was saved as `data`.
+            averages: Tensors to fill with what was saved as `averages`; `loaded.averages` names those that were filled.
             path: The checkpoint to load. By default, the newest complete one.
 
         Returns:
             A `Loaded`; the next step to train is `loaded.step + 1`.
         """
-        given = Given(optimizer, scheduler, scaler, data, leave_out=self._leave_out)
+        given = Given(optimizer, scheduler, scaler, data, averages=averages, leave_out=self._leave_out)
         if path is None:
             return load_into(pipe, given, self.directory, newest=True)
         return load_into(pipe, given, Path(path), newest=False)

@@ -11,7 +11,7 @@ import torch
 
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
 
-SECTIONS = ("model.", "loss.", "optimizer.")
+SECTIONS = ("model.", "loss.", "average.", "optimizer.")
 MISSING = object()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
+from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
 from penstock.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_names
 from penstock.files.pretrained import PretrainedFolder
@@ -49,11 +50,13 @@ def export(
     file_bytes: int | None = None,
     merge: bool = False,
     tokenizer: str | None = None,
+    averages: bool = False,
 ) -> Exported:
     """Write the weights to `out`: a file if its name ends in .safetensors, else a new directory.
 
     `dtype` turns floating-point tensors into another type; `file_bytes` is the most that one file holds; `merge` adds
-    adapters to the weights; `tokenizer` is a folder, by default that of the model.
+    adapters to the weights; `tokenizer` is a folder, by default that of the model; `averages` writes the moving
+    averages of parameters in the place of those that have one.
     """
     path, goal = Path(checkpoint), Path(out).absolute()
     if dtype is not None and dtype not in FLOATS:
@@ -63,7 +66,12 @@ def export(
     if os.path.lexists(goal):
         raise UsageError(f"{goal} already exists; choose another name, or delete it first")
     manifest, contents = open_whole(path)
-    return _Export(contents, manifest, dtype, merge).write(goal, file_bytes, tokenizer or _tokenizer_of(manifest))
+    if averages and not any(key.startswith(AVERAGE) for key in contents.tensors):
+        raise UsageError(
+            f"{path} has no averages of weights; train with training.ema, or export the weights themselves"
+        )
+    writer = _Export(contents, manifest, dtype, merge, averages)
+    return writer.write(goal, file_bytes, tokenizer or _tokenizer_of(manifest))
 
 
 def _tokenizer_of(manifest: Manifest) -> str | None:
@@ -75,8 +83,10 @@ def _tokenizer_of(manifest: Manifest) -> str | None:
 
 
 class _Export:
-    def __init__(self, contents: CheckpointContents, manifest: Manifest, dtype: str | None, merge: bool) -> None:
-        self._contents = contents
+    def __init__(
+        self, contents: CheckpointContents, manifest: Manifest, dtype: str | None, merge: bool, averages: bool
+    ) -> None:
+        self._contents, self._averages = contents, averages
         self._origin: Mapping[str, Any] = manifest.origin or {}
         self._dtype, self._merge = dtype, merge
         self.adapter = "adapter" in self._origin and not merge
@@ -120,14 +130,18 @@ class _Export:
             layer, _, last = name.rpartition(".")
             name = f"{layer}.base_layer.{last}"  # as it is called where there is an adapter beside it
         else:
-            value = self._contents.tensor(f"model.{name}")
+            value = self._saved(name)
         if self._merge:
             value = merged(name, value, self._tensor, self._origin["adapter"])
         return value.to(entry.dtype)
 
     def _tensor(self, name: str) -> Tensor | None:
-        key = f"model.{name}"
-        return self._contents.tensor(key) if key in self._contents.tensors else None
+        return self._saved(name) if f"model.{name}" in self._contents.tensors else None
+
+    def _saved(self, name: str) -> Tensor:
+        averaged = f"{AVERAGE}{name}"
+        has = self._averages and averaged in self._contents.tensors
+        return self._contents.tensor(averaged if has else f"model.{name}")
 
     def write(self, goal: Path, file_bytes: int | None, tokenizer: str | None) -> Exported:
         goal.parent.mkdir(parents=True, exist_ok=True)

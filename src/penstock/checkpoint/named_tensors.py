@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 Optimizers = list[torch.optim.Optimizer]
+AVERAGE = "average."  # what the keys of averaged parameters begin with
 NOT_OPTIONS = ("params", "param_names")
 
 
@@ -62,6 +63,10 @@ class Saved:
                 self.plain.setdefault("model", {})[name] = self.add(
                     f"model-extra.{name}", value, f"the extra state {name}"
                 )
+
+    def add_averages(self, averages: Mapping[str, Tensor]) -> None:
+        """Averages of parameters, by parameter name."""
+        self.tensors |= {f"{AVERAGE}{name}": value.detach() for name, value in averages.items()}
 
     def add_optimizers(self, pipe: Pipeline, optimizers: Optimizers) -> None:
         """State and options, by parameter name."""

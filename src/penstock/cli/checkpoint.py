@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.checkpoint.disk.manifest import Manifest, checkpoints_at, damages, find_checkpoint, read_manifest
+from penstock.checkpoint.disk.manifest import Manifest, best_of, checkpoints_at, damages, find_checkpoint, read_manifest
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson
 from penstock.errors import CheckpointError, UsageError
@@ -30,7 +30,12 @@ def _entry(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-One = Annotated[str, typer.Argument(help="A checkpoint; or a directory of them or a run, for the newest complete one.")]
+One = Annotated[
+    str,
+    typer.Argument(
+        help="A checkpoint; or a directory of them or a run, for the newest complete one; RUN/best: the best."
+    ),
+]
 SHOWN = 20
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -55,7 +60,7 @@ def _looked_at(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
 def _document(path: Path, manifest: Manifest | None, wrong: list[str]) -> dict[str, Any]:
     document: dict[str, Any] = {"path": str(path), "whole": not wrong, "problems": wrong}
     if manifest is not None:
-        names = ("step", "serial", "saved_at", "bytes", "layout", "versions", "config")
+        names = ("step", "serial", "saved_at", "bytes", "layout", "versions", "config", "score")
         document |= {name: getattr(manifest, name) for name in names}
     return document
 
@@ -72,6 +77,7 @@ def list_(
     if as_json:
         write_json([_document(*each) for each in looked])
         return
+    best = best_of([(path, manifest) for path, manifest, wrong in looked if manifest is not None and not wrong])
     rows = [("checkpoint", "step", "saved at", "size", "stages", "schedule", "processes", "")]
     for path, manifest, wrong in looked:
         if manifest is None:
@@ -87,10 +93,14 @@ def list_(
                 str(layout.get("stages", "")),
                 str(layout.get("schedule", "")),
                 str(layout.get("processes", "")),
-                wrong[0] if wrong else "complete",
+                wrong[0] if wrong else f"complete{_scored(manifest, path == best)}",
             )
         )
     write(table(rows, left=range(len(rows[0]))))
+
+
+def _scored(manifest: Manifest, best: bool) -> str:
+    return "" if manifest.score is None else f", score {manifest.score:.4f}{', the best' if best else ''}"
 
 
 @checkpoint.command("verify", short_help="Read all of them and compare checksums.")
@@ -133,6 +143,9 @@ def export(
     tokenizer: Annotated[
         str | None, typer.Option("--tokenizer", help="A folder with a tokenizer; else that of the model's folder.")
     ] = None,
+    averages: Annotated[
+        bool, typer.Option("--ema", help="Write the moving averages of the weights (training.ema), not the weights.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights as safetensors; in Hugging Face's layout where the model came from transformers.
@@ -144,7 +157,7 @@ def export(
     from penstock.checkpoint.export import export as write_out  # loads torch
 
     with working(f"exporting {path}"):
-        done = write_out(path, out, dtype=dtype, file_bytes=limit, merge=merge, tokenizer=tokenizer)
+        done = write_out(path, out, dtype=dtype, file_bytes=limit, merge=merge, tokenizer=tokenizer, averages=averages)
     if as_json:
         write_json({"checkpoint": str(path), **asdict(done), "files": [str(file) for file in done.files]})
         return

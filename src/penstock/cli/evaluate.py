@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.checkpoint.disk.manifest import find_checkpoint
+from penstock.checkpoint.disk.manifest import BEST, find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.cli.train import Items, read_config
 
 Checkpoint = Annotated[
     str | None,
-    typer.Option(metavar="FOLDER", help="A checkpoint, or a run's folder (default: the newest of `output`)."),
+    typer.Option(
+        metavar="FOLDER|best",
+        help="A checkpoint, or a run's folder (default: the newest of `output`); best: of `output`, that of the "
+        "lowest validation loss.",
+    ),
+]
+Averages = Annotated[
+    bool, typer.Option("--ema/--no-ema", help="With training.ema: evaluate the average of the weights, or themselves.")
 ]
 Batches = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Batches to evaluate.")]
 
 
 @guarded
 def evaluate(
-    items: Items = None, checkpoint: Checkpoint = None, batches: Batches = 20, as_json: AsJson = False
+    items: Items = None,
+    checkpoint: Checkpoint = None,
+    batches: Batches = 20,
+    averages: Averages = True,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint: its mean loss on the validation data of a configuration, in this process."""
     config, _ = read_config(items)
     with working("evaluating"):
         from penstock.train.evaluate import evaluate_checkpoint  # loads torch
 
-        found = find_checkpoint(checkpoint or config.output)
-        step, losses, loss = evaluate_checkpoint(config, found, batches)
+        found = find_checkpoint(Path(config.output, BEST) if checkpoint == BEST else checkpoint or config.output)
+        step, losses, loss = evaluate_checkpoint(config, found, batches, averages)
     perplexity, bits = math.exp(min(loss, 700.0)), loss / math.log(2)
     if as_json:
         facts = {"checkpoint": str(found), "step": step, "batches": len(losses), "loss": loss}

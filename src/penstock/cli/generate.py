@@ -14,7 +14,10 @@ from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
 
 Place = Annotated[
-    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint), or one checkpoint.")
+    str,
+    typer.Argument(
+        metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint; RUN/best: its best), or one."
+    ),
 ]
 Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", help="What the text begins with; several times for several texts.")

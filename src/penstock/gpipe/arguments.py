@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.original.wrapped import refuse_compiled_model
+from penstock.model.original.wrappers import refuse_compiled_model
 from penstock.pipeline import arguments
 from penstock.pipeline.arguments import check_gpus
 from penstock.rules import ArgumentRule, check_rules, choice, is_count

@@ -21,8 +21,8 @@ from penstock.errors import ModelError, PathError, UsageError
 from penstock.gpipe.arguments import as_devices, check_gpipe, check_tangents
 from penstock.gpipe.calls import Calls
 from penstock.gpipe.cut_request import Balance, CutRequest, cut_another_path
-from penstock.model.recent import Recent
-from penstock.model.replay.recording.calls import shapes_of
+from penstock.model.lru_cache import LruCache
+from penstock.model.replay.recording.unit_calls import shapes_of
 from penstock.model.split import Split
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import check_labels, count_for, split_batch
@@ -59,7 +59,7 @@ class GPipe(nn.Module):
     _request: CutRequest
     _calls: Calls | None
     _others: list[Calls]  # cuts for batches that take other paths
-    _serves: Recent[Calls]  # which of all these serves a kind of batch, by its shapes and plain values
+    _serves: LruCache[Calls]  # which of all these serves a kind of batch, by its shapes and plain values
     _cut_from: tuple[Any, ...]  # what `_calls` was made from
 
     def __init__(
@@ -92,7 +92,7 @@ class GPipe(nn.Module):
             _request=request,
             _calls=None,
             _others=[],
-            _serves=Recent(),
+            _serves=LruCache(),
             _cut_from=(),
         )
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -218,7 +218,7 @@ class GPipe(nn.Module):
     def _build(self, first: Given | None) -> Calls:
         if self._calls is not None and self._cut_from[:1] == self._what_is_cut()[:1]:
             self.close()
-        self.__dict__.update(_calls=None, _others=[], _serves=Recent())
+        self.__dict__.update(_calls=None, _others=[], _serves=LruCache())
         split = self._cut(first)
         split.warn()
         if self.devices is None and torch.cuda.device_count() >= split.stages > 1:
@@ -283,7 +283,7 @@ class GPipe(nn.Module):
         return {**kept, "_calls": None, "_others": [], "_cut_from": (), "_request": self._request.with_counts(counts)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_serves": Recent()})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_serves": LruCache()})  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         cut = f"balance={self.balance}" if self._calls is not None else "not cut yet"

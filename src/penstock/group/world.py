@@ -59,7 +59,7 @@ class World:
         self.size = size
         self.timeout = timeout
         self.way = way  # the transport that was asked for, if one was
-        self._transport: DistributedTransport | None = None
+        self.transport: DistributedTransport | None = None  # this process's, where ranks are processes
         self._informed = False  # the other ranks know what this one was given
         self._one_host = True
 
@@ -70,9 +70,9 @@ class World:
 
     def wire(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
-        if self._transport is None:
+        if self.transport is None:
             return "handed over in memory, without a copy"
-        return self._transport.wire(source, target)
+        return self.transport.wire(source, target)
 
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
@@ -126,16 +126,11 @@ class World:
         assert self.size is not None
         common: dict[str, Any] = {"coordinator": self.size - 1, "device": device}
         if self.way == "distributed":
-            self._transport = DistributedTransport(self.group, self.timeout, **common)
+            self.transport = DistributedTransport(self.group, self.timeout, **common)
         else:
             strict = self.way == "shared"
-            self._transport = SharedMemoryTransport(self.group, self.timeout, strict=strict, **common)
-        return self._transport
-
-    @property
-    def transport(self) -> Transport | None:
-        """This process's transport, where ranks are processes."""
-        return self._transport
+            self.transport = SharedMemoryTransport(self.group, self.timeout, strict=strict, **common)
+        return self.transport
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -144,25 +139,25 @@ class World:
             yield
         except BaseException as error:
             if self.size is not None and not self._informed:
-                transport = self._transport or self._connect(None)
+                transport = self.transport or self._connect(None)
                 with suppress(PenstockError):
                     transport.exchange(f"{type(error).__name__}: {error}")
-            if self._transport is not None:
-                self._transport.close()
+            if self.transport is not None:
+                self.transport.close()
             raise
 
     @contextmanager
     def stepping(self, call: str) -> Iterator[None]:
         """Around a step: as `calling`; and on processes, Ctrl-C waits until a message, or the step's end, is whole."""
-        with self.calling(call), nullcontext() if self._transport is None else CTRL_C.around_step():
+        with self.calling(call), nullcontext() if self.transport is None else CTRL_C.around_step():
             yield
 
     def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
         """On processes: the same schedule, stages, options and seed everywhere."""
-        if self._transport is None:
+        if self.transport is None:
             return
         self._informed = True
-        answers = self._transport.exchange((dict(facts), clock.seed, host_name()))
+        answers = self.transport.exchange((dict(facts), clock.seed, host_name()))
         _check_built(answers)
         faults = compared([theirs for theirs, _, _ in answers], "rank")
         if faults:
@@ -173,21 +168,21 @@ class World:
 
     def built(self) -> None:
         """On processes: all ranks have built what comes after they agreed."""
-        if self._transport is None:
+        if self.transport is None:
             return
         self._informed = True
-        _check_built(self._transport.exchange(None))
+        _check_built(self.transport.exchange(None))
 
     def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
         """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
-        if self._transport is None or self._one_host:
+        if self.transport is None or self._one_host:
             return [0.0] * ranks, 0.0
         with self.calling("record()"):
-            return offsets(self._transport)
+            return offsets(self.transport)
 
     def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
         """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
-        if self._transport is None:
+        if self.transport is None:
             return find()
         answers = agree(find, lambda answer: self.all_gather(call, answer))
         found: list[tuple[int, Found]] = [(rank, other) for rank, other in enumerate(answers) if other is not None]
@@ -197,15 +192,15 @@ class World:
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
         """What every rank says in this call, which all must make; on threads there is one to say it."""
-        if self._transport is None:
+        if self.transport is None:
             return [value]
         with self.calling(call):
-            return self._transport.exchange(value)
+            return self.transport.exchange(value)
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
-        watch = None if self._transport is None else self._transport.watch
+        watch = None if self.transport is None else self.transport.watch
         if watch is None or watch.call:
             yield
             return

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-def fixed_inputs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def default_inputs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Training needs no key-value cache, and one would carry tensors from layer to layer past all that can be seen.
 
     Some of transformers' models take `use_cache` only among their further keyword arguments.

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy as uninitialized
 
 from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home, home_of, let_go
-from penstock.model.original.replaced import mark_replaced
+from penstock.model.original.replaced_parameters import mark_replaced
 
 Init = Callable[[str, Tensor], Any]
 Mine = tuple[str, torch.device]  # a parameter's name in the whole model, and where its memory shall be

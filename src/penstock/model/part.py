@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.model.original.settings import Change, Settings
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
-WHOLE = 2**32  # the stream of a model that is replayed: the same in all its stages
+WHOLE_MODEL = 2**32  # the stream of a model that is replayed: the same in all its stages
 
 
 class Names(dict[str, str]):

@@ -35,7 +35,7 @@ def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[st
                     )
 
 
-class SharedState:
+class SharedLayers:
     """What one stage's layers keep that other stages have as well, in buffers or plain attributes: it must stay."""
 
     def __init__(self, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> None:

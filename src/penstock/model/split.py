@@ -21,7 +21,7 @@ from penstock.errors import FallbackWarning, ModelError
 from penstock.model.declared_skips import SkipRoutes, find_routes
 from penstock.model.original.origin import origin_of
 from penstock.model.part import OUTPUT, Names, StagePart, state_names
-from penstock.model.shared_layers import SharedState, refuse_shared_norms
+from penstock.model.shared_layers import SharedLayers, refuse_shared_norms
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
 
@@ -58,7 +58,7 @@ class ModulePart(StagePart):
         copied: Sequence[nn.Module] = (),
         spread: bool,
         entrances: Sequence[str] = (),
-        shared: SharedState | None = None,
+        shared: SharedLayers | None = None,
         declared: SkipRoutes | None = None,
     ) -> None:
         super().__init__(index)
@@ -235,7 +235,7 @@ def split_model(
             copied=[model] if isinstance(model, nn.Sequential) else (),
             spread=spread,
             entrances=entrances,
-            shared=SharedState.of(index, modules, names[index]),
+            shared=SharedLayers.of(index, modules, names[index]),
             declared=SkipRoutes.of(index, module, routes),
         )
         for index, module in enumerate(modules)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 
-def joined(holder: str, name: str) -> str:
+
+def dotted_name(holder: str, name: str) -> str:
     """The dotted name of something inside a module; the model itself is called ``."""
     return f"{holder}.{name}" if holder else name
 
@@ -12,3 +15,10 @@ def name_and_use(place: str) -> tuple[str, int]:
     """The name, and which of its uses; the first where none is said."""
     name, mark, use = place.rpartition("#")
     return (name, int(use)) if mark and use.isdecimal() and int(use) > 0 else (place, 1)
+
+
+def similar_names(name: str, names: Iterable[str], these: str) -> str:
+    """For an error about a name that is not there: those that look like it, or else some that are there."""
+    known = list(dict.fromkeys(names))
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"; near: {', '.join(near)}" if near else f"; {these}: {', '.join(known[:12])}"

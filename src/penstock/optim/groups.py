@@ -112,7 +112,7 @@ def _check_use(rules: Rules, every: Sequence[tuple[str, nn.Parameter]], aliases:
     for number, (label, patterns, _) in enumerate(rules):
         for pattern in patterns:
             if not any(_matches(pattern, name, parameter) for name, parameter in every):
-                raise UsageError(_unmatched(pattern, [name for name, _ in every], aliases))
+                raise UsageError(unmatched(pattern, [name for name, _ in every], aliases))
         if number not in used:
             raise UsageError(
                 f"{_called(label)}: every parameter that it matches is taken by a pattern before it, and the first "
@@ -120,7 +120,8 @@ def _check_use(rules: Rules, every: Sequence[tuple[str, nn.Parameter]], aliases:
             )
 
 
-def _unmatched(pattern: Any, names: Sequence[str], aliases: Mapping[str, str]) -> str:
+def unmatched(pattern: Any, names: Sequence[str], aliases: Mapping[str, str]) -> str:
+    """The error about a pattern that matches no parameter: near names, or the name that a tied one goes by."""
     text = f"{_called(pattern)} matches none of the model's {len(names)} parameters"
     if isinstance(pattern, str):
         tied = [name for name in aliases if fnmatchcase(name, pattern)]

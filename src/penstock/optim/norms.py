@@ -70,7 +70,7 @@ def check_finite(total: Tensor, order: float) -> None:
         )
 
 
-def here(parameter: Tensor) -> Tensor:
+def local_part(parameter: Tensor) -> Tensor:
     """A parameter with its gradient; of one that is spread over ranks, the part that is here, as plain tensors.
 
     torch's functions on many tensors at once refuse a mixture of both kinds.
@@ -85,6 +85,6 @@ def here(parameter: Tensor) -> Tensor:
 
 def scale_down(parameters: Iterable[nn.Parameter], limit: float, total: Tensor, foreach: bool | None) -> None:
     """Scale the gradients by limit / total, where that is below 1."""
-    held = [here(parameter) for parameter in parameters if parameter.grad is not None]
+    held = [local_part(parameter) for parameter in parameters if parameter.grad is not None]
     if held:
         nn.utils.clip_grads_with_norm_(held, limit, total.to(held[0].device), foreach)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from penstock.errors import UsageError
-from penstock.optim.norms import here
+from penstock.optim.norms import local_part
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if self._pipe.state.scaler is not self:
             raise UsageError("the pipeline has another GradScaler by now; use that one")
-        held: Any = [here(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        held: Any = [local_part(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         local: Any = SimpleNamespace(param_groups=[{"params": held}])
         found = super()._unscale_grads_(local, inv_scale, found_inf, allow_fp16)
         some = bool(found)

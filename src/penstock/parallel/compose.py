@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.group.facts import compared
-from penstock.model.original.replaced import mark_replaced
+from penstock.model.original.replaced_parameters import mark_replaced
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
-from penstock.parallel.data_parallel.gradient_norms import Norms
+from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
 from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal
 from penstock.parallel.data_parallel.replicas import Replicas
 from penstock.parallel.data_parallel.sharded import Sharder, check_shardable
-from penstock.parallel.data_parallel.wrapped import UserParallel, WrappedStages
+from penstock.parallel.data_parallel.wrapped_stages import UserParallel, WrappedStages
 from penstock.parallel.tensor_parallel.spread import SPREAD, KnownMeshes, SpreadValues, spread
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.stage import Stage
@@ -98,7 +98,7 @@ def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[
         links.get("dp"),
         Reducer(held, names, links.get("dp"), () if sharder is None else sharder.managed),
         sharder,
-        Norms(links),
+        SpreadNorms(links),
         weighing=lambda: pipe.batches.weighing.when if last else "never",
         shards=links.get("tp"),
         loss_parallel=last and composition.plan is not None and composition.plan.loss_parallel,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
 from penstock.messages.collective import all_gather
-from penstock.model.original.wrapped import FSDP, wrappings
+from penstock.model.original.wrappers import FSDP, wrappings
 from penstock.model.part import StagePart
 from penstock.parallel.mesh import Axes
 from penstock.parallel.parallel_options import ParallelOptions

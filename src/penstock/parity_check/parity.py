@@ -28,8 +28,8 @@ from penstock.model.cut_options import CutOptions
 from penstock.model.part import OUTPUT
 from penstock.model.split import Split
 from penstock.optim.precision import Precision
-from penstock.parity_check.trace import Trace, watching_stages
-from penstock.parity_check.uncut import compare_whole, largest, near, uncut
+from penstock.parity_check.tensor_trace import Trace, watching_stages
+from penstock.parity_check.uncut import check_close, compare_whole, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
 from penstock.runtime.backward.record import FreshGradients
@@ -235,7 +235,9 @@ def _compare(pipe: Pipeline, plain: Trace, piped: Trace, tolerance: float | None
         )
         allowed = tolerance if tolerance is not None else 64 * torch.finfo(want.dtype).eps if reordered else 0.0
         kind = "gradient" if place.kind == "tied" else place.kind
-        worst[kind] = max(worst[kind], near(place, want, have.to(want.device), allowed, scale * (kind == "gradient")))
+        worst[kind] = max(
+            worst[kind], check_close(place, want, have.to(want.device), allowed, scale * (kind == "gradient"))
+        )
     return Parity(**worst, compared=len(expected))
 
 

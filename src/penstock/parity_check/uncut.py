@@ -49,7 +49,7 @@ def compare_whole(
             raise ParityError(f"step {step}, {known}: the model cut into stages has one, the uncut model has none")
         roundings = 64 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
         allowed = roundings if tolerance is None else tolerance
-        near(f"step {step}, {known}, cut against uncut", want, have, allowed, scale * name.startswith(prefix))
+        check_close(f"step {step}, {known}, cut against uncut", want, have, allowed, scale * name.startswith(prefix))
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
@@ -57,7 +57,7 @@ def largest(tensors: Iterable[Tensor]) -> float:
     return max((each.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for each in tensors if each.numel()), default=0.0)
 
 
-def near(place: object, want: Tensor, have: Tensor, tolerance: float, scale: float = 0.0) -> float:
+def check_close(place: object, want: Tensor, have: Tensor, tolerance: float, scale: float = 0.0) -> float:
     """How far apart, relative to the largest entry; an error where that is too far.
 
     `scale` is the largest gradient of the model: where a gradient is 0 by mathematics (of an attention's key bias),

@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut_options import CutOptions
-from penstock.model.original.wrapped import refuse_compiled_model, refuse_wrapped_model
+from penstock.model.original.wrappers import refuse_compiled_model, refuse_wrapped_model
 from penstock.optim.precision import precision_of
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.call_arguments import check_loss_fn

@@ -23,7 +23,8 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_labels, count_for, split_batch
-from penstock.runtime.batch.result import StepResult, loss_values, merge
+from penstock.runtime.batch.result import StepResult, merge
+from penstock.runtime.engine.replication import result_of
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.loss.check import LossChecks
 from penstock.runtime.loss.loss_options import LossOptions
@@ -263,22 +264,9 @@ class Batches:
     def result(self, call: Call, reports: Sequence[StepReport]) -> StepResult:
         """What the user gets, from the reports of all ranks."""
         self._compared.add(call.training)
-        losses: tuple[Tensor, ...] = ()
-        for report in reports:
-            if report.loss is not None:
-                losses = tuple(torch.tensor(report.losses_by_number, dtype=report.dtype).unbind())
-        reports_of_all = self.deployment.replicas.replica_reports
-        sums = [each.loss for each in reports_of_all if each.loss is not None]
-        total = torch.tensor(sum(sums[1:], sums[0]), dtype=reports_of_all[0].dtype) if sums else None
-        extra: dict[str, float] = {}
-        for each in reports_of_all:
-            for name, value in each.extra.items():
-                extra[name] = extra.get(name, 0.0) + value
-        extra = {name: value / sum(each.count for each in reports_of_all) for name, value in extra.items()}
         last = self.deployment.ranks.last
         output = None if last is None else last.computations.output()
-        whole = None if total is None else loss_values([total])[0]
-        return StepResult(whole, loss_values(losses), extra, output)
+        return result_of(reports, self.deployment.replicas.replica_reports, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""

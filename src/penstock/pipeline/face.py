@@ -572,7 +572,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """The table of stages and how they run, as text."""
-        from penstock.view.stages import stage_table
+        from penstock.view.stage_table import stage_table  # numpy and what draws tables: 40 ms that few need
 
         return stage_table(self)
 

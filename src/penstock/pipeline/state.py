@@ -16,7 +16,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
-from penstock.optim.norms import check_finite, check_limit, here, join_norms, norm_order, scale_down
+from penstock.optim.norms import check_finite, check_limit, join_norms, local_part, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.full_tensors import WholeModel
 from penstock.pipeline.other_ranks import OtherRanks
@@ -64,13 +64,18 @@ class ModelState:
         group. Every rank has all groups, in the same order, with the parameters that it owns.
         """
         aliases = self.first_names()
+        here = [(aliases.get(name, name), parameter) for name, parameter in self.named_parameters()]
+        return group_parameters(rules or {}, here, self.every_parameter().items(), aliases)
+
+    def every_parameter(self) -> dict[str, nn.Parameter]:
+        """The parameters of the whole model by their first names; those of other ranks may have no values here."""
+        aliases = self.first_names()
         every: dict[str, nn.Parameter] = {}
         for holding in self.deployment.split.holdings():
             for name, parameter in holding.module.named_parameters(remove_duplicate=False):
                 full = holding.names.get(name, name)
                 every.setdefault(aliases.get(full, full), parameter)
-        here = [(aliases.get(name, name), parameter) for name, parameter in self.named_parameters()]
-        return group_parameters(rules or {}, here, every.items(), aliases)
+        return every
 
     def first_names(self) -> dict[str, str]:
         """Of every parameter that stands in several places of the whole model: other name -> first name."""
@@ -209,7 +214,7 @@ class ModelState:
         limit = check_limit("clip_value", clip_value)
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_value_()")
-        held = [here(parameter) for parameter in self.parameters() if parameter.grad is not None]
+        held = [local_part(parameter) for parameter in self.parameters() if parameter.grad is not None]
         if held:  # torch has an error for none
             nn.utils.clip_grad_value_(held, limit, foreach)
 

@@ -1,18 +1,16 @@
-"""From a configuration to the things that train: model, pipeline, optimizer, learning rate.
+"""From a configuration to the things that train: model and pipeline.
 
 The same functions serve a rank of a run, a dry run, an evaluation and sampling; what differs is where the ranks live.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.errors import UsageError
 from penstock.model.cut_options import CutOptions
@@ -27,12 +25,14 @@ from penstock.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.layouts import split_of
 from penstock.train.data.tokenizer import open_tokenizer
+from penstock.train.freeze import freeze
 from penstock.train.gpt import build_gpt
 from penstock.train.huggingface import build_huggingface, tensor_plan_of, values_of
 from penstock.train.lora import add_adapters, has_adapters
 from penstock.train.loss import StepLoss, build_loss
 
 Loss = Callable[..., Any]
+PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose memory a cut counts with
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
@@ -88,6 +88,7 @@ def build_pipeline(
     `values` fills a model that was built without any, in the place of the weights in its folder.
     """
     options = config.pipeline
+    freeze(model, config.training.freeze)
     replicated = ParallelOptions()
     if mesh is not None:
         window = config.mesh.window if config.mesh.replicate == "fsdp" and config.mesh.replicas > 1 else None
@@ -114,7 +115,7 @@ def build_pipeline(
         timeout=options.timeout,
         seed=config.seed,
         batch_options=split_of(config.data),
-        cut_options=CutOptions(optimizer={"sgd": "sgd-momentum"}.get(config.optimizer.name, config.optimizer.name)),
+        cut_options=CutOptions(optimizer=PRICED_AS.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
         init=None if not is_lazy(model) else values or values_of(config, model),
         **wanted,
@@ -131,53 +132,3 @@ def example_of(batch: DataBatch, microbatches: int) -> tuple[Any, ...] | dict[st
     if batch.kwargs:
         return {name: piece(value) for name, value in batch.kwargs.items()}
     return tuple(piece(value) for value in batch.args)
-
-
-def build_optimizer(config: TrainConfig, pipe: Pipeline) -> torch.optim.Optimizer:
-    """Over the parameters that this process owns: matrices with weight decay, vectors without."""
-    options = config.optimizer
-    vectors = any(parameter.dim() < 2 for part in pipe.deployment.split.parts for parameter in part.module.parameters())
-    groups = pipe.parameter_groups({_is_vector: {"weight_decay": 0.0}} if vectors else {})
-    common: dict[str, Any] = {"lr": options.lr, "weight_decay": options.weight_decay}
-    if options.name == "sgd":
-        return torch.optim.SGD(groups, momentum=options.momentum, **common)
-    kind = torch.optim.AdamW if options.name == "adamw" else torch.optim.Adam
-    return kind(groups, betas=(options.betas[0], options.betas[1]), eps=options.eps, **common)
-
-
-def _is_vector(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() < 2
-
-
-def build_rate(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """The learning rate over time, as torch's own scheduler."""
-    return LambdaLR(optimizer, lambda step: rate_at(config, step))
-
-
-def follow_config(config: TrainConfig, optimizer: torch.optim.Optimizer, rate: LambdaLR, options: list[Any]) -> None:
-    """After a load: options are what the configuration says now, `options` of each group, and not what was saved.
-
-    Where nothing was changed, these are the same numbers.
-    """
-    for group, own in zip(optimizer.param_groups, options, strict=True):
-        group.update(own)
-        group["lr"] = group["initial_lr"] * rate_at(config, rate.last_epoch)
-    rate.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
-    rate._last_lr = [group["lr"] for group in optimizer.param_groups]
-
-
-def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group was told, without its parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def rate_at(config: TrainConfig, step: int) -> float:
-    """The share of `optimizer.lr` in a step, counted from 0: up in `warmup` steps, then down to `final` at the last."""
-    options = config.optimizer
-    if step < options.warmup:
-        return (step + 1) / options.warmup
-    if options.decay == "constant":
-        return 1.0
-    way = min(1.0, (step - options.warmup) / max(1, config.training.steps - 1 - options.warmup))
-    fallen = way if options.decay == "linear" else (1 - math.cos(math.pi * way)) / 2
-    return 1.0 - (1.0 - options.final) * fallen

@@ -11,6 +11,8 @@ from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
+from penstock.train.ema import WeightAverage
+from penstock.train.generation.opening import saved_config
 from penstock.train.huggingface import check_base, left_out
 from penstock.train.loss import MeanLoss, shares_of
 
@@ -23,13 +25,13 @@ class Evaluated(NamedTuple):
     loss: float  # of all of them, each by its targets
 
 
-def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> Evaluated:
+def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, averages: bool = True) -> Evaluated:
     """The loss of a checkpoint on the validation batches; in this process, whatever the saved layout."""
     data = open_data(config)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")
     with pipe:
-        step = load_for(config, checkpoint, pipe)
+        step = load_for(config, checkpoint, pipe, averages=averages)
         losses, mean = [], MeanLoss(pipe.loss_fn)
         for number in range(batches):
             batch = data.validation(number)
@@ -48,8 +50,15 @@ def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int) -> 
     return Evaluated(step, losses, mean.value)
 
 
-def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline) -> int:
-    """Put a checkpoint's weights into a pipeline of any layout; the step that they are from."""
-    loaded = Checkpointer(checkpoint.parent, leave_out=left_out(config)).load(pipe, path=checkpoint)
+def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages: bool = True) -> int:
+    """Put a checkpoint's weights into a pipeline of any layout, by default as it was evaluated: averaged, where it has
+    averages; returns the step that they are from."""
+    average = WeightAverage(pipe, 1.0) if averages and saved_config(checkpoint).training.ema is not None else None
+    tensors = None if average is None else average.tensors
+    saved = Checkpointer(checkpoint.parent, leave_out=left_out(config))
+    loaded = saved.load(pipe, path=checkpoint, averages=tensors)
     check_base(config, loaded.extra.get("base"))
+    if average is not None:
+        average.begin(loaded.averages)
+        average.write()
     return int(loaded.step)

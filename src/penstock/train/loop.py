@@ -7,7 +7,7 @@ they must decide together, such as stopping, they tell each other once per step.
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -15,16 +15,15 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.checkpoint.checkpointer import Checkpointer
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.checkpoint.processes import Processes
 from penstock.errors import ModelError
 from penstock.optim.scaler import GradScaler
 from penstock.pipeline import Pipeline, StepResult
-from penstock.schedule import Timeline
-from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch, DataBatches
+from penstock.train.early_stopping import EarlyStopping
+from penstock.train.ema import WeightAverage
 from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
 from penstock.train.loss import MeanLoss, shares_of
@@ -32,6 +31,7 @@ from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
+from penstock.train.run.recordings import Recorded, Recordings
 from penstock.train.run.run_folder import RunFolder, write_json
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
@@ -45,6 +45,7 @@ class Ending:
     loss: float | None
     validation: float | None
     stopped: bool  # asked to, before the last step
+    early: str = ""  # why it ended before the last step by itself
 
 
 class Trainer:
@@ -71,10 +72,12 @@ class Trainer:
         self.step = 0  # steps that are done
         self.loss: float | None = None
         self.validation: float | None = None
-        self.timeline: Timeline | None = None
         self.skips = 0  # steps in a row that were left out
+        self.average: WeightAverage | None = None  # of the weights
+        self.stopping = EarlyStopping(config.evaluation)
+        self.utilisation: float | None = None  # MFU for one token per second, where it is known
         self._idle: float | None = None
-        self._recording: ExitStack | None = None
+        self._score: float | None = None  # the validation loss of this step, if it was evaluated
         self._saved: int | None = None
         self._memory = MemoryWatch(pipe, optimizer)
         self._base = base_mark(config)  # what checkpoints leave out
@@ -83,31 +86,49 @@ class Trainer:
     def run(self, start: int, stop: Stop) -> Ending:
         """Train from step `start` to the last one, or until asked to stop."""
         self.step = self._saved = start
-        pace = Pace()
-        with ExitStack() as recording:
-            self._recording = recording
-            while self.step < self.config.training.steps:
-                self._record()
+        pace, steps = Pace(), self.config.training.steps
+        recordings = Recordings(self.config, self.pipe, self.folder, start, self.metrics is not None)
+        asked = False
+        try:
+            while not self._ends and not asked:
+                recordings.begin(self.step + 1)
                 with self._memory.step():
                     loss, norm, lr, tokens = self._train()
                 pace.step(tokens)
                 self.step += 1
                 asked, memory = self._tell(stop.asked)
-                idle = self._recorded(asked)
+                recorded = recordings.end(self.step, asked)
                 validation = self._evaluate() if self._evaluates(asked) else None
-                self._report(loss, norm, lr, pace, memory, idle, validation)
-                if asked:
-                    break
-                if self._due(self.config.checkpoint.every):
-                    self.save()
+                best = self._seen(validation)
+                self._report(loss, norm, lr, pace, memory, recorded, validation)
+                due = self._due(self.config.checkpoint.every) or self._ends
+                if not asked and (best or due):
+                    self.save(while_best=not due)
+        finally:
+            recordings.close()
+        recordings.finish()
         if self._saved != self.step or not start:
             self.save()
         self.checkpointer.wait()
         if self.step > start:
             self._tell_memory()
-        return Ending(self.step, self.loss, self.validation, self.step < self.config.training.steps)
+        early = self.stopping.words if self.step < steps and self.stopping.over else ""
+        return Ending(self.step, self.loss, self.validation, self.step < steps and not early, early)
 
-    def save(self) -> None:
+    def go_on(self, extra: dict[str, Any]) -> None:
+        """Take what was saved beside the weights; of a run from its beginning, nothing."""
+        self.skips = extra.get("skips", 0)
+        if "stopping" in extra:
+            self.stopping.load_state_dict(extra["stopping"])
+        if self.average is not None:
+            self.average.updates = extra.get("updates", 0)
+
+    @property
+    def _ends(self) -> bool:
+        return self.step >= self.config.training.steps or self.stopping.over
+
+    def save(self, while_best: bool = False) -> None:
+        """Save the run as it is; `while_best`: for its validation loss, and not because it is time to."""
         if self._saved == self.step and self.step:
             return
         self.checkpointer.save(
@@ -117,8 +138,16 @@ class Trainer:
             scheduler=self.rate,
             scaler=self.scaler,
             data=self.data,
-            extra={"skips": self.skips, "base": self._base},
+            averages=None if self.average is None else self.average.tensors,
+            extra={
+                "skips": self.skips,
+                "base": self._base,
+                "stopping": self.stopping.state_dict(),
+                "updates": 0 if self.average is None else self.average.updates,
+            },
             config=to_document(self.config),
+            score=self._score,
+            while_best=while_best,
         )
         self._saved = self.step
 
@@ -145,7 +174,7 @@ class Trainer:
                 loss += math.nan if result.loss is None else result.loss.item()
                 run += 1
         norm = self._clip()
-        lr = self.optimizer.param_groups[0]["lr"]
+        lr = self.optimizer.param_groups[-1]["lr"]  # of those without a rate of their own
         if not math.isfinite(loss) or not (math.isfinite(norm) or self._scale_falls(norm)):
             self._not_finite(loss, norm, batches[run - 1])
         elif self.scaler is not None:
@@ -154,6 +183,8 @@ class Trainer:
             self.optimizer.step()
         if math.isfinite(loss) and math.isfinite(norm):
             self.skips = 0
+            if self.average is not None:
+                self.average.update()
         if self.scaler is not None:
             self.scaler.update()
         self.rate.step()
@@ -227,18 +258,25 @@ class Trainer:
         self.progress.say(f"\n{memory_table(rows, ['all'] if in_threads else None)}")
 
     def _evaluate(self) -> float | None:
-        """The mean loss on batches that are not trained on."""
+        """The mean loss on batches that are not trained on, with the average of the weights where there is one."""
         mean = MeanLoss(self.pipe.loss_fn)
-        for number in range(self.config.evaluation.batches):
-            batch = self.data.validation(number)
-            if batch is None:
-                break
-            mine, (share,) = self._mine(batch), self._shares([batch])
-            result = self.pipe.evaluate(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
-            if result.loss is not None:
-                mean.add(result.loss.item(), batch.target)
+        with nullcontext() if self.average is None else self.average.in_place():
+            for number in range(self.config.evaluation.batches):
+                batch = self.data.validation(number)
+                if batch is None:
+                    break
+                mine, (share,) = self._mine(batch), self._shares([batch])
+                result = self.pipe.evaluate(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
+                if result.loss is not None:
+                    mean.add(result.loss.item(), batch.target)
         self.validation = mean.value
         return self.validation
+
+    def _seen(self, validation: float | None) -> bool:
+        """Whether the weights of this step are the best so far, and are to be saved for that."""
+        self._score = validation if validation is not None and math.isfinite(validation) else None
+        lowest = validation is not None and self.stopping.see(self.step, validation)
+        return lowest and self.config.checkpoint.keep_best
 
     def _report(
         self,
@@ -247,11 +285,13 @@ class Trainer:
         lr: float,
         pace: Pace,
         memory: list[int],
-        idle: float | None,
+        recorded: Recorded | None,
         validation: float | None,
     ) -> None:
         self.loss = loss
         steps = self.config.training.steps
+        mfu = None if self.utilisation is None else self.utilisation * pace.rate
+        left = pace.left(steps - self.step)
         if self.metrics is not None:
             self.metrics.write(
                 self.step,
@@ -260,11 +300,14 @@ class Trainer:
                 norm=norm,
                 validation=validation,
                 tokens_per_second=round(pace.rate, 1),
+                seconds=round(pace.seconds, 6),
+                mfu=None if mfu is None else round(mfu, 4),
+                eta=round(left, 1),
                 memory=memory,
-                idle=None if idle is None else round(idle, 4),
+                idle=None if recorded is None else round(recorded.idle, 4),
                 skipped=True if self.skips else None,
             )
-        self._idle = idle if idle is not None else self._idle
+        self._idle = recorded.idle if recorded is not None else self._idle
         reading = Reading(
             step=self.step,
             steps=steps,
@@ -274,34 +317,8 @@ class Trainer:
             rate=pace.rate,
             memory=max(memory),
             idle=self._idle,
-            left=pace.left(steps - self.step),
+            left=left,
             validation=validation,
+            mfu=mfu,
         )
         self.progress.show(reading)
-
-    # -- the timeline
-
-    def _record(self) -> None:
-        """Two steps of every so many are recorded, and the last two."""
-        every, steps = self.config.logging.every, self.config.training.steps
-        coming = self.step + 1
-        if (
-            self._recording is not None
-            and self.timeline is None
-            and (coming % every in (0, every - 1) or coming >= steps - 1)
-        ):
-            self.timeline = self._recording.enter_context(self.pipe.record())
-
-    def _recorded(self, ending: bool) -> float | None:
-        """The idle share, after the second of them; the timeline is kept on disk for the page."""
-        every, steps = self.config.logging.every, self.config.training.steps
-        if self.timeline is None or not (self.step % every == 0 or self.step >= steps or ending):
-            return None
-        assert self._recording is not None
-        self._recording.close()
-        timeline, self.timeline = self.timeline, None
-        if not timeline.spans:
-            return None
-        if self.metrics is not None:  # on the rank that writes
-            write_whole(self.folder.timeline, to_json(timeline))
-        return timeline.bubble

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.disk.manifest import BEST, best_of, newest_first
 from penstock.checkpoint.disk.plain_files import create, read_plain, write_whole
 from penstock.checkpoint.generators import seed_generators
 from penstock.checkpoint.load.loading import Loaded
@@ -36,15 +37,7 @@ from penstock.errors import CheckpointError, ModelError, PeerFailure, PenstockEr
 from penstock.optim.scaler import GradScaler
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
-from penstock.schedule import Costs, Timeline, simulate
-from penstock.train.build import (
-    build_model,
-    build_optimizer,
-    build_pipeline,
-    build_rate,
-    follow_config,
-    options_of,
-)
+from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
@@ -53,17 +46,21 @@ from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.data.packing_check import check_packing
 from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
+from penstock.train.ema import WeightAverage
 from penstock.train.huggingface import check_base, left_out
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
 from penstock.train.loop import Ending, Trainer
 from penstock.train.nonfinite import NonFinite
+from penstock.train.optim import build_optimizer
+from penstock.train.rate import build_rate, follow_config, options_of
+from penstock.train.run.flops import utilisation
 from penstock.train.run.metrics import Metrics
+from penstock.train.run.outlets import open_outlets
 from penstock.train.run.progress import Progress, of_time
 from penstock.train.run.run_folder import RunFolder, write_json
-from penstock.view.page import page
-from penstock.view.run import Run
+from penstock.train.run.run_page import save_run_page
 
 FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
@@ -152,40 +149,38 @@ def train_here(job: Job, stop: Stop) -> int:
         pipe = _pipeline(config, folder, data, processes)
         optimizer = build_optimizer(config, pipe)
         rate = build_rate(config, optimizer)
+        average = None if config.training.ema is None else WeightAverage(pipe, config.training.ema)
+        share, peak = utilisation(config, pipe, data.first())
         saving = config.checkpoint
         checkpointer = Checkpointer(
             folder.checkpoints,
             keep_last=saving.keep_last,
             keep_every=saving.keep_every,
+            keep_best=saving.keep_best,
             async_save=saving.async_save,
             leave_out=left_out(config),
         )
         scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
-        start, skips, notes = 0, 0, []
+        start, extra, notes = 0, {}, []
         if checkpointer.latest() is not None:
             options = options_of(optimizer)
-            loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data)
+            averages = None if average is None else average.tensors
+            loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data, averages=averages)
             check_base(config, loaded.extra.get("base"))
             follow_config(config, optimizer, rate, options)
-            start, skips, notes = loaded.step, loaded.extra["skips"], _changed(loaded.config, config)
+            if average is not None:
+                average.begin(loaded.averages)
+            start, extra, notes = loaded.step, loaded.extra, _changed(loaded.config, config)
         first = rank == 0
         if first:  # a configuration that the checkpoint does not fit has been refused by now
             folder.keep_config(config)
-        metrics = Metrics(folder.metrics, start, config.logging.tensorboard) if first else None
+        metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
         progress = Progress(sys.stdout if first else None, config.logging.every)
-        if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-            progress.say(pipe.describe())
-            progress.say(f"data      {data.words}")
-        elif not start:
-            progress.say("from the beginning: there is no whole checkpoint")
-        if start:
-            progress.say(f"going on from step {start}: {checkpointer.latest()}")
-            if notes:
-                progress.say(f"note: changed since that checkpoint: {', '.join(notes)}")
-        if changed := getattr(data, "changed", ""):
-            progress.say(f"note: {changed}; losses will not be those of a run that was never stopped")
+        for line in _first_lines(job, pipe, data, peak if share is not None else "", checkpointer, start, notes):
+            progress.say(line)
         trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
-        trainer.skips = skips
+        trainer.average, trainer.utilisation = average, share
+        trainer.go_on(extra)
         try:
             ending = trainer.run(start, stop)
         except Exception:
@@ -201,6 +196,25 @@ def train_here(job: Job, stop: Stop) -> int:
             progress.say(_where(job, folder, ending, checkpointer.latest(), monotonic() - began))
         pipe.close()
     return INTERRUPTED if ending.stopped else 0
+
+
+def _first_lines(
+    job: Job, pipe: Pipeline, data: DataBatches, peak: str, checkpointer: Checkpointer, start: int, notes: list[str]
+) -> Iterator[str]:
+    """What a run says before its first step: how it is laid out, or where it goes on."""
+    if not start and not job.resumed and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        yield pipe.describe()
+        yield f"data      {data.words}"
+        if peak:
+            yield f"peak      {peak}"
+    elif not start:
+        yield "from the beginning: there is no complete checkpoint"
+    if start:
+        yield f"going on from step {start}: {checkpointer.latest()}"
+        if notes:
+            yield f"note: changed since that checkpoint: {', '.join(notes)}"
+    if changed := getattr(data, "changed", ""):
+        yield f"note: {changed}; losses will not be those of a run that was never stopped"
 
 
 def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:
@@ -292,12 +306,18 @@ def log_as(config: TrainConfig, rank: int) -> None:
 
 def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None, seconds: float) -> str:
     """The last lines of a run: what came of it, and where its results are."""
-    page = _save_page(folder)
+    page = save_run_page(folder)
     numbers = f"loss {ending.loss:.4f}" if ending.loss is not None else "nothing left to do"
     if ending.validation is not None:
         numbers += f", validation {ending.validation:.4f}"
     head = "stopped" if ending.stopped else "done"
-    lines = ["", f"{head}: step {ending.step}, {numbers}, {of_time(seconds)}", f"checkpoint  {checkpoint}"]
+    lines = ["", f"{head}: step {ending.step}, {numbers}, {of_time(seconds)}"]
+    if ending.early:
+        lines.append(f"ended early: {ending.early}")
+    lines.append(f"checkpoint  {checkpoint}")
+    best = best_of(newest_first(folder.checkpoints)[0])
+    if best is not None:
+        lines.append(f"best        {best} ({folder.root}/{BEST} names it)")
     lines.append(f"metrics     {folder.metrics}")
     if page is not None:
         lines.append(f"timeline    {page}")
@@ -315,17 +335,6 @@ def _what_next(config: TrainConfig, folder: RunFolder) -> Iterator[str]:
         yield f"try it      penstock generate {folder.root} --prompt 'def '"
     if huggingface:
         yield f"export      penstock checkpoint export {folder.root} FOLDER"
-
-
-def _save_page(folder: RunFolder) -> Path | None:
-    """The page of the last recorded step, beside what its own costs predict."""
-    if not folder.timeline.exists():
-        return None
-    timeline = Timeline.load(folder.timeline)
-    planned = replace(simulate(timeline.schedule, Costs.from_timeline(timeline)), unit="s")
-    runs = [Run("measured", timeline), Run("predicted", planned)]
-    write_whole(folder.page, page(runs, f"{folder.root.name}: the last recorded step"))
-    return folder.page
 
 
 def read_note(path: Path) -> dict[str, Any] | None:

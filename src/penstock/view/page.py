@@ -20,6 +20,7 @@ from typing import Any
 
 from penstock.schedule import Op, Timeline
 from penstock.view.account import Account, account
+from penstock.view.curve import Curve
 from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, time_text
 from penstock.view.run import Run
 
@@ -29,20 +30,49 @@ PLAIN = (Op.F, Op.B, Op.I, Op.W)
 MOST_ACCOUNTED = 200_000  # spans; the books of more take longer than anybody waits for a page
 
 
-def save_page(runs: Sequence[Run], path: str | PathLike[str], title: str | None = None) -> None:
-    Path(path).write_text(page(runs, title), encoding="utf-8")
+def save_page(
+    runs: Sequence[Run],
+    path: str | PathLike[str],
+    title: str | None = None,
+    *,
+    notes: Sequence[str] = (),
+    curve: Curve | None = None,
+) -> None:
+    """Write the page of runs side by side to a file."""
+    Path(path).write_text(page(runs, title, notes=notes, curve=curve), encoding="utf-8")
 
 
-def page(runs: Sequence[Run], title: str | None = None) -> str:
+def page(
+    runs: Sequence[Run], title: str | None = None, *, notes: Sequence[str] = (), curve: Curve | None = None
+) -> str:
+    """The page of runs side by side; `notes` come first, and the loss of a training run follows the runs."""
     title = title or " / ".join(run.label for run in runs)
     filled = {
         "TITLE": html.escape(title),
         "STYLE": _asset("page.css"),
+        "NOTES": "".join(f"<li>{html.escape(note)}</li>" for note in notes),
+        "CURVE": _loss(curve),
         "DATA": _embedded(page_data(runs)),
         "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
     }
     pieces = _asset("page.html").split("@@")  # the odd ones are names; what is filled in is never looked at again
     return "".join(filled[piece] if odd % 2 else piece for odd, piece in enumerate(pieces))
+
+
+def _loss(curve: Curve | None) -> str:
+    drawn = "" if curve is None else curve.svg()
+    if not drawn:
+        return ""
+    keys = "".join(
+        f'<li><span class="swatch {kind}"></span>{words}</li>'
+        for kind, words, points in (
+            ("training", "training", curve and curve.training),
+            ("validation", "validation, the lowest as a ring", curve and curve.validation),
+        )
+        if points
+    )
+    head = '<h2 id="loss-title">Loss</h2>'
+    return f'<section aria-labelledby="loss-title" id="loss">{head}<ul class="keys">{keys}</ul>{drawn}</section>'
 
 
 def _asset(name: str) -> str:

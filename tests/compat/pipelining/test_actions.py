@@ -54,6 +54,8 @@ def test_errors_have_torchs_classes_and_texts_and_are_penstocks_too() -> None:
     with pytest.raises(AssertionError, match="1B1") as wrong:
         schedules._validate_schedule(orders(r0="0F0 0F1 0B0 0B1", r1="1F0 1F1 1B0"), 2, 2, 2)
     assert isinstance(wrong.value, ScheduleError)
+    with pytest.raises(AssertionError, match="no action"):
+        schedules._validate_schedule({0: []}, 1, 1, 1)
     with pytest.raises(AssertionError, match="1 stages on 1 ranks, but there are 2 on 2"):
         schedules._validate_schedule(orders(r0="0F0 0B0"), 2, 2, 1)
     with pytest.raises(ValueError, match=r"Invalid computation type SEND_F\. Only FORWARD"):

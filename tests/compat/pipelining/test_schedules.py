@@ -91,7 +91,8 @@ def test_programs_of_torchs_shape_run_with_the_import_changed(ranks: list[dict[s
 
 @pytest.mark.slow
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks: list[dict[str, Any]]) -> None:
-    twice, placed, few, no_grad, losses, some, wrapped = zip(*(rank["refused"] for rank in ranks), strict=True)
+    everything = list(zip(*(rank["refused"] for rank in ranks), strict=True))
+    twice, placed, few, no_grad, losses, some, wrapped, *by_one = everything
     assert "the order runs stages [1] on rank 1, but it was given stages [0]" in twice[1]
     assert twice[0].startswith("UsageError: rank 1 cannot make its schedule")
     assert all("the order runs stages [" in each for each in placed)
@@ -100,6 +101,22 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks: list[dict[str, Any]
     assert all("losses must be a list but got a tuple" in each for each in losses)
     assert all("ranks [0] have no loss_fn" in each for each in some)
     assert all("is wrapped over the processes [0, 1], of which" in each for each in wrapped)
+    for (on_first, on_last), (said, by) in zip(
+        by_one,
+        [
+            ("losses must be a list but got a tuple", 1),
+            ("args_chunk_spec has 2 entries for 1 positional arguments", 0),
+            ("Forward-only schedule does not support loss computation", 1),
+            ("unexpected keyword argument 'unknown'", 0),
+            ("Expecting 4 arg_mbs but got 3", 0),
+            ("stage 1 has another submod", 1),
+        ],
+        strict=True,
+    ):
+        own, told = (on_last, on_first) if by else (on_first, on_last)
+        assert said in own
+        assert told.startswith(f"PeerFailure: rank {by} failed: ")
+        assert said in told
 
 
 # -- in one process
@@ -270,14 +287,53 @@ def test_stages_may_be_mocked_to_look_at_orders() -> None:
 
 
 def test_wrapped_and_wrong_stages_are_refused() -> None:
-    with pytest.raises(UsageError, match="stage_index=2: 2 stages have the numbers 0 to 1"):
-        ours.PipelineStage(nn.Linear(2, 2), 2, 2, "cpu")
+    for index in (2, -1, "0", 0.0, True):
+        with pytest.raises(UsageError, match="is out of range of 2; stages have the numbers 0 to 1"):
+            ours.PipelineStage(nn.Linear(2, 2), index, 2, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="num_stages must be a whole number"):
+        ours.PipelineStage(nn.Linear(2, 2), 0, None, "cpu")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="is a int; pass an"):
         ours.PipelineStage(3, 0, 2, "cpu")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes the PipelineStages of this rank"):
         ours.ScheduleGPipe(nn.Linear(2, 2), 2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="takes the PipelineStages of this rank"):
+        ours.ScheduleInterleaved1F1B(stages(1)[0], 2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="give each rank the same number"):
         ours.ScheduleInterleaved1F1B(stages(3)[:2], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n_microbatches": 2.0}, "n_microbatches must be a whole number"),
+        ({"loss_fn": "mse"}, "loss_fn='mse': pass a function"),
+        ({"args_chunk_spec": 5}, "args_chunk_spec=5: pass a tuple"),
+        ({"args_chunk_spec": (0,)}, "0 is no chunk spec"),
+        ({"kwargs_chunk_spec": (ours.TensorChunkSpec(0),)}, "pass a dict"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_a_step(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ours.ScheduleInterleaved1F1B(stages(2), **{"n_microbatches": 2, **options})
+
+
+def test_a_module_that_is_replaced_is_never_passed_over_in_silence() -> None:
+    made = stages(2)
+    schedule = ours.ScheduleInterleaved1F1B(made, 2, loss_fn=nn.functional.mse_loss)
+    x = torch.randn(4, 4)
+    schedule.step(x, target=x)
+    made[1].submod = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match="stage 1 has another submod"):
+        schedule.step(x, target=x)
+    schedule.close()
+    torch.testing.assert_close(schedule.step(x, target=x), made[1].submod(made[0].submod(x)).detach())
+
+
+def test_a_keyword_that_no_stage_takes_is_refused() -> None:
+    schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'") as found:
+        schedule.step(torch.randn(4, 4), target=torch.randn(4, 4), mask=3)
+    assert isinstance(found.value, UsageError)
 
 
 @pytest.mark.slow
@@ -314,6 +370,8 @@ def test_chunks_are_cut_and_joined_as_specs_say() -> None:
     assert [part[1].shape[0] for part in args] == [6, 6]
     many, _ = microbatch.split_args_kwargs_into_chunks((torch.ones(4, 2), torch.ones(8, 2)), {}, 2)
     assert [tuple(map(len, part)) for part in many] == [(2, 4), (2, 4)]
+    nested, _ = microbatch.split_args_kwargs_into_chunks(((torch.ones(4), [torch.ones(8)]),), {}, 2)
+    assert [(len(part[0][0]), len(part[0][1][0])) for part in nested] == [(2, 4), (2, 4)]
     named = microbatch.merge_chunks([{"a": x, "n": 1}, {"a": x, "n": 1}], {"a": ours.TensorChunkSpec(0), "n": None})
     assert named["a"].shape == (4, 6)
     assert named["n"] == 1
@@ -321,6 +379,8 @@ def test_chunks_are_cut_and_joined_as_specs_say() -> None:
         microbatch.merge_chunks([1, 2], (None,))
     with pytest.raises(ModelError, match="has 2 values, but output_merge_spec has 1"):
         microbatch.merge_chunks([(x, x)], (ours.TensorChunkSpec(0),))
+    with pytest.raises(UsageError, match="no outputs to merge"):
+        microbatch.merge_chunks([])
     with pytest.raises(UsageError, match="args_chunk_spec has 2 entries for 1"):
         microbatch.split_args_kwargs_into_chunks((x,), None, 2, spec)
     with pytest.raises(UsageError, match="kwargs_chunk_spec names"):

@@ -203,6 +203,12 @@ def test_an_empty_model_returns_its_input() -> None:
 # -- what is refused
 
 
+class Missing(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(linear(), linear())
+        self._modules["1"] = None
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -210,12 +216,16 @@ def test_an_empty_model_returns_its_input() -> None:
         ({"balance": [1]}, ValueError, r"1 layers, and the model has 2\. .*balance_by_time"),
         ({"balance": [0, 2]}, ValueError, "at least 1 layer"),
         ({"balance": [-1, 3]}, ValueError, "at least 1 layer"),
+        ({"balance": "11"}, TypeError, "balance='11'"),
+        ({"balance": 2}, TypeError, "balance=2: pass the number of layers of each"),
+        ({"balance": [0.5, 1.5]}, TypeError, "such as"),
         ({"balance": [2], "chunks": 0}, ValueError, "chunks=0"),
         ({"balance": [2], "checkpoint": "sometimes"}, ValueError, "'except_last'"),
         ({"balance": [1, 1], "devices": ["cpu"]}, IndexError, "2 partitions .* there are 1"),
         ({"balance": [1, 1], "devices": range(2)}, ValueError, "cuda:0, but torch sees no GPU"),
         ({"balance": [1, 1], "devices": "cpu"}, ValueError, "one device for each stage"),
         ({"module": linear(), "balance": [1]}, TypeError, "nn.Sequential"),
+        ({"module": Missing(), "balance": [2]}, ValueError, "layer of the model is None"),
         ({"module": nn.Sequential(*[linear()] * 2), "balance": [2]}, ValueError, "twice"),
         (
             {"module": nn.Sequential(*[nn.Sequential(each) for each in [linear()] * 2]), "balance": [2]},

@@ -23,7 +23,7 @@ from penstock.model.balance.profile import (
     weights_by_name,
 )
 from penstock.model.balance.proposal import counts_of, partition
-from penstock.model.replay.recording.record import record
+from penstock.model.replay.recording.example_run import record
 from penstock.model.replay.recording.units import find_units
 
 

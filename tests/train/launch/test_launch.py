@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import pty
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 from train_jobs import job
 
-from penstock.errors import UsageError
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import torchrun_command
-from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Progress, Reading
 
 
@@ -50,43 +45,6 @@ def test_a_reader_that_leaves_ends_the_lines_and_not_the_training() -> None:
             progress.show(Reading(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
         progress.say("not heard")
         progress.close()
-
-
-class Board:
-    """As TensorBoard's writer."""
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        self.folder, self.purge_step = folder, purge_step
-        self.told: list[Any] = []
-        boards.append(self)
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.told.append((name, value, step))
-
-    def close(self) -> None:
-        self.told.append("closed")
-
-
-boards: list[Board] = []
-
-
-def test_tensorboard_is_told_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Board  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    metrics = Metrics(tmp_path / "m.jsonl", 4, "auto")
-    metrics.write(5, loss=1.5, memory=[1, 2], norm=float("nan"))
-    metrics.close()
-    (board,) = boards
-    assert (board.folder, board.purge_step) == (str(tmp_path / "tensorboard"), 5)
-    assert board.told == [("loss", 1.5, 5), "closed"]
-
-
-def test_tensorboard_is_left_out_or_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    Metrics(tmp_path / "m.jsonl", 0, "auto").close()
-    with pytest.raises(UsageError, match="pip install tensorboard"):
-        Metrics(tmp_path / "m.jsonl", 0, "on")
 
 
 def test_the_command_for_several_hosts_has_all_ranks() -> None:

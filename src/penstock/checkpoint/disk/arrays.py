@@ -17,6 +17,8 @@ from penstock.errors import CheckpointError
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     """The model's parameters and buffers by name, after every byte was compared with its checksum.
 
+    Parameters of which the checkpoint has a moving average are the average, as in evaluations.
+
     Only types that numpy has: bfloat16 is an error.
     """
     wrong = list(damages(path, read_manifest(path), sums=True))
@@ -24,11 +26,9 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
     tensors: dict[str, Any] = read_index(path)["tensors"]
     try:
-        return {
-            key.removeprefix("model."): _array(path, key, saved)
-            for key, saved in tensors.items()
-            if key.startswith("model.")
-        }
+        names = [key.removeprefix("model.") for key in tensors if key.startswith("model.")]
+        keys = {name: f"average.{name}" if f"average.{name}" in tensors else f"model.{name}" for name in names}
+        return {name: _array(path, key, tensors[key]) for name, key in keys.items()}
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the tensors are not as the index says: {error!r}", path=path) from error
 

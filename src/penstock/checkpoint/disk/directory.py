@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.checkpoint.disk.lock import Lock
-from penstock.checkpoint.disk.manifest import checkpoints_in, folder_name, newest_first
+from penstock.checkpoint.disk.manifest import best_of, checkpoints_in, folder_name, newest_first
 from penstock.checkpoint.save.saving import remove
 from penstock.errors import CheckpointError
 
@@ -40,8 +40,9 @@ def _made(final: Path, serial: int) -> CheckpointFolder:
 class Directory:
     """A directory that one run at a time writes to, from its first save on."""
 
-    def __init__(self, path: Path, keep_last: int | None, keep_every: int | None) -> None:
+    def __init__(self, path: Path, keep_last: int | None, keep_every: int | None, keep_best: bool = False) -> None:
         self.path = path
+        self._keep_best = keep_best
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._lock = Lock(path)
@@ -67,6 +68,7 @@ class Directory:
     def tidy(self, newest: Path) -> None:
         """A checkpoint has got its name: delete those that need not be kept. Damaged ones are not touched."""
         whole = newest_first(self.path)[0]
+        best = best_of(whole) if self._keep_best else None
         seen: set[int] = set()
         last = 0
         for path, manifest in whole:
@@ -75,10 +77,14 @@ class Directory:
             if superseded:
                 remove(path)
                 continue
+            if manifest.while_best:  # beside the others: it takes no place of theirs
+                if path not in (newest, best):
+                    remove(path)
+                continue
             last += 1
             kept = self._keep_every is not None and manifest.step % self._keep_every == 0
             late = self._keep_last is not None and last > self._keep_last
-            if path != newest and late and not kept:
+            if path not in (newest, best) and late and not kept:
                 remove(path)
 
     def free(self) -> None:

@@ -20,6 +20,7 @@ has abandoned step 300.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -38,6 +39,7 @@ VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
 LONGEST = 2**30  # bytes of a manifest or an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+BEST = "best"  # in a path: the checkpoint with the lowest score
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -53,6 +55,8 @@ class Manifest:
     versions: Mapping[str, str]
     files: Mapping[str, tuple[int, str]]
     origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
+    score: float | None = None  # by which the best one is chosen: the lowest
+    while_best: bool = False  # it was saved for its score, and stays while that is the lowest
 
     @property
     def bytes(self) -> int:
@@ -123,6 +127,8 @@ def read_manifest(path: Path) -> Manifest:
             versions=dict(body["versions"]),
             files=files,
             origin=body.get("origin"),
+            score=_score(body.get("score")),
+            while_best=body.get("while_best") is True,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a complete manifest: {error!r}", path=path) from error
@@ -132,6 +138,12 @@ def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{what} is {str(value)[:40]}, not a count")
     return value
+
+
+def _score(value: Any) -> float | None:
+    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        raise ValueError(f"score is {str(value)[:40]}, not a finite number")
+    return None if value is None else float(value)
 
 
 def read_index(path: Path) -> dict[str, Any]:
@@ -222,6 +234,12 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[str
     return whole, problems
 
 
+def best_of(whole: list[tuple[Path, Manifest]]) -> Path | None:
+    """The checkpoint with the lowest score; of several with the same, the first that was saved."""
+    scored = [(manifest.score, manifest.serial, path) for path, manifest in whole if manifest.score is not None]
+    return min(scored)[2] if scored else None
+
+
 def find_newest(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint, and why others were passed over."""
     whole, problems = newest_first(directory)
@@ -242,7 +260,16 @@ def checkpoints_at(place: str | Path) -> list[Path]:
 
 
 def find_checkpoint(place: str | Path) -> Path:
-    """The checkpoint at a place, or the newest whole one in the directory or run there."""
+    """The checkpoint at a place, or the newest whole one in the directory or run there; of RUN/best, the best one."""
+    if Path(place).name == BEST and not Path(place).exists():
+        whole, _ = newest_first(checkpoints_at(Path(place).parent)[0].parent)
+        best = best_of(whole)
+        if best is None:
+            raise UsageError(
+                f"{place}: none of the {len(whole)} checkpoints there has a score, such as a validation loss; name one "
+                f"by its step, or {Path(place).parent} for the newest"
+            )
+        return best
     found = checkpoints_at(place)
     if found == [Path(place)]:
         return found[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_first, read_manifest
 from penstock.checkpoint.generators import check_states, restore_generators
 from penstock.checkpoint.load.reading import CheckpointContents
-from penstock.checkpoint.load.restoring import OptimizerFit, fit_model
+from penstock.checkpoint.load.restoring import OptimizerFit, fit_averages, fit_model
 from penstock.checkpoint.named_tensors import model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.collecting import Given, check_stateful, layout_of
@@ -43,6 +43,7 @@ class Loaded:
         generators: What happened to the random generators: `"own"` (each process got its own back), `"one for all"`
             (all had the same, and have it again) or `"left alone"`.
         versions: The versions of Penstock, torch and Python that saved it.
+        averages: The names of this process's `averages` that were in it, and are filled.
     """
 
     step: int
@@ -53,6 +54,7 @@ class Loaded:
     same_layout: bool = True
     generators: str = "own"  # the random generators: each process's own, one for all, or left alone
     versions: dict[str, str] = field(default_factory=dict)
+    averages: frozenset[str] = frozenset()
 
 
 def log_skipped(problems: list[str]) -> None:
@@ -140,6 +142,9 @@ class _Restoring:
         self._fit = OptimizerFit(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
         if self._fit is not None:
             self.targets |= self._fit.targets
+        averages = fit_averages(pipe, contents, given.averages or {})
+        self._averages = frozenset(averages)
+        self.targets |= dict(averages.values())
         for name in ("scheduler", "scaler", "data"):
             if getattr(given, name) is not None:
                 check_stateful(getattr(given, name), name)
@@ -226,6 +231,7 @@ class _Restoring:
             same_layout=self._alike,
             generators=self._whose,
             versions=dict(manifest.versions),
+            averages=self._averages,
         )
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.named_tensors import (
+    AVERAGE,
     Optimizers,
     class_of,
     model_entries,
@@ -73,6 +74,28 @@ def fit_model(
     if wrong:
         raise CheckpointError(_listed(f"{path} does not fit the model", wrong), path=path)
     return targets
+
+
+def fit_averages(
+    pipe: Pipeline, contents: CheckpointContents, averages: Mapping[str, Tensor]
+) -> dict[str, tuple[str, Tensor]]:
+    """Averages to fill that a checkpoint has, by parameter name: (key, tensor)."""
+    known, _ = names_in(pipe, contents)
+    found: dict[str, tuple[str, Tensor]] = {}
+    wrong: list[str] = []
+    for name, value in averages.items():
+        saved = contents.tensors.get(key := f"{AVERAGE}{known.get(name, name)}")
+        if saved is None:
+            continue
+        if tuple(saved["shape"]) != tuple(value.shape) or saved["dtype"] != _dtype_name(value):
+            wrong.append(
+                f"{name} is {saved['dtype']} {tuple(saved['shape'])} in it and {_dtype_name(value)} "
+                f"{tuple(value.shape)} here"
+            )
+        found[name] = key, value.detach()
+    if wrong:
+        raise CheckpointError(_listed(f"{contents.path} does not fit the averages", wrong), path=contents.path)
+    return found
 
 
 def names_in(pipe: Pipeline, contents: CheckpointContents) -> tuple[dict[str, str], list[str]]:

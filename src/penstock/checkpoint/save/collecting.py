@@ -5,11 +5,12 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from penstock.checkpoint.generators import states_of_generators
 from penstock.checkpoint.named_tensors import Saved, optimizers_of
@@ -30,6 +31,9 @@ class Given:
     data: Any = None
     extra: Any = None
     config: Any = None
+    averages: Mapping[str, Tensor] | None = None
+    score: float | None = None
+    while_best: bool = False
     leave_out: Callable[[str], bool] | None = None  # of parameters, by name: they come from elsewhere
 
 
@@ -41,6 +45,7 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
     optimizers = optimizers_of(given.optimizer)
     if optimizers:
         saved.add_optimizers(pipe, optimizers)
+    saved.add_averages(given.averages or {})
     owner = f"process-{process:05d}."
     saved.plain["generators"] = saved.add("generators", states_of_generators(), "the random generators", owner)
     if given.data is not None:
@@ -86,7 +91,7 @@ def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
     }
 
 
-def document_of(step: int, pipe: Pipeline, config: Any, processes: int) -> dict[str, Any]:
+def document_of(step: int, pipe: Pipeline, given: Given, processes: int) -> dict[str, Any]:
     """The manifest, but for its files and number."""
 
     def refuse(tensor: torch.Tensor) -> str:
@@ -95,7 +100,7 @@ def document_of(step: int, pipe: Pipeline, config: Any, processes: int) -> dict[
     return {
         "step": step,
         "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "config": encode(config, refuse, "config"),
+        "config": encode(given.config, refuse, "config"),
         "layout": layout_of(pipe, processes),
         "versions": {
             "penstock": sys.modules["penstock"].__version__,
@@ -103,4 +108,6 @@ def document_of(step: int, pipe: Pipeline, config: Any, processes: int) -> dict[
             "python": platform.python_version(),
         },
         "origin": pipe.deployment.split.origin,
+        "score": given.score,
+        "while_best": given.while_best,
     }

@@ -24,10 +24,10 @@ from penstock.view.account import account
 from penstock.view.figures import SHARES, idle_shares, printable
 from penstock.view.gantt import IDLE, gantt
 from penstock.view.page import save_page
+from penstock.view.perfetto import save_trace
 from penstock.view.png import save_png
 from penstock.view.run import Run
 from penstock.view.svg import save_svg
-from penstock.view.trace import save_trace
 
 PIPE_WIDTH = 100
 

@@ -107,7 +107,10 @@ def schedule_of(orders: Orders, microbatches: int | None, name: str, *, full_bac
     ]
     if not full_backward:
         rows = [[None if each is None else _input_only(each) for each in row] for row in rows]
-    return Schedule(rows, microbatches=microbatches, name=name)
+    try:
+        return Schedule(rows, microbatches=microbatches, name=name)
+    except ScheduleError as error:
+        raise InvalidOrder(error.faults) from None
 
 
 def _input_only(action: Action) -> Action:

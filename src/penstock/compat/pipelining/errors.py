@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.errors import NotationError, ScheduleError, UsageError
 
-__all__ = ["ArgumentTypeError", "InvalidAction", "InvalidOrder", "UnsupportedFormat"]
+__all__ = ["ArgumentTypeError", "InvalidAction", "InvalidOrder", "TooManyRanks", "UnsupportedFormat"]
 
 
 class InvalidAction(NotationError, RuntimeError):
@@ -25,3 +25,7 @@ class ArgumentTypeError(UsageError, TypeError):
 
 class UnsupportedFormat(UsageError, NotImplementedError):
     """A format of orders that there is not."""
+
+
+class TooManyRanks(UsageError, RuntimeError):
+    """More ranks than stages."""

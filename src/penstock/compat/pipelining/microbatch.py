@@ -18,6 +18,8 @@ from penstock.runtime.batch.result import merge
 __all__ = [
     "TensorChunkSpec",
     "as_arguments",
+    "batch_dims",
+    "check_specs",
     "dims_of",
     "merge_chunks",
     "present",
@@ -92,6 +94,18 @@ def dims_of(spec: Any) -> Any:
     raise UsageError(
         f"{spec!r} is not a chunk spec; pass TensorChunkSpec(dimension), or None for a value that goes whole"
     )
+
+
+def check_specs(args_chunk_spec: Any, kwargs_chunk_spec: Any) -> None:
+    """Refuse what says nothing about positional, or about keyword, arguments."""
+    if args_chunk_spec is not None and not isinstance(args_chunk_spec, (list, tuple)):
+        raise UsageError(f"args_chunk_spec={args_chunk_spec!r}: pass a tuple, such as (TensorChunkSpec(0),)")
+    if kwargs_chunk_spec is not None and not isinstance(kwargs_chunk_spec, Mapping):
+        raise UsageError(
+            f"kwargs_chunk_spec={kwargs_chunk_spec!r}: pass a dict, such as {{'mask': TensorChunkSpec(0)}}"
+        )
+    dims_of(args_chunk_spec)
+    dims_of(kwargs_chunk_spec)
 
 
 def batch_dims(
@@ -189,16 +203,27 @@ def split_args_kwargs_into_chunks(
     """
     given = dict(kwargs or {})
     dims = batch_dims(args, given, args_chunk_spec, kwargs_chunk_spec)
-    columns = [split_batch(chunks, (value,), {}, None, {}, {0: dims.get(place, 0)}) for place, value in enumerate(args)]
-    named = {name: split_batch(chunks, (value,), {}, None, {}, {0: dims.get(name, 0)}) for name, value in given.items()}
+    columns = [_pieces(value, chunks, dims.get(place, 0)) for place, value in enumerate(args)]
+    named = {name: _pieces(value, chunks, dims.get(name, 0)) for name, value in given.items()}
     return (
-        [tuple(column.args[number][0] for column in columns) for number in range(chunks)],
-        [{name: column.args[number][0] for name, column in named.items()} for number in range(chunks)],
+        [tuple(column[number] for column in columns) for number in range(chunks)],
+        [{name: column[number] for name, column in named.items()} for number in range(chunks)],
     )
+
+
+def _pieces(value: Any, chunks: int, dim: Any) -> list[Any]:
+    """An argument in microbatches. With one dimension for all of it, its tensors may differ in rows."""
+    if not isinstance(dim, int):
+        return [each[0] for each in split_batch(chunks, (value,), {}, None, {}, {0: dim}).args]
+    leaves, structure = pytree.tree_flatten(value)
+    columns = [split_batch(chunks, (leaf,), {}, None, {}, {0: dim}).args for leaf in leaves]
+    return [pytree.tree_unflatten([column[number][0] for column in columns], structure) for number in range(chunks)]
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
     """Outputs of microbatches as one: joined along a dimension, folded by a reducer, or itself where all agree."""
+    if not chunks:
+        raise UsageError("there are no outputs to merge; pass one for each microbatch")
     if chunk_spec is None:
         return merge(chunks, 0)
     specs, structure = pytree.tree_flatten(chunk_spec, is_leaf=lambda spec: spec is None)

@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from penstock.compat.pipelining.chunks import ByChunk
+from penstock.compat.pipelining.errors import TooManyRanks
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.messages.collective import all_gather
-from penstock.model.original.wrapped import FSDP, wrappings
+from penstock.model.original.wrappers import FSDP, wrappings
+from penstock.rules import check_count, is_index
 
 __all__ = ["PipeInfo", "PipelineStage", "RemoteStage", "all_stages", "build_stage", "hang"]
 
@@ -44,8 +46,12 @@ class _PipelineStageBase(ByChunk):
         group: dist.ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
     ) -> None:
-        if not 0 <= stage_index < num_stages:
-            raise UsageError(f"stage_index={stage_index}: {num_stages} stages have the numbers 0 to {num_stages - 1}")
+        check_count("num_stages", num_stages)
+        if not is_index(stage_index, num_stages):
+            raise UsageError(
+                f"Stage index {stage_index!r} is out of range of {num_stages}; stages have the numbers 0 to "
+                f"{num_stages - 1}"
+            )
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -55,7 +61,10 @@ class _PipelineStageBase(ByChunk):
         self.group_rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.group_size = dist.get_world_size(group) if dist.is_initialized() else 1
         if self.group_size > num_stages:
-            raise UsageError(f"{self.group_size} ranks cannot share {num_stages} stages; each needs at least one")
+            raise TooManyRanks(
+                f"Pipeline group size {self.group_size} cannot be larger than number of stages {num_stages}; each rank "
+                f"needs at least one stage"
+            )
         self.stage_index_to_group_rank = {stage: stage % self.group_size for stage in range(num_stages)}
         self.has_backward = False
         self.output_chunks: list[Any] = []

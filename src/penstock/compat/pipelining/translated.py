@@ -10,9 +10,10 @@ from torch import nn
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
 from penstock.compat.pipelining.chunks import Running
+from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Batches, Call
 from penstock.runtime.batch.fingerprint import Seen
@@ -28,6 +29,7 @@ class TranslatedBatches(Batches):
     """Batches with torch's way to join outputs; keeps each microbatch's output until the schedule takes them."""
 
     output_merge_spec: Any = None
+    refusal: PenstockError | None = None  # why this rank cannot run the step that comes next
     _chunks: Sequence[Any] = ()
 
     def _split(self, *given: Any, whole: bool = True) -> Batch:
@@ -38,6 +40,9 @@ class TranslatedBatches(Batches):
         return batch
 
     def _resolve(self, call: Call, count: int) -> dict[int, StepInput]:
+        refusal, self.refusal = self.refusal, None
+        if refusal is not None:
+            raise refusal
         found = super()._resolve(call, count)
         last = self.deployment.ranks.last
         if call.training and last is not None and self.loss_fn is not None and not found[last.rank].batch.has_target:
@@ -46,6 +51,18 @@ class TranslatedBatches(Batches):
                 f"pass target= there"
             )
         return found
+
+    def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
+        """torch gives keyword arguments to the stages of the rank that passes them: one of these takes each."""
+        own = [self.deployment.split.parts[index] for index in self.deployment.ranks.modules()]
+        for name in kwargs if self.options.inputs == "every" else ():
+            if not any(part.takes is None or name in part.takes for part in own):
+                stages = ", ".join(str(part.index) for part in own)
+                raise ArgumentTypeError(
+                    f"step() got an unexpected keyword argument {name!r}: no forward of this rank's stages ({stages}) "
+                    f"takes it; pass it on the rank of a stage that does"
+                )
+        super()._check_keywords(kwargs)
 
     def _look(self, call: Call) -> Seen | None:
         """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""

@@ -36,6 +36,8 @@ def verify_module(module: Any) -> None:
             f"GPipe cuts an nn.Sequential, and this is a {type(module).__name__}; penstock.GPipe takes any module"
         )
     layers = list(module)
+    if None in layers:
+        raise ModelError("a layer of the model is None; leave it out, or put nn.Identity() in its place")
     if len({id(layer) for layer in layers}) != len(layers):
         raise ModelError("a layer is in the model twice; use a copy for each place, or penstock.GPipe")
     if len(list(module.parameters())) != sum(len(list(layer.parameters())) for layer in layers):
@@ -173,7 +175,14 @@ class _Partitioned(nn.Module):
 
 
 def _counts(module: nn.Sequential, balance: Iterable[int]) -> list[int]:
-    counts = [int(count) for count in balance]
+    given: list[Any]
+    try:
+        given = list(balance)
+        counts = [int(count) for count in given]
+    except (TypeError, ValueError):
+        given, counts = [balance], []
+    if counts != given:
+        raise WrongTypeError(f"balance={balance!r}: pass the number of layers of each partition, such as [2, 2]")
     if sum(counts) != len(module):
         raise BalanceError(f"balance={counts} is for {sum(counts)} layers, and the model has {len(module)}")
     if any(count < 1 for count in counts):

@@ -34,7 +34,11 @@ class TrainerLoss:
         if not self._beside:
             return {}
         if self._takes_items:  # each is divided by the items of the whole batch, so they add up
-            return {"loss_fn": self._compute, "loss_options": LossOptions(reduction="sum")}
+            is_known = self._trainer.compute_loss_func is None  # label smoothing, which rounds to float32 in between
+            return {
+                "loss_fn": self._compute,
+                "loss_options": LossOptions(reduction="sum", per_microbatch=is_known),
+            }
         return {"loss_fn": self._compute, "loss_options": LossOptions(weight=self._counted)}
 
     def is_scaled(self, items: Any) -> bool:

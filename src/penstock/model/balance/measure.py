@@ -30,8 +30,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
-from penstock.model.replay.recording.tensors import tensors_in
-from penstock.model.replay.recording.undo import patched, random_state, restore_random, undone
+from penstock.model.random_states import random_state, restore_random
+from penstock.model.replay.recording.nested_values import tensors_in
+from penstock.model.replay.recording.undo import patched, undone
 
 ROUNDS = 3
 REPEATS = 3

@@ -12,7 +12,6 @@ pass `measured=False`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.measure import REPEATS, ROUNDS, Measured, measure
 from penstock.model.declared_skips import use_skips
-from penstock.model.replay.recording.calls import Recording
+from penstock.model.replay.recording.unit_calls import Recording
+from penstock.model.use_names import similar_names
 
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states per parameter
 WAYS = ("parameters", "time", "memory")
@@ -226,9 +226,9 @@ def weights_by_name(named: Mapping[str, float], weights: Sequence[Weight]) -> li
     names = [weight.name for weight in weights]
     for given in named:
         if not any(_fits(given, name) for name in names):
-            near = difflib.get_close_matches(given, names, n=3, cutoff=0.4)
-            hint = f"near: {', '.join(near)}" if near else f"there are: {', '.join(dict.fromkeys(names))}"
-            raise ModelError(f"balance: {given!r} names no piece of the model; {hint}")
+            raise ModelError(
+                f"balance: {given!r} names no piece of the model{similar_names(given, names, 'there are')}"
+            )
     found, missing = [], []
     for weight in weights:
         fitting = [given for given in named if _fits(given, weight.name)]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import ModelError, UsageError
 from penstock.model.balance.profile import WAYS, Agree, Weight, piece_weights
 from penstock.model.balance.proposal import in_flight, partition
 from penstock.schedule.schedule import Schedule
@@ -71,3 +72,22 @@ class Balancing:
             slack=SLACK if how == "time" else 0.0,
         )
         return list(found.cuts)
+
+
+def stage_count(stages: int | None, counts: Sequence[int] | None, split_at: Sequence[str]) -> int:
+    """How many stages were asked for, in whichever way; names that make another number are refused."""
+    if split_at and stages not in (None, len(split_at) + 1):
+        raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
+    if stages is not None:
+        return stages
+    return len(split_at) + 1 if split_at or counts is None else len(counts)
+
+
+def first_pieces(counts: Sequence[int], stages: int, pieces: int, has: str) -> list[int]:
+    """The pieces with which stages 1, 2, ... begin, by `balance=[counts]`; `has` says what a model has of them."""
+    if sum(counts) != pieces or len(counts) != stages or min(counts) < 1:
+        raise ModelError(
+            f"balance={list(counts)} has {len(counts)} entries and sums to {sum(counts)}, but the model is to have "
+            f"{stages} stages and {has}; each needs a stage"
+        )
+    return list(accumulate(counts))[:-1]

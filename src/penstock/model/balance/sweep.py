@@ -60,9 +60,9 @@ def _start(problem: PartitionProblem) -> Ends:
 
 def _settle(sweep: _Sweep, best: Ends) -> tuple[Ends, bool]:
     """Sweep over everything, with limits close to what cannot be at first, until nothing better is found."""
-    problem, refuted = sweep.problem, sweep.problem.floor
+    problem, refuted, tries = sweep.problem, sweep.problem.floor, TRIES
     while (high := problem.largest(best)) > problem.floor * (1 + ROUNDING):
-        for share in TRIES:
+        for share in tries:
             limit = min(refuted + share * (high - refuted), high * BETTER)
             found, complete = sweep.run(limit, STEPS)
             if found is not None:
@@ -70,7 +70,7 @@ def _settle(sweep: _Sweep, best: Ends) -> tuple[Ends, bool]:
             refuted = limit if complete else refuted
         if found is None or complete:
             return (best if found is None else found), complete
-        best = found
+        best, tries = found, TRIES[-1:]
     return best, True
 
 

@@ -25,7 +25,7 @@ from torch.fx import Node
 from penstock.errors import ModelError
 from penstock.model.export.containers import Arguments, Template, is_channels_last, put_together, settled, take_apart
 from penstock.model.export.effects import Effects, Where, nothing_lost
-from penstock.model.export.hidden_inputs import Draws
+from penstock.model.export.nondeterminism import Draws
 
 PREFIX = "model."  # of all names, because the model stands inside a _Flat
 REMEDY = "pass a list of stage modules instead"

@@ -7,8 +7,6 @@ text) is kept here, outside the graph.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import enum
 import inspect
 from collections.abc import Mapping, Sequence
@@ -17,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
+from penstock.model.replay.recording.nested_values import Structure, flatten, unflatten
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), enum.Enum, slice, range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -27,66 +25,45 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
-class _Slot:
-    """Here stands a value of the graph."""
+class _GraphValue:
+    """In the place of a leaf that is a value of the graph: its number."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class _DataclassFields:
-    """A dataclass that torch's pytree does not know, field by field."""
-
-    blank: Any
-    fields: tuple[tuple[str, Template], ...]
 
 
 @dataclass(frozen=True)
 class Template:
     """A structure without its tensors."""
 
-    spec: Any
+    structure: Structure
     leaves: tuple[Any, ...]
 
     def key(self) -> tuple[Any, ...]:
         """Equal keys: the same structure with the same plain values."""
-        return (self.spec, *(_leaf_key(leaf) for leaf in self.leaves))
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, _Slot):
-        return leaf
-    if isinstance(leaf, _DataclassFields):
-        return type(leaf.blank), tuple((name, template.key()) for name, template in leaf.fields)
-    return type(leaf), repr(leaf)
+        leaves = (leaf if isinstance(leaf, _GraphValue) else (type(leaf), repr(leaf)) for leaf in self.leaves)
+        return (self.structure, *leaves)
 
 
 def take_apart(value: Any, what: str, into: list[Any]) -> Template:
     """Put the tensors of `value` at the end of `into`; `what` names it in an error."""
-    leaves, spec = pytree.tree_flatten(value)
-    found: list[Any] = []
-    for leaf in leaves:
+    leaves, structure = flatten(value)
+    for place, leaf in enumerate(leaves):
         if isinstance(leaf, (Tensor, *SYMBOLIC)):
-            found.append(_Slot(len(into)))
+            leaves[place] = _GraphValue(len(into))
             into.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = tuple((name, take_apart(part, what, into)) for name, part in vars(leaf).items())
-            found.append(_DataclassFields(_blank(leaf), fields))
-        elif isinstance(leaf, (*PLAIN, *PLAIN_TORCH)):
-            found.append(leaf)
-        else:
+        elif not isinstance(leaf, (*PLAIN, *PLAIN_TORCH)):
             raise ModelError(
                 f"the model's {what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, in which a captured "
                 f"graph cannot follow tensors; use tensors, plain values, lists, tuples, dicts and dataclasses, or "
                 f"register the type with torch.utils._pytree.register_pytree_node"
             )
-    return Template(spec, tuple(found))
+    return Template(structure, tuple(leaves))
 
 
-def _blank(value: Any) -> Any:
-    blank = copy.copy(value)
-    vars(blank).clear()
-    return blank
+def put_together(template: Template, values: Sequence[Any]) -> Any:
+    """The structure again, with these values in the places of the tensors."""
+    leaves = [values[leaf.number] if isinstance(leaf, _GraphValue) else leaf for leaf in template.leaves]
+    return unflatten(leaves, template.structure)
 
 
 def settled(tensor: Any) -> Any:
@@ -100,21 +77,6 @@ def is_channels_last(tensor: Tensor) -> bool:
     """Images with their channels last in memory; where both orders are the same, no."""
     images = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     return images and not tensor.is_contiguous()
-
-
-def put_together(template: Template, values: Sequence[Any]) -> Any:
-    """The structure again, with these values in the places of the tensors."""
-    leaves = []
-    for leaf in template.leaves:
-        if isinstance(leaf, _Slot):
-            leaves.append(values[leaf.number])
-        elif isinstance(leaf, _DataclassFields):
-            made = copy.copy(leaf.blank)
-            vars(made).update({name: put_together(part, values) for name, part in leaf.fields})
-            leaves.append(made)
-        else:
-            leaves.append(leaf)
-    return pytree.tree_unflatten(leaves, template.spec)
 
 
 class Arguments:

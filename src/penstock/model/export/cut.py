@@ -8,14 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.default_inputs import fixed_inputs
+from penstock.model.balance.request import stage_count
+from penstock.model.default_inputs import default_inputs
 from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
 from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
 from penstock.model.export.operations import Values
 from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageState, all_tensors
 from penstock.model.export.proof import runs
-from penstock.model.export.stages import build_stages
+from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.split import Split
@@ -25,28 +26,25 @@ def split_by_graph(
     model: nn.Module,
     stages: int | None,
     example: tuple[Any, ...] | Mapping[str, Any],
-    balance: str | Sequence[int] | None = None,
+    balance: Sequence[int] | None = None,
     split_at: Sequence[str] = (),
 ) -> Split:
-    """Cut the graph of a model; see `capture`, `operations`, `cut_places`, `stages` and `part`."""
+    """Cut the graph of a model; see `capture`, `operations`, `cut_places`, `stage_graphs` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    if stages is not None:
-        wanted = stages
-    else:
-        wanted = len(split_at) + 1 if balance is None or isinstance(balance, str) else len(balance)
-    if wanted < 1:
-        raise ModelError(f"a model cannot make {wanted} stages; pass stages=1 or more")
-    arguments = Arguments(model, fixed_inputs(model, kwargs))
+    count = stage_count(stages, balance, split_at)
+    if count < 1:
+        raise ModelError(f"a model cannot make {count} stages; pass stages=1 or more")
+    arguments = Arguments(model, default_inputs(model, kwargs))
     if not is_lazy(model):
         runs(model, arguments, args, kwargs)  # before the long capture of what has no graph
     values = Values(capture(model, arguments, args, kwargs))
     tensors = all_tensors(model)
-    cuts = choose_cuts(values, tensors, wanted, balance, split_at)
+    cuts = choose_cuts(values, tensors, count, balance, split_at)
     program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts)))
     programs = GraphPrograms(model, arguments, cuts, program)
     programs.held = _holders(model, tensors, program)
     programs.prove(args, kwargs)
-    parts = tuple(_part(index, model, tensors, programs) for index in range(wanted))
+    parts = tuple(_part(index, model, tensors, programs) for index in range(count))
     balance = count_pieces(values, tensors, cuts)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
     counts = ", ".join(map(str, balance))

@@ -8,7 +8,6 @@ the same cut can be found in another capture of the same model.
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ from torch.fx import Node
 
 from penstock.errors import ModelError
 from penstock.model.balance.proposal import counts_between, partition
+from penstock.model.balance.request import first_pieces
 from penstock.model.export.capture import PREFIX
 from penstock.model.export.operations import Values, size_in_bytes
-from penstock.model.use_names import name_and_use
+from penstock.model.use_names import name_and_use, similar_names
 
 NEARLY = 1.1  # a cut where less crosses is taken if the heaviest stage grows by no more than this
 
@@ -47,20 +47,18 @@ def choose_cuts(
     values: Values,
     tensors: dict[str, Tensor],
     stages: int,
-    balance: str | Sequence[int] | None,
+    balance: Sequence[int] | None,
     split_at: Sequence[str],
 ) -> list[GraphCut]:
     """The cuts before stages 1, 2, ... as the user asked for them."""
     if split_at:
-        if len(split_at) != stages - 1:
-            raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
         named = map(name_and_use, split_at)
         return [GraphCut("parameter" if name in tensors else "module", name, use) for name, use in named]
     pieces = _pieces(values, tensors)
-    if balance is not None and not isinstance(balance, str):
-        return _by_count(pieces, stages, balance)
-    if balance not in (None, "parameters"):
-        raise ModelError(f"balance={balance!r} is not known where a model is cut by graph; pass 'parameters' or counts")
+    if balance is not None:
+        has = f"its graph {len(pieces)} operations with parameters of their own"
+        starts = first_pieces(balance, stages, len(pieces), has)
+        return [GraphCut("parameter", pieces[number].parameter) for number in starts]
     weights = [piece.weight for piece in pieces]
     crossing = [*(piece.crossing for piece in pieces), 0.0]
     allowed = [number for number, piece in enumerate(pieces) if number and piece.cut is not None]
@@ -76,16 +74,6 @@ def choose_cuts(
         if calm.largest <= NEARLY * best.largest:
             best = calm
     return [GraphCut("parameter", pieces[number].parameter) for number in best.cuts]
-
-
-def _by_count(pieces: list[_Piece], stages: int, balance: Sequence[int]) -> list[GraphCut]:
-    if sum(balance) != len(pieces) or len(balance) != stages or min(balance) < 1:
-        raise ModelError(
-            f"balance={list(balance)} has {len(balance)} entries and sums to {sum(balance)}, but the model is to have "
-            f"{stages} stages and its graph {len(pieces)} operations with parameters of their own; each needs a stage"
-        )
-    starts = [sum(balance[:stage]) for stage in range(1, stages)]
-    return [GraphCut("parameter", pieces[number].parameter) for number in starts]
 
 
 def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCut]) -> list[int]:
@@ -139,11 +127,9 @@ def _module_start(values: Values, name: str, use: int) -> int:
                 calls[call] = None
                 if len(calls) == use:
                     return place
-    names = [module for module in known if module]
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"; near: {', '.join(near)}" if near else f" (modules: {', '.join(names[:12])})"
     if calls:
         raise ModelError(f"split_at: {name}#{use} is not a place to cut: the model calls {name!r} {len(calls)} times")
+    hint = similar_names(name, filter(None, known), "modules")
     raise ModelError(f"split_at: no module {name!r} computes anything in the model's forward{hint}")
 
 

@@ -22,12 +22,12 @@ from penstock.model.export.containers import Arguments, is_channels_last, put_to
 from penstock.model.export.cut_places import GraphCut, find_cuts
 from penstock.model.export.operations import Values
 from penstock.model.export.proof import prove, runs
-from penstock.model.export.stages import StageGraph, build_stages
+from penstock.model.export.stage_graphs import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
+from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import with_memory
 from penstock.model.original.settings import Change, value_key
 from penstock.model.part import OUTPUT, Names, StagePart
-from penstock.model.recent import Recent
 from penstock.model.replay.modes import in_modes
 from penstock.model.replay.tree import OWN
 from penstock.schedule.topology import Topology
@@ -71,7 +71,7 @@ class GraphPrograms:
         self._kept: list[Any] = []
         self.follow()
         self._made: dict[Any, list[Program]] = {self._key(self.modes): [first]}
-        self._known: Recent[Program] = Recent()
+        self._known: LruCache[Program] = LruCache()
         self._refused: dict[tuple[bool, ...], str] = {}
         self._lock = threading.Lock()
         self.topology = Topology(len(first.stages), _edges(first))

@@ -22,9 +22,10 @@ from penstock.model.counted_runs import DRY, run_as
 from penstock.model.export.capture import Capture
 from penstock.model.export.containers import Arguments, Template, put_together, settled, take_apart
 from penstock.model.export.effects import Where
-from penstock.model.export.hidden_inputs import Draws, watched_calls
-from penstock.model.export.stages import StageGraph
-from penstock.model.replay.recording.undo import random_state, restore_random, undone
+from penstock.model.export.nondeterminism import Draws, watched_calls
+from penstock.model.export.stage_graphs import StageGraph
+from penstock.model.random_states import random_state, restore_random
+from penstock.model.replay.recording.undo import undone
 
 SEED = 20
 ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels

@@ -6,8 +6,8 @@ these tensors are let go in place, wherever they stand (the user's model, an opt
 back. Shape, type and device can still be asked for. All else raises an error that says where the values are.
 
 A model that is cut by its forward runs the code between its units on every stage, and that code may compute with such a
-tensor as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and `noted`
-hears of it.
+tensor as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and
+`stand_ins` hears of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ABOUT: frozenset[Any] = frozenset(  # what says something about a tensor, and n
 )
 _bare: Any = torch._C.DisableTorchFunctionSubclass
 
-noted = threading.local()  # `noted.add`: hears of each tensor that takes the place of one that is away
+stand_ins = threading.local()  # `stand_ins.add`: hears of each tensor that takes the place of one that is away
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Away:
 
 
 @dataclass(frozen=True)
-class _State:
+class _Released:
     home: Home
     kind: type[Tensor]  # the class that it had
     stride: tuple[int, ...] | None  # and how it lay in memory; None: it still does
@@ -128,7 +128,7 @@ def home_of(tensor: Tensor) -> Home | None:
 
 def mark_kept(tensor: Tensor, home: Home) -> None:
     """The tensor stays as it is, though its values are elsewhere."""
-    _STATES[tensor] = _State(home, type(tensor), None)
+    _STATES[tensor] = _Released(home, type(tensor), None)
 
 
 def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) -> None:
@@ -142,7 +142,7 @@ def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) ->
         stride = tensor.stride() if stride is None else stride
         tensor.grad = None
         tensor.data = _one_element(tensor)
-    _STATES[tensor] = _State(home, kind, stride, phase)
+    _STATES[tensor] = _Released(home, kind, stride, phase)
     tensor.__class__ = _away_kind(kind)
 
 
@@ -202,7 +202,7 @@ def _blank_as_it_was(tensor: Tensor) -> Tensor:
 
 def _stand_in(tensor: Tensor) -> Tensor:
     made = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-    add: Callable[[list[Tensor]], None] | None = getattr(noted, "add", None)
+    add: Callable[[list[Tensor]], None] | None = getattr(stand_ins, "add", None)
     if add is not None:
         add([made])
     return made

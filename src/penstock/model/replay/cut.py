@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,20 +11,20 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.proposal import counts_between
-from penstock.model.balance.request import Balancing
-from penstock.model.default_inputs import fixed_inputs
+from penstock.model.balance.request import Balancing, first_pieces, stage_count
+from penstock.model.default_inputs import default_inputs
 from penstock.model.lazy import is_lazy
 from penstock.model.original.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
-from penstock.model.replay.recording.calls import Leaf, Recording
-from penstock.model.replay.recording.record import record
+from penstock.model.replay.recording.example_run import record
+from penstock.model.replay.recording.unit_calls import Leaf, Recording
 from penstock.model.replay.recording.units import find_units, smaller_units
-from penstock.model.replay.repeatable import check_repeatable
+from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.split import Split
-from penstock.model.use_names import name_and_use
+from penstock.model.use_names import name_and_use, similar_names
 
 
 def split_by_replay(
@@ -35,14 +34,12 @@ def split_by_replay(
     balance: Balancing,
     split_at: Sequence[str] = (),
 ) -> Split:
-    """Cut a model without tracing it; see `record`, `plan` and `part`."""
+    """Cut a model without tracing it; see `recording.example_run`, `plan` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
-    defaults = fixed_inputs(model, kwargs)
-    wanted = stages if stages is not None else len(split_at) + 1
-    if stages is None and not split_at and balance.counts is not None:
-        wanted = len(balance.counts)
+    defaults = default_inputs(model, kwargs)
+    count = stage_count(stages, balance.counts, split_at)
     modules = dict(model.named_modules())
-    units, recording = _recorded(model, modules, wanted, split_at, args, {**defaults, **kwargs})
+    units, recording = _recorded(model, modules, count, split_at, args, {**defaults, **kwargs})
     weights = profile_calls(
         model,
         recording,
@@ -52,7 +49,7 @@ def split_by_replay(
         measured=balance.runs and balance.measures,
         agree=balance.agree if balance.runs else None,
     )
-    cuts = _cuts(modules, recording, weights, wanted, balance, split_at)
+    cuts = _cuts(modules, recording, weights, count, balance, split_at)
     return _assemble(model, units, recording, weights, cuts, defaults)
 
 
@@ -96,7 +93,7 @@ def _assemble(
 def _recorded(
     model: nn.Module,
     modules: dict[str, nn.Module],
-    wanted: int,
+    stages: int,
     split_at: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -111,15 +108,15 @@ def _recorded(
         recording = recording if instead else check_repeatable(once, recording)
         also_in_training(list(modules.values()), recording, run)
         count = len(_starts(modules, recording))
-        if split_at or count >= wanted:
+        if split_at or count >= stages:
             return units, recording
         smaller = smaller_units(model, units)
         if smaller is None:
-            raise _too_few(model, units, recording, count, wanted)
+            raise _too_few(model, units, recording, count, stages)
         units = smaller
 
 
-def _too_few(model: nn.Module, units: list[str], recording: Recording, count: int, wanted: int) -> ModelError:
+def _too_few(model: nn.Module, units: list[str], recording: Recording, count: int, stages: int) -> ModelError:
     """The model calls too few units with parameters, and all of them were opened."""
     names = ", ".join(unit or "the model as a whole" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
     if not count:
@@ -132,7 +129,7 @@ def _too_few(model: nn.Module, units: list[str], recording: Recording, count: in
     return ModelError(
         f"{type(model).__name__} calls units with parameters {'once' if count == 1 else f'{count} times'} ({names})"
         + (f" where no cut would part {why} from code that reads or changes it" if why else "")
-        + f", too few for {wanted} stages; pass stages={count} or fewer"
+        + f", too few for {stages} stages; pass stages={count} or fewer"
         + (", or let the units that change it return it; use one norm per place" if why else "")
     )
 
@@ -173,9 +170,10 @@ def _cuts(
 ) -> list[int]:
     starts = _starts(modules, recording)
     if split_at:
-        return _cuts_at(recording, stages, split_at, starts, _with_parameters(modules, recording))
+        return _cuts_at(recording, split_at, starts, _with_parameters(modules, recording))
     if balance.counts is not None:
-        return _cuts_by_count(starts, stages, balance.counts)
+        has = f"makes {len(starts)} unit calls"
+        return [starts[number] for number in first_pieces(balance.counts, stages, len(starts), has)]
     return balance.cuts(stages, weights, starts[1:], _crossing(recording))
 
 
@@ -192,33 +190,15 @@ def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> 
     ]
 
 
-def _cuts_by_count(starts: list[int], stages: int, balance: Sequence[int]) -> list[int]:
-    if sum(balance) != len(starts) or len(balance) != stages or min(balance) < 1:
-        raise ModelError(
-            f"balance={list(balance)} has {len(balance)} entries and sums to {sum(balance)}, but the model is to have "
-            f"{stages} stages and makes {len(starts)} unit calls; every call needs a stage"
-        )
-    cuts, place = [], 0
-    for size in balance[:-1]:
-        place += size
-        cuts.append(starts[place])
-    return cuts
-
-
-def _cuts_at(
-    recording: Recording, stages: int, split_at: Sequence[str], starts: list[int], owning: list[int]
-) -> list[int]:
+def _cuts_at(recording: Recording, split_at: Sequence[str], starts: list[int], owning: list[int]) -> list[int]:
     calls = recording.calls
-    if len(split_at) != stages - 1:
-        raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
     cuts = []
     names = [call.unit for call in calls]
     for place in split_at:
         name, use = name_and_use(place)
         found = [number for number, unit in enumerate(names) if unit == name or unit.startswith(f"{name}.")]
         if not found:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-            hint = f"; near: {', '.join(near)}" if near else f" (units: {', '.join(dict.fromkeys(names))})"
+            hint = similar_names(name, names, "units")
             raise ModelError(f"split_at: no unit {name!r} is called in the model's forward{hint}")
         cuts.append(found[0] if use == 1 else _later_use(name, use, names, starts))
     if cuts != sorted(set(cuts)):

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from penstock.errors import PathError
-from penstock.model.replay.recording.calls import Leaf, UnitCall
-from penstock.model.replay.recording.tensors import differ
+from penstock.model.replay.recording.nested_values import differ
+from penstock.model.replay.recording.unit_calls import Leaf, UnitCall
 
 
 def stale(what: str) -> PathError:

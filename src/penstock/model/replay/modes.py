@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.replay.recording.calls import STATE, Mark, Recording, Untried
+from penstock.model.replay.recording.unit_calls import STATE, Mark, Recording, Untried
 
 
 def also_in_training(modules: Sequence[nn.Module], recording: Recording, record: Callable[[], Recording]) -> None:

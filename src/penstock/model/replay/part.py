@@ -26,18 +26,18 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, run_as
-from penstock.model.original.placeholders import is_away, noted
+from penstock.model.lru_cache import LruCache
+from penstock.model.original.placeholders import is_away, stand_ins
 from penstock.model.original.settings import Change, Settings
-from penstock.model.part import OUTPUT, WHOLE, Names, StagePart, state_names
-from penstock.model.recent import Recent
-from penstock.model.replay.checkpointed import cannot_repeat, check_reentrant
+from penstock.model.part import OUTPUT, WHOLE_MODEL, Names, StagePart, state_names
+from penstock.model.replay.checkpointed_units import cannot_repeat, check_reentrant
 from penstock.model.replay.divergence import check_returned, diverged, stale
-from penstock.model.replay.owned import Outside, StageUnits
 from penstock.model.replay.plan import GLUE, StagePlan
-from penstock.model.replay.recording.calls import Leaf, Mark, shapes_of
 from penstock.model.replay.recording.marks import Absent
-from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
+from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
+from penstock.model.replay.recording.unit_calls import Leaf, Mark, shapes_of
 from penstock.model.replay.shapes import Shapes, stand_in
+from penstock.model.replay.stage_units import GlueTensors, StageUnits
 from penstock.model.replay.tree import Twins, stage_tree
 from penstock.model.replay.unit_state.guard import Guard
 from penstock.model.replay.unit_state.sinks import Sinks
@@ -82,7 +82,7 @@ class ReplayPart(StagePart):
         defaults: Mapping[str, Any],
     ) -> None:
         super().__init__(index)
-        self.stream = WHOLE
+        self.stream = WHOLE_MODEL
         self._model, self._plan, self._shapes = model, plan, shapes
         self._defaults = dict(defaults)
         self._is_last = index == plan.stages - 1
@@ -95,7 +95,7 @@ class ReplayPart(StagePart):
                 for name, value in module.__dict__.items():
                     module.__dict__[name] = self._between(module, name, value)
         self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
-        self._followed: Recent[bool] = Recent()  # kinds of microbatches for which the plan has been seen to hold
+        self._followed: LruCache[bool] = LruCache()  # kinds of microbatches for which the plan has been seen to hold
         self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
@@ -111,7 +111,7 @@ class ReplayPart(StagePart):
         guarded = plan.recording.guarded
         self._guards = {name: Guard(name, twins[name], guarded[name]) for name in units if name in guarded}
         self.module = StageUnits(list(units.values()), list(loose.values()), others, running)
-        self._outside = Outside(self._root, self.module)
+        self._outside = GlueTensors(self._root, self.module)
         known = {
             f"{number}.{name}": f"{unit}.{name}" if unit else name
             for number, (unit, module) in enumerate(units.items())
@@ -193,7 +193,7 @@ class ReplayPart(StagePart):
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (not self._followed.get(kind) and not self.filling)  # a check looks by itself
         run = self._local.run = _Replay(received, Absent(stale) if follow else None)
-        noted.add = None if run.absent is None else run.absent.add
+        stand_ins.add = None if run.absent is None else run.absent.add
         if self._plan.recording.writes_inputs:
             args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (args, kwargs))
         elif run.absent is not None:

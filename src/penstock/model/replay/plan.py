@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.calls import PARAMETER, STATE, KeptState, Mark, Recording
-from penstock.model.use_names import joined
+from penstock.model.replay.recording.unit_calls import PARAMETER, STATE, KeptState, Mark, Recording
+from penstock.model.use_names import dotted_name
 from penstock.schedule.topology import Topology
 
 GLUE = -1  # in the place of a stage: every stage makes the call
@@ -69,7 +69,7 @@ def state_across(recording: Recording, cut: int) -> str:
     before = {call.unit: call.keeps for call in recording.calls[:cut] if call.keeps}
     unit = next((call.unit for call in recording.calls[cut:] if call.unit in before), None)
     if unit is not None:
-        return joined(unit, before[unit])
+        return dotted_name(unit, before[unit])
     for number, state in enumerate(recording.states):
         readers = [place for place, call in enumerate(recording.calls) if (STATE, number) in call.needs]
         readers += [len(recording.calls)] if (STATE, number) in recording.output else []

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
+from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import blank, is_away
-from penstock.model.recent import Recent
-from penstock.model.replay.recording.calls import Leaf, UnitCall, shapes_of
-from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
+from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
+from penstock.model.replay.recording.unit_calls import Leaf, UnitCall, shapes_of
 from penstock.model.replay.tree import hollow_copy
 from penstock.model.replay.unit_state.sinks import Sinks
 
@@ -30,7 +30,7 @@ class Shapes:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
-        self._known: defaultdict[int, Recent[tuple[list[Any], Any]]] = defaultdict(Recent)  # by number of the call
+        self._known: defaultdict[int, LruCache[tuple[list[Any], Any]]] = defaultdict(LruCache)  # by number of the call
         self._copies: dict[str, nn.Module] = {}
         self._recorded = True  # what the recording knows still holds
 

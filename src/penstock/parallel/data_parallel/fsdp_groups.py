@@ -1,4 +1,4 @@
-"""What is done to the parameter groups of torch's FSDP2 between its own hooks; `sharded` and `wrapped` share it."""
+"""What is done to the parameter groups of torch's FSDP2 between its own hooks, for `sharded` and `wrapped_stages`."""
 
 from __future__ import annotations
 

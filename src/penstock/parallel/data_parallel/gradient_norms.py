@@ -19,7 +19,7 @@ from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.data_parallel.reduce import local_of
 
 
-class Norms:
+class SpreadNorms:
     """The links of this rank, by axis; those that are missing have nothing spread over them."""
 
     def __init__(self, links: Mapping[str, AxisLink]) -> None:

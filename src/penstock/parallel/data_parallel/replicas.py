@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from penstock.errors import PeerFailure
 from penstock.group.agreement import agree
 from penstock.parallel.axis_link import AxisLink
-from penstock.parallel.data_parallel.checks import Checks
-from penstock.parallel.data_parallel.gradient_norms import Norms
+from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
 from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal, part_of
+from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.replication import Alone, ReplicaReport, replica_report
@@ -46,7 +46,7 @@ class Replicas(Alone):
         link: AxisLink | None,
         reducer: Reducer,
         sharder: Sharder | None,
-        norms: Norms,
+        norms: SpreadNorms,
         weighing: Callable[[], str],
         shards: AxisLink | None = None,
         loss_parallel: bool = False,
@@ -58,7 +58,7 @@ class Replicas(Alone):
         self._norms = norms
         self._shards = shards
         self._loss_parallel = loss_parallel
-        self._checks = Checks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
+        self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
         self._weighing = weighing
         self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None

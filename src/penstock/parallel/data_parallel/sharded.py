@@ -6,7 +6,7 @@ backward of every microbatch. In a pipeline these moments are planned (`UNSHARD`
 proved, so the hooks are taken off, and each action calls the one thing that it means. Parameters are whole from their
 UNSHARD to their RESHARD; gradients add up over microbatches in the whole parameters, and are reduced once.
 
-This file, `fsdp_groups` and `wrapped` are the only ones that know how FSDP2 looks inside.
+This file, `fsdp_groups` and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
 
 Two things stay whole, and are reduced as in plain data parallelism: parameters that several stages share, because a
 group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.split import DeferredWeights
-from penstock.runtime.state.memory import LINE, copy_like, is_dense, is_plain, storage_of, with_copies
+from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
 from penstock.runtime.state.ownership import holders
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -257,8 +257,13 @@ def _own(gradient: Tensor) -> Tensor | None:
     return copy_like(gradient) if _has_others(gradient) else None
 
 
+def _is_ordinary(gradient: Tensor) -> bool:
+    """Whether a gradient is an ordinary tensor with strides; it is never a parameter."""
+    return type(gradient) is Tensor and gradient.layout is torch.strided
+
+
 def _has_others(gradient: Tensor) -> bool:
-    return is_plain(gradient) and (holders(gradient) > 1 or _is_a_part(gradient))
+    return _is_ordinary(gradient) and (holders(gradient) > 1 or _is_a_part(gradient))
 
 
 def _is_a_part(tensor: Tensor) -> bool:
@@ -281,7 +286,7 @@ def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Te
     """Copy those of the gradients that go back which others hold; `arrived`: those that this backward began with."""
     for gradients in back.values():
         for gradient in gradients:
-            if type(gradient) is not Tensor or gradient.layout is not torch.strided:
+            if gradient is None or not _is_ordinary(gradient):
                 continue
             if sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1:
                 break
@@ -291,16 +296,20 @@ def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Te
     else:
         return
     del gradient
-    passed = {id(each): each for each in arrived if is_plain(each)}
-    leaving = {id(each): each for each in (*chain(*back.values()), *arrived) if is_plain(each)}
+    passed = {id(each): each for each in arrived if _is_ordinary(each)}
+    leaving = {id(each): each for each in (*chain(*back.values()), *arrived) if each is not None and _is_ordinary(each)}
     known = Counter(map(storage_of, leaving.values()))
     del leaving
     for gradients in back.values():
         places = []
         for place, gradient in enumerate(gradients):
-            if is_plain(gradient) and (
-                holders(gradient) > known[storage_of(gradient)]
-                or (id(gradient) not in passed and sys.getrefcount(gradient) > _LISTED)
+            if (
+                gradient is not None
+                and _is_ordinary(gradient)
+                and (
+                    holders(gradient) > known[storage_of(gradient)]
+                    or (id(gradient) not in passed and sys.getrefcount(gradient) > _LISTED)
+                )
             ):
                 places.append(place)
         if places:

@@ -19,6 +19,7 @@ from torch import nn
 from penstock.errors import PeerFailure
 from penstock.messages import plain
 from penstock.optim.norms import norm_of
+from penstock.runtime.batch.result import StepResult, loss_values
 from penstock.runtime.engine.report import StepReport
 from penstock.schedule import Action, Schedule
 
@@ -57,6 +58,23 @@ def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
         for name, value in report.extra.items():
             summary.extra[name] = summary.extra.get(name, 0.0) + value
     return summary
+
+
+def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], output: Any) -> StepResult:
+    """What the user gets: the losses of this replica's microbatches, and what all replicas make together."""
+    losses: tuple[torch.Tensor, ...] = ()
+    for report in reports:
+        if report.loss is not None:
+            losses = torch.tensor(report.losses_by_number, dtype=report.dtype).unbind()
+    sums = [each.loss for each in replicas if each.loss is not None]
+    extra: dict[str, float] = {}
+    for each in replicas:
+        for name, value in each.extra.items():
+            extra[name] = extra.get(name, 0.0) + value
+    count = sum(each.count for each in replicas)
+    extra = {name: value / count for name, value in extra.items()}
+    total = torch.tensor(sum(sums[1:], sums[0]), dtype=replicas[0].dtype) if sums else None
+    return StepResult(None if total is None else loss_values([total])[0], loss_values(losses), extra, output)
 
 
 class Alone:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.replay.recording.undo import random_state, restore_random, undone
+from penstock.model.random_states import random_state, restore_random
+from penstock.model.replay.recording.undo import undone
 
 
 class CannotJoinError(Exception):

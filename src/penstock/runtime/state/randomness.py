@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.model.replay.recording.undo import random_state, restore_random
+from penstock.model.random_states import random_state, restore_random
 
 _MASK = 2**64 - 1
 RESTING = 0  # the seed of the generator while nothing draws; `seed_of` never gives it

@@ -10,6 +10,7 @@ from penstock.schedule import Schedule, family
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import is_function
+from penstock.train.config.tuning import tuning_faults
 
 
 def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
@@ -102,11 +103,7 @@ def _cut(config: TrainConfig) -> Iterator[str]:
 
 
 def _numbers(config: TrainConfig) -> Iterator[str]:
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield f"optimizer.betas is {betas}; it takes two numbers from 0 to below 1, such as [0.9, 0.95]"
-    if config.optimizer.momentum and config.optimizer.name != "sgd":
-        yield f"optimizer.momentum is for sgd; {config.optimizer.name} has optimizer.betas"
+    yield from tuning_faults(config)
     processes = processes_of(config)
     odd = [rank for rank in config.logging.ranks if not 0 <= rank < processes]
     if odd:

@@ -187,6 +187,8 @@ def _range(field: dataclasses.Field[Any]) -> str:
         return f" from {least:g} to {most:g}"
     if least is not None:
         return f", {least:g} or more"
+    if above is not None and most is not None:
+        return f" above {above:g}, up to {most:g}"
     return f" above {above:g}" if above is not None else ""
 
 

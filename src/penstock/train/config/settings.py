@@ -167,15 +167,29 @@ class Mesh:
 class Optimizer:
     """How weights change, and the learning rate over time."""
 
-    name: Literal["adamw", "adam", "sgd"] = key("adamw", "the optimizer")
+    name: Literal["adamw", "adam", "sgd", "adamw8bit"] = key(
+        "adamw", "the optimizer; adamw8bit is bitsandbytes' AdamW, with states of 8 bits"
+    )
+    implementation: Literal["default", "foreach", "fused", "loop"] = key(
+        "default", "how torch's optimizers update: its own choice, many tensors at once, in one kernel, or one by one"
+    )
     lr: float = key(3e-3, "the highest learning rate", above=0)
+    layer_decay: float | None = key(
+        None, "each layer's rate is this share of the rate of the layer above it", above=0, most=1
+    )
+    groups: dict[str, Any] = key(
+        {}, "options by name pattern, such as {'head.*' = {lr = 1e-4, weight_decay = 0}}; the first that matches counts"
+    )
     betas: list[float] = key([0.9, 0.95], "of Adam: two shares from 0 to below 1")
     eps: float = key(1e-8, "of Adam", above=0)
     momentum: float = key(0.0, "of SGD", least=0, most=1)
     weight_decay: float = key(0.1, "of parameters with two dimensions or more", least=0)
     clip: float | None = key(1.0, "the norm that gradients are clipped to", above=0)
     warmup: int = key(20, "steps in which the rate rises from 0", least=0)
-    decay: Literal["constant", "linear", "cosine"] = key("cosine", "how the rate falls after that")
+    decay: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "cosine", "how the rate falls after that; wsd (warm-up, stable, decay) holds it first, then falls linearly"
+    )
+    decay_share: float = key(0.2, "of wsd: share of all steps, at the end, in which the rate falls", least=0, most=1)
     final: float = key(0.1, "share of the rate that is left at the last step", least=0, most=1)
 
 
@@ -185,6 +199,15 @@ class Training:
 
     steps: int = key(200, "optimizer steps in all", least=1)
     accumulate: int = key(1, "passes through the pipeline before one optimizer step", least=1)
+    freeze: list[str] = key(
+        [], "name patterns of parameters that are not trained; a later one that begins with ! trains its own after all"
+    )
+    ema: float | None = key(
+        None,
+        "decay per step of a moving average of the weights, which is evaluated and saved beside them, such as 0.999",
+        above=0,
+        most=1,
+    )
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "a loss or gradient that is inf or NaN ends the run, or is left out"
     )
@@ -197,6 +220,8 @@ class Evaluation:
 
     every: int = key(50, "steps between evaluations; 0: none", least=0)
     batches: int = key(4, "batches in one evaluation", least=1)
+    patience: int | None = key(None, "evaluations in a row without a lower loss that end the run", least=1)
+    min_delta: float = key(0.0, "by how much a loss must be lower to count as lower, for patience", least=0)
 
 
 @dataclass(frozen=True)
@@ -206,6 +231,7 @@ class Checkpoints:
     every: int = key(50, "steps between checkpoints; 0: only at the end", least=0)
     keep_last: int = key(3, "how many of the newest stay", least=1)
     keep_every: int | None = key(None, "steps whose multiples stay for good", least=1)
+    keep_best: bool = key(True, "save whenever an evaluation has the lowest loss so far, and keep that one as well")
     async_save: bool = key(True, "write while training goes on")
 
 
@@ -225,6 +251,14 @@ class Logging:
     level: Literal["debug", "info", "warning", "error"] = key("info", "what is worth a line")
     tensorboard: Literal["auto", "on", "off"] = key(
         "auto", "write for TensorBoard: when it is installed, always, never"
+    )
+    wandb: Literal["off", "online", "offline"] = key(
+        "off", "send figures to Weights & Biases, or keep them in the run's folder for `wandb sync`"
+    )
+    wandb_options: dict[str, Any] = key({}, "keyword arguments of wandb.init, such as project and name")
+    callback: str | None = key(None, '"module:function" of yours, called on rank 0 with every step\'s figures')
+    peak_flops: float | None = key(
+        None, "FLOP/s of one rank's device, for MFU (default: from a table of GPUs; a CPU is measured)", above=0
     )
 
 

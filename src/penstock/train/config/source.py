@@ -28,6 +28,7 @@ def functions_in(config: TrainConfig) -> dict[str, str]:
     sources = {
         "model.source": config.model.source,
         "data.source": config.data.source,
+        "logging.callback": config.logging.callback,
         "loss.function": config.loss.function,
     }
     return {key: text for key, text in sources.items() if isinstance(text, str) and is_function(text)}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
+from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter
 from penstock.train.config.settings import TrainConfig
@@ -55,8 +56,9 @@ def _fill(model: nn.Module, contents: CheckpointContents, leaves_out: Callable[[
     state, filled = model.state_dict(keep_vars=True), set()
     with torch.no_grad():
         for name, value in state.items():
-            if f"model.{name}" in contents.tensors:
-                value.copy_(contents.tensor(f"model.{name}"))
+            keys = [key for key in (f"{AVERAGE}{name}", f"model.{name}") if key in contents.tensors]
+            if keys:  # the average, where there is one: as in evaluations
+                value.copy_(contents.tensor(keys[0]))
                 filled.add(id(value))
     missing = [name for name, value in state.items() if id(value) not in filled]
     missing = [name for name in missing if leaves_out is None or not leaves_out(name)]

@@ -1,4 +1,4 @@
-"""What a run writes about itself: one JSON line a step, and TensorBoard's files where that is installed.
+"""What a run writes about itself: one JSON line per step, passed on to whatever else wants the figures.
 
 A run that goes on after a stop drops the lines of steps that it will do again, so the file has every step once, in
 order, whatever happened.
@@ -10,22 +10,23 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk.plain_files import create, read_plain
-from penstock.errors import UsageError
+from penstock.train.run.outlets import Outlet
 
 
 class Metrics:
-    """The file of one run, open for the steps after `start`."""
+    """The file of one run, open for the steps after `start`, and the outlets that get the same figures."""
 
-    def __init__(self, path: Path, start: int, tensorboard: str = "off") -> None:
+    def __init__(self, path: Path, start: int, outlets: Sequence[Outlet] = ()) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(path) if line["step"] <= start] if start else []
         partial = path.with_name(f"{path.name}.partial")
-        self._board = _board(tensorboard, path.parent / "tensorboard", start)
+        self._outlets = outlets
         self._file = create(partial)
         self._file.write("".join(json.dumps(line) + "\n" for line in kept))
         self._file.flush()
@@ -33,18 +34,17 @@ class Metrics:
 
     def write(self, step: int, **values: Any) -> None:
         """One line; it is in the file when this returns, if not yet on the disk."""
-        line = {"step": step, **{name: _plain(value) for name, value in values.items() if value is not None}}
+        figures = {name: value for name, value in values.items() if value is not None}
+        line = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)) and math.isfinite(value):
-                    self._board.add_scalar(name, value, step)
+        for outlet in self._outlets:
+            outlet.write(step, figures)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for outlet in self._outlets:
+            outlet.close()
 
 
 def _plain(value: Any) -> Any:
@@ -64,17 +64,3 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 found.append(line)
     return found
-
-
-def _board(wanted: str, folder: Path, start: int) -> Any:
-    if wanted == "off":
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # optional
-    except ImportError:
-        if wanted == "on":
-            raise UsageError(
-                'logging.tensorboard is "on", but TensorBoard is not installed: pip install tensorboard'
-            ) from None
-        return None
-    return SummaryWriter(str(folder), purge_step=start + 1)

@@ -1,6 +1,6 @@
 """The one line that says how a run goes: redrawn on a terminal, every so many steps a line of its own elsewhere.
 
-step  120/300  loss 2.3511  lr 2.71e-03  norm 0.84  38,412 tokens/s  memory 412 MB  idle 31 %  eta 1:05
+step  120/300  loss 2.3511  lr 2.71e-03  norm 0.84  38,412 tokens/s  mfu 41 %  memory 412 MB  idle 31 %  eta 1:05
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Reading:
     idle: float | None  # share of the last recorded step
     left: float  # seconds
     validation: float | None = None
+    mfu: float | None = None  # share of the devices' peak
 
     def line(self) -> str:
         """In words, the same on a terminal and in a file."""
@@ -44,6 +45,7 @@ class Reading:
             f"lr {self.lr:.2e}",
             f"norm {self.norm:.2f}",
             f"{self.rate:,.0f} tokens/s",
+            *([f"mfu {100 * self.mfu:.{0 if self.mfu >= 0.1 else 1}f} %"] if self.mfu is not None else []),
             f"memory {self.memory / 1e6:,.0f} MB",
         ]
         if self.idle is not None:
@@ -128,6 +130,11 @@ class Pace:
     def rate(self) -> float:
         (begin, before), (end, after) = self._marks[0], self._marks[-1]
         return (after - before) / max(end - begin, 1e-9)
+
+    @property
+    def seconds(self) -> float:
+        """What the last step took, with all that came after the one before it."""
+        return self._marks[-1][0] - self._marks[-2][0] if len(self._marks) > 1 else 0.0
 
     def left(self, steps: int) -> float:
         """Seconds for that many steps more."""

@@ -2,10 +2,11 @@
 
 config.json      the configuration, every key
 cut.json         layers by stage, as first measured: a run that goes on is cut alike
-metrics.jsonl    one line a step
+metrics.jsonl    one line per step
 memory.json      what each process held, by kind
-timeline.json    the last recorded step;  timeline.html  the page of it
+timeline.json    a typical recorded step;  recorded.json  what the recorded steps took;  timeline.html  the page
 checkpoints/     by step
+tensorboard/, wandb/  the figures for these two
 logs/            the output of each rank, by attempt
 incidents.jsonl  what failed, who, and from where it went on
 """
@@ -23,8 +24,18 @@ from penstock.errors import UsageError
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 
-OWN = ("config.json", "cut.json", "metrics.jsonl", "memory.json", "timeline.json", "timeline.html", "incidents.jsonl")
-OWN_FOLDERS = ("checkpoints", "logs", "tensorboard")
+OWN = (
+    "config.json",
+    "cut.json",
+    "metrics.jsonl",
+    "memory.json",
+    "timeline.json",
+    "recorded.json",
+    "timeline.html",
+    "incidents.jsonl",
+    "wandb.json",
+)
+OWN_FOLDERS = ("checkpoints", "logs", "tensorboard", "wandb")
 
 
 class RunFolder:
@@ -36,6 +47,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.memory = root / "memory.json"
         self.timeline = root / "timeline.json"
+        self.recorded = root / "recorded.json"
         self.page = root / "timeline.html"
         self.logs = root / "logs"
         self.incidents = root / "incidents.jsonl"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.model.replay.tree import OWN
-from penstock.model.use_names import joined
+from penstock.model.use_names import dotted_name
 
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, deque)
@@ -66,9 +66,9 @@ def own_state(unit: nn.Module) -> dict[str, Any]:
         own = {key: value for key, value in vars(holder).items() if key not in OWN}
         for key, value in {**own, **holder._buffers}.items():
             if isinstance(value, Tensor):
-                found[joined(name, key)] = value.detach().clone()
+                found[dotted_name(name, key)] = value.detach().clone()
             elif isinstance(value, PLAIN) or changes_in_place(value):
-                found[joined(name, key)] = frozen(value)
+                found[dotted_name(name, key)] = frozen(value)
     return found
 
 
@@ -87,4 +87,4 @@ def updates_itself(unit: nn.Module) -> Iterator[str]:
     """As `changed_by`, for a unit that cannot be run: running statistics are known by their kind."""
     for name, module in unit.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
-            yield joined(name, "running_mean")
+            yield dotted_name(name, "running_mean")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.generators import generators_of, states_of
+from penstock.model.random_states import generators_of, global_states, put_back, states_of
 from penstock.model.replay.tree import OWN
 
 CONTAINERS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})
@@ -61,18 +59,6 @@ def patched(
                 modules[name].__dict__["forward"] = before[name]
 
 
-def random_state() -> tuple[Tensor, list[Tensor]]:
-    """Of torch's generators, on the CPU and on every GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def restore_random(state: tuple[Tensor, list[Tensor]]) -> None:
-    """Put back what `random_state` found."""
-    torch.set_rng_state(state[0])
-    if state[1]:  # not run here: no GPU
-        torch.cuda.set_rng_state_all(state[1])
-
-
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
     """Buffers, attributes and the random generators as they were."""
@@ -85,8 +71,7 @@ def undone(model: nn.Module) -> Iterator[None]:
         for each in ([value] if name in OWN and type(value) in CONTAINERS else _changeable(value, DEPTH))
     ]
     before = [(each, contents_of(each)) for each in {id(each): each for each in inside}.values()]
-    state, others, numpy = random_state(), random.getstate(), sys.modules.get("numpy")
-    array = None if numpy is None else numpy.random.get_state()
+    states = global_states()
     scripted = []  # their tables are not Python's
     for holder in holders:
         for name, value in list(holder._buffers.items()):
@@ -103,10 +88,7 @@ def undone(model: nn.Module) -> Iterator[None]:
             refill(each, contents)
         for holder, name, value in scripted:
             holder._buffers[name] = value
-        restore_random(state)
-        random.setstate(others)
-        if numpy is not None:
-            numpy.random.set_state(array)
+        put_back(states)
 
 
 def _changeable(value: Any, depth: int) -> Iterator[Any]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.use_names import joined, name_and_use
+from penstock.model.use_names import dotted_name, name_and_use
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -90,10 +90,10 @@ def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -
         return
     if isinstance(module, LISTS) and _count(module) >= 2:
         for child_name, child in module.named_children():
-            _collect(joined(name, child_name), child, found, in_list=True)
+            _collect(dotted_name(name, child_name), child, found, in_list=True)
     elif any(isinstance(part, LISTS) and _count(part) >= 2 for part in module.modules()):  # it has a trunk
         for child_name, child in module.named_children():
-            _collect(joined(name, child_name), child, found, in_list=False)
+            _collect(dotted_name(name, child_name), child, found, in_list=False)
     else:
         found.append(name)
 
@@ -108,7 +108,7 @@ def _open_for(found: list[str], names: dict[str, nn.Module], wanted: str) -> Non
 
 
 def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
-    children = [joined(name, child_name) for child_name, _ in names[name].named_children()]
+    children = [dotted_name(name, child_name) for child_name, _ in names[name].named_children()]
     place = found.index(name)
     found[place : place + 1] = [child for child in children if _owns_parameters(names[child])]
     for child in children:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, frozen, has_fields
-from penstock.model.replay.recording.tensors import tensors_in
 from penstock.model.replay.tree import OWN
-from penstock.model.use_names import joined
+from penstock.model.use_names import dotted_name
 
 Place = tuple[str, str]  # a module's name, an attribute of it
 
@@ -43,7 +43,7 @@ class GlueState:
         """What the glue's modules hold beside parameters and buffers, with its name."""
         for (holder, name), (value, _) in self._seen.items():
             for tensor in tensors_in(value, 1):
-                yield joined(holder, name), tensor
+                yield dotted_name(holder, name), tensor
 
     def look(self, position: int) -> None:
         """Before a unit call, and at the end: what was written since the last look."""
@@ -56,7 +56,7 @@ class GlueState:
 
     def left(self) -> dict[str, list[Tensor]]:
         """The tensors that the run has left behind, by the name of where."""
-        return {joined(*place): tensors_in(self._seen[place][0], 1) for place in self._written}
+        return {dotted_name(*place): tensors_in(self._seen[place][0], 1) for place in self._written}
 
     def again(self) -> None:
         """A second run begins: reads of what the first has written count (see `read`)."""
@@ -78,7 +78,7 @@ class GlueState:
             shared = place[1] in self._holders[place[0]]._buffers or has_fields(value)  # by the stages of a process
             if (again and shared) or (read < last and not has_fields(value)):
                 raise ModelError(
-                    f"the code between the units keeps {joined(*place)} from one call of the model to the next; "
+                    f"the code between the units keeps {dotted_name(*place)} from one call of the model to the next; "
                     f"stages end at their last unit and would not all see what it was set to. Keep it in a module "
                     f"that is a unit, or pass it in as an input"
                 )
@@ -97,7 +97,7 @@ def _glue(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     if not getattr(type(module), "is_asked", False) and not isinstance(module, torch.jit.ScriptModule):
         yield name, module
         for child_name, child in module.named_children():
-            yield from _glue(joined(name, child_name), child)
+            yield from _glue(dotted_name(name, child_name), child)
 
 
 def _differ(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:

@@ -21,10 +21,10 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model.replay.recording.access import watch_access
-from penstock.model.replay.recording.calls import STATE, KeptState, Mark, Recording
+from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changes_in_place, frozen
-from penstock.model.replay.recording.tensors import tensors_in
-from penstock.model.replay.recording.watch import UnitMarks
+from penstock.model.replay.recording.unit_calls import STATE, KeptState, Mark, Recording
+from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.tree import OWN
 from penstock.model.replay.unit_state.glue_state import GlueState
 
@@ -69,7 +69,7 @@ class _AccessLog:
                 yield self.states[number]
 
 
-class SharedState:
+class UnitStateFollower:
     """Follows what units keep, through the runs of a recording."""
 
     def __init__(self, model: nn.Module, tree: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks of a group have a reason to be silent: they wait for another group's, or they compile.
+"""When a wait has lasted too long, and which ranks have a reason to be silent: they wait for another group, or compile.
 
 Where one waits for another group's, that group is the one to find out who is silent. A rank with such a reason counts
 its beats in the store. A count that does not grow is of a rank that stopped meanwhile (or is an old one that somebody
@@ -11,7 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.notes import read, write
+
+OUTSIDE_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
+STARVED = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
+PATIENCE = 3  # timeouts, at most, that such a rank waits
 
 
 class Marks:
@@ -48,3 +53,33 @@ class Marks:
                 self._seen[key] = count, came
             found = found or (has_reason and now - came < self._fresh)
         return found
+
+
+class Overdue:
+    """Whether this rank waits in vain, by the clock; asked at every beat.
+
+    `outside` and `compiling` are the ranks that have a reason to be silent.
+    """
+
+    def __init__(self, timeout: float, beat: float, outside: Marks, compiling: Marks) -> None:
+        self._timeout, self._beat = timeout, beat
+        self.outside, self.compiling = outside, compiling
+        self._compiled = float("-inf")  # until when some rank was seen to
+        self._looks = 0  # since the main thread waits as it does now
+        self._watched: Waiting | None = None
+
+    def __call__(self, waiting: Waiting | None) -> bool:
+        """Whether to raise an alarm that names nobody."""
+        now = time.monotonic()
+        self._looks, self._watched = self._looks + 1 if waiting == self._watched else 0, waiting
+        if waiting is None or now - waiting.since < self._timeout / 2:
+            return False
+        if self.compiling.anybody():
+            self._compiled = now
+        waited = self.waited(waiting) - (OUTSIDE_SECONDS if self.outside.anybody() else 0.0)
+        starved = self._looks < STARVED * self._timeout / self._beat
+        return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
+
+    def waited(self, waiting: Waiting) -> float:
+        """For how many seconds, since the last compilation."""
+        return time.monotonic() - max(waiting.since, self._compiled)

@@ -1,32 +1,30 @@
 """Who is to blame, and telling everybody.
 
-Gloo alone cannot answer that. It reports a dead peer at once, but only to a rank that waits for
-that very peer. A stopped peer it reports by a timeout, which closes *all* connections of the
-rank that timed out (so waiting in slices is impossible, and the others would take that rank for
-dead), and by then every rank waits for a neighbour that is itself waiting.
+Gloo alone cannot answer that. It reports a dead peer at once, but only to a rank that waits for that very peer. A
+stopped peer it reports by a timeout, which closes *all* connections of the rank that timed out (so waiting in slices is
+impossible, and the others would take that rank for dead), and by then every rank waits for a neighbour that is itself
+waiting.
 
-So each transport runs one thread that looks up, twice a second, a verdict that all ranks share
-in the store of the process group:
+So each transport runs one thread that looks up, twice a second, a verdict that all ranks share in the store of the
+process group:
 
-- A rank whose peer's connection closed raises an alarm that names that peer. The first alarm
-  and the first verdict stand, by the store's compare-and-set, so all ranks name the same culprit.
-- A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine
-  so busy that this thread itself hardly ran meanwhile, it waits for up to three. All ranks
-  then say what they do and for whom they wait, if for anybody. The chain from the alarmed rank
-  ends at the culprit: a rank that does not answer (stopped, or gone), or answers that it waits for
-  nobody (busy in its own code); a chain that closes is a deadlock.
-- A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait
-  and not all are in the same call, they wait in vain, and the odd one is named at once.
-- A rank that finds a verdict cuts its own connections, by a receive that times out on purpose.
-  That frees its main thread, wherever gloo holds it. It is done only after the verdict is in
-  the store, so whoever sees such a connection close will find the true reason there.
+- A rank whose peer's connection closed raises an alarm that names that peer. The first alarm and the first verdict
+  stand, by the store's compare-and-set, so all ranks name the same culprit.
+- A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine so busy that this
+  thread itself hardly ran meanwhile, it waits for up to three. All ranks then say what they do and for whom they wait,
+  if for anybody. The chain from the alarmed rank ends at the culprit: a rank that does not answer (stopped, or gone),
+  or answers that it waits for nobody (busy in its own code); a chain that closes is a deadlock.
+- A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
+  the same call, they wait in vain, and the odd one is named at once.
+- A rank that finds a verdict cuts its own connections, by a receive that times out on purpose. That frees its main
+  thread, wherever gloo holds it. It is done only after the verdict is in the store, so whoever sees such a connection
+  close will find the true reason there.
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
-Only this thread talks to the store, and through another one (`messages/store`), because a call to a store
-whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
-where it has left, so does that. What is written there (`bulletin`) is plain (`notes`); who is to blame
-follows from what ranks say (`blame`).
+Only this thread talks to the store, and through another one (`messages/store`), because a call to a store whose host is
+stopped does not return. Where a rank hosts the store, its silence convicts that rank; where it has left, so does that.
+What is written there (`bulletin`) is plain (`notes`); who is to blame follows from what ranks say (`blame`).
 """
 
 from __future__ import annotations
@@ -47,19 +45,16 @@ from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.compiling import is_compiling
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
 from penstock.runtime.transport.failure.peer_failures import after_loss, placed, with_report
-from penstock.runtime.transport.failure.silence import Marks
+from penstock.runtime.transport.failure.silence import Marks, Overdue
 
 BEAT = 0.5
 STORE_SECONDS = 3.0  # for the store to answer
 SETTLE_SECONDS = 6.0  # for the thread to settle a verdict: the store's and some beats
-OUTSIDE_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
 STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
 SLOW = 4  # a store is silent only where it is so many times slower than it was
 TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
 MOST_SECONDS = 10.0  # for what takes a busy machine longer
-STARVED = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
-PATIENCE = 3  # timeouts, at most, that such a rank waits
 
 
 class Watch:
@@ -100,11 +95,9 @@ class Watch:
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
         fresh = min(STATE_SECONDS, timeout / 2)
-        self._marks = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
-        self._compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
-        self._compiled = float("-inf")  # until when some rank was seen to
-        self._looks = 0  # of this thread, since the main thread waits as it does now
-        self._watched: Waiting | None = None
+        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
+        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
+        self._overdue = Overdue(timeout, self._beat, outside, compiling)
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: threading.Event | Bell = bell or threading.Event()
@@ -242,14 +235,14 @@ class Watch:
             return verdict
         if not self.news:
             self._read_news()
-        self._marks.tell(self.outside is not None or self.elsewhere())
-        self._compiling.tell(is_compiling())
+        self._overdue.outside.tell(self.outside is not None or self.elsewhere())
+        self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None:
             self._raise_alarm(Alarm(self._rank, waiting, proposal))
         elif (apart := self._compare_calls(waiting)) is not None:
             self._raise_alarm(Alarm(self._rank, waiting, apart, heard=True))
-        elif self._is_overdue(waiting):
+        elif self._overdue(waiting):
             self._raise_alarm(Alarm(self._rank, waiting, None))
         alarm = self._bulletin.alarm()
         return None if alarm is None else self._arbitrate(alarm)
@@ -257,18 +250,6 @@ class Watch:
     def _raise_alarm(self, alarm: Alarm) -> None:
         self._bulletin.raise_alarm(alarm)
         self._call_others()
-
-    def _is_overdue(self, waiting: Waiting | None) -> bool:
-        now = time.monotonic()
-        self._looks, self._watched = self._looks + 1 if waiting == self._watched else 0, waiting
-        if waiting is None or now - waiting.since < self._timeout / 2:
-            return False
-        if self._compiling.anybody():
-            self._compiled = now
-        patience = OUTSIDE_SECONDS if self._marks.anybody() else 0.0
-        waited = now - max(waiting.since, self._compiled) - patience
-        starved = self._looks < STARVED * self._timeout / self._beat
-        return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
@@ -335,7 +316,7 @@ class Watch:
     def _is_hopeless(self, seconds: float) -> bool:
         """Go on without the store: to stop, or where an answer is needed and none has come for long."""
         waiting = self.waiting
-        overdue = waiting is not None and time.monotonic() - max(waiting.since, self._compiled) > self._timeout
+        overdue = waiting is not None and self._overdue.waited(waiting) > self._timeout
         silent = seconds > max(STORE_SECONDS, SLOW * self._slowest)
         return self._stopping or (silent and (overdue or self._proposal is not None))
 

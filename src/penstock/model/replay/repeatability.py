@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.calls import Recording
-from penstock.model.replay.recording.tensors import flatten, tensors_in
+from penstock.model.replay.recording.nested_values import flatten, tensors_in
+from penstock.model.replay.recording.unit_calls import Recording
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

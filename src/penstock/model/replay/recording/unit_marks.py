@@ -1,6 +1,6 @@
 """Marks on what units return, followed through the glue, and an eye on what units and glue must not do.
 
-See `record` for the run in which this happens, and for what is refused.
+See `example_run` for the run in which this happens, and for what is refused.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.calls import PARAMETER, Leaf, Mark, Recording, UnitCall
 from penstock.model.replay.recording.marks import Follower, fresh
-from penstock.model.replay.recording.tensors import flatten, tensors_in, unflatten
+from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
+from penstock.model.replay.recording.unit_calls import PARAMETER, Leaf, Mark, Recording, UnitCall
 from penstock.model.replay.tree import OWN
 
 

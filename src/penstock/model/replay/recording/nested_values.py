@@ -37,7 +37,8 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
     records = []
     for place, leaf in enumerate(outer):
         if _is_record(leaf):
-            names = tuple(each.name for each in fields(leaf) if hasattr(leaf, each.name))
+            known = dict.fromkeys([*(each.name for each in fields(leaf)), *getattr(leaf, "__dict__", ())])
+            names = tuple(name for name in known if hasattr(leaf, name))
             found, structure = flatten([getattr(leaf, name) for name in names])
             records.append(DataclassRecord(place, type(leaf), names, structure, len(found)))
             leaves += found
@@ -47,6 +48,7 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def unflatten(leaves: list[Any], structure: Structure) -> Any:
+    """The value that `flatten` took apart, with these leaves."""
     outer, place = [], 0
     records = {record.place: record for record in structure.records}
     for number in range(structure.spec.num_leaves):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model.replay.recording.tensors import flatten, tensors_in
+from penstock.model.replay.recording.nested_values import flatten, tensors_in
 
 Mark = tuple[int, int]  # (call, leaf of its output); or (PARAMETER, number), (STATE, number) for what the glue reads
 PARAMETER, STATE = -1, -2

@@ -53,7 +53,7 @@ def _row(pipe: Pipeline, index: int) -> dict[str, str]:
         "units": _units(part, pipe.deployment.split.balance[index]),
         "parameters": f"{sum(parameter.numel() for parameter in parameters):,}",
         "trainable": f"{sum(parameter.numel() for parameter in parameters if parameter.requires_grad):,}",
-        **_measured(pipe.deployment.split.weights_of(index), getattr(part, "bytes_out", None)),
+        **_measured(pipe.deployment.split.weights_of(index)),
         "reads from": " ".join(str(stage) for stage in topology.producers(index)) or "batch",
         "feeds": " ".join(feeds),
     }
@@ -70,17 +70,14 @@ def _units(part: StagePart, count: int) -> str:
     return f"{count} ({ends or type(part.module).__name__})"
 
 
-def _measured(weights: Sequence[Weight], bytes_out: int | None) -> dict[str, str]:
-    """Of one microbatch, as measured with the example; empty where nothing was.
-
-    What a stage sends is what its last piece returned, unless the part itself knows better (skips).
-    """
+def _measured(weights: Sequence[Weight]) -> dict[str, str]:
+    """Of one microbatch, as measured with the example; empty where nothing was."""
     time = sum(weight.milliseconds for weight in weights)
     known = any(weight.output_bytes for weight in weights)
     return {
         "ms": f"{time:.2f}" if time else "",
         "activation MB": f"{sum(weight.activation_bytes for weight in weights) / 1e6:.2f}" if known else "",
-        "bytes out": f"{weights[-1].output_bytes if bytes_out is None else bytes_out:,}" if known else "",
+        "bytes out": f"{weights[-1].output_bytes:,}" if known else "",
     }
 
 

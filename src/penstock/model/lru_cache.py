@@ -15,7 +15,7 @@ KINDS = 256  # of microbatches, by their shapes and plain values
 Value = TypeVar("Value")
 
 
-class Recent(Generic[Value]):
+class LruCache(Generic[Value]):
     """Values by key: those of the `KINDS` keys that were asked for last. Ranks that are threads may share it."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class StageUnits(nn.Module):
         return self
 
 
-class Outside:
+class GlueTensors:
     """Parameters that the glue reads (`self.class_token`), in the stage's tree, and which its module owns.
 
     Others may take their place in the module: a shard, and what is gathered of it. The tree has to follow, or the glue

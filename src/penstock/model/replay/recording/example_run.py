@@ -24,18 +24,18 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.counted_runs import DRY, EVERYWHERE, run_as
-from penstock.model.replay.checkpointed import check_reentrant
-from penstock.model.replay.recording.calls import Recording, UnitCall, shapes_of
+from penstock.model.replay.checkpointed_units import check_reentrant
 from penstock.model.replay.recording.marks import Reads, fresh
+from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changed_by, own_state, updates_itself
-from penstock.model.replay.recording.tensors import tensors_in
 from penstock.model.replay.recording.undo import OutsideChanges, undone
-from penstock.model.replay.recording.watch import UnitMarks
-from penstock.model.replay.repeatable import checksum
+from penstock.model.replay.recording.unit_calls import Recording, UnitCall, shapes_of
+from penstock.model.replay.recording.unit_marks import UnitMarks
+from penstock.model.replay.repeatability import checksum
 from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.unit_state.glue_state import GlueState
-from penstock.model.replay.unit_state.shared_state import SharedState
+from penstock.model.replay.unit_state.shared_state import UnitStateFollower
 from penstock.model.replay.unit_state.sinks import Sinks, install_collectors
 
 Instead = Callable[[str], Callable[..., Any]]
@@ -54,14 +54,14 @@ def record(
     shapes, for models that are not in memory.
     """
     with undone(model), torch.no_grad():
-        recorder = _Recorder(model, units, instead)
+        recorder = _ExampleRun(model, units, instead)
         recording = recorder.record(args, kwargs)
         install = install_collectors(model, recorder.tree)
     install()
     return recording
 
 
-class _Recorder:
+class _ExampleRun:
     """The model's tree with watched units, and what was seen of it: in one run, or in two where something is kept."""
 
     def __init__(self, model: nn.Module, units: list[str], instead: Instead | None) -> None:
@@ -73,7 +73,7 @@ class _Recorder:
         self._elsewhere = OutsideChanges(model)
         self.tree = stage_tree(model, {*units, *self._free}, self._answer, apart=False)
         self._without_memory = {} if instead is None else _stand_in(self.tree)
-        self._carried, self._kept = GlueState(self.tree), SharedState(model, self.tree)
+        self._carried, self._kept = GlueState(self.tree), UnitStateFollower(model, self.tree)
         self._left: list[tuple[str, Tensor]] = []  # made in the first run by units, and there when it was over
         self._marks: UnitMarks
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every GPU
+
 
 def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
     """Those that modules have as attributes, and all others that there are in Python."""
@@ -22,7 +24,7 @@ def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
 
 def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
     """(whose, its state) of each."""
-    python, array, tensor = global_states()
+    python, array, (tensor, _) = global_states()
     found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", repr(array))]
     if torchs:
         found.append(("torch's generator, past its operations", tensor.tolist()))
@@ -37,16 +39,28 @@ def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
     return found
 
 
-def global_states() -> tuple[Any, Any, Tensor]:
+def global_states() -> tuple[Any, Any, TorchState]:
     """Of Python, numpy and torch."""
     numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
+    return random.getstate(), None if numpy is None else numpy.random.get_state(), random_state()
 
 
-def put_back(states: tuple[Any, Any, Tensor]) -> None:
-    """As they were."""
-    python, array, tensor = states
+def put_back(states: tuple[Any, Any, TorchState]) -> None:
+    """Put back what `global_states` found."""
+    python, array, tensors = states
     random.setstate(python)
-    torch.set_rng_state(tensor)
+    restore_random(tensors)
     if array is not None:
         sys.modules["numpy"].random.set_state(array)
+
+
+def random_state() -> TorchState:
+    """Of torch's generators, on the CPU and on every GPU."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def restore_random(state: TorchState) -> None:
+    """Put back what `random_state` found."""
+    torch.set_rng_state(state[0])
+    if state[1]:  # not run here: no GPU
+        torch.cuda.set_rng_state_all(state[1])

@@ -34,7 +34,7 @@ SAMPLE = 8  # numbers of a parameter
 DRIFT = 1e-3  # of the largest: devices of different kinds round differently, and that adds up over a long run
 
 
-class Checks:
+class ReplicaChecks:
     """Of one rank, with the links to the copies of its stages (dp) and to the other parts of its tensors (tp)."""
 
     def __init__(

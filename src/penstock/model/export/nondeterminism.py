@@ -22,7 +22,7 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model.export.effects import Where
-from penstock.model.generators import generators_of, global_states, put_back, states_of
+from penstock.model.random_states import generators_of, global_states, put_back, states_of
 
 Result = TypeVar("Result")
 

@@ -1,0 +1,160 @@
+"""Recorded steps of a run: which steps are recorded, and which of them is typical.
+
+One step is an anecdote: the last of a run may be its slowest. So the timeline that is shown is of the recorded step
+with the median makespan, and what the others took is kept beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.checkpoint.disk.plain_files import read_plain, write_whole
+from penstock.pipeline import Pipeline
+from penstock.schedule import Timeline
+from penstock.schedule.files.timeline_json import to_json
+from penstock.train.config.settings import TrainConfig
+from penstock.train.run.run_folder import RunFolder
+from penstock.view.account import account
+
+MOST = 15  # timelines that are in memory, the newest
+MOST_SPANS = 300_000  # in all of them; at least three are kept
+LISTED = 1000  # recorded steps whose times are kept
+OUTLIER = 1.5  # times the median makespan
+COMPARED, MOST_COMPARED = 6, 5_000  # recorded steps whose advice is compared at the end, and the most spans of one
+
+
+class Recorded(NamedTuple):
+    """One recorded step; seconds from its first action to its last, and the idle share of all ranks."""
+
+    step: int
+    makespan: float
+    idle: float
+
+
+class Recordings:
+    """Records two steps of every `logging.every` and the last two: the second one includes what is between steps."""
+
+    def __init__(self, config: TrainConfig, pipe: Pipeline, folder: RunFolder, start: int, writes: bool) -> None:
+        self._every, self._steps = config.logging.every, config.training.steps
+        self._pipe, self._folder, self._writes = pipe, folder, writes
+        self._recording = ExitStack()
+        self._timeline: Timeline | None = None
+        self._list = [entry for entry in read_recorded(folder)[0] if entry.step <= start] if start else []
+        self._kept: list[tuple[Recorded, Timeline]] = []
+        self._written: int | None = None  # the step whose timeline is on disk
+        self._cores = {"cores": len(os.sched_getaffinity(0)), "ranks": _ranks_here(config)}
+
+    def begin(self, coming: int) -> None:
+        """Before step `coming`."""
+        if self._timeline is None and (coming % self._every in (0, self._every - 1) or coming >= self._steps - 1):
+            self._timeline = self._recording.enter_context(self._pipe.record())
+
+    def end(self, step: int, last: bool) -> Recorded | None:
+        """After a step: what was recorded of it, if it is the second of two or the `last`."""
+        if self._timeline is None or not (step % self._every == 0 or step >= self._steps or last):
+            return None
+        self.close()
+        timeline, self._timeline = self._timeline, None
+        if not timeline.spans:
+            return None
+        found = Recorded(step, timeline.makespan, timeline.bubble)
+        if self._writes:
+            self._keep(found, timeline)
+        return found
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._recording.close()
+
+    def _keep(self, found: Recorded, timeline: Timeline) -> None:
+        self._list = [*self._list, found][-LISTED:]
+        most = max(3, min(MOST, MOST_SPANS // len(timeline.spans)))
+        self._kept = [*self._kept, (found, timeline)][-most:]
+        typical, shown = self._typical()
+        if typical.step != self._written:
+            write_whole(self._folder.timeline, to_json(shown))
+            self._written = typical.step
+        self._note()
+
+    def _typical(self) -> tuple[Recorded, Timeline]:
+        middle = statistics.median_low([entry.makespan for entry, _ in self._kept])
+        return next(each for each in self._kept if each[0].makespan == middle)
+
+    def finish(self) -> None:
+        """At the end of a run: find out whether other recorded steps lead to the same advice as the typical one."""
+        if not self._kept:
+            return
+        _, shown = self._typical()
+        others = [timeline for _, timeline in self._kept if timeline is not shown][-COMPARED:]
+        if others and len(shown.spans) <= MOST_COMPARED:
+            wanted = _subject(shown)
+            self._note(agree=sum(_subject(other) == wanted for other in others), asked=len(others))
+
+    def _note(self, **more: int) -> None:
+        typical, _ = self._typical()
+        document = {"typical": typical.step, "of": len(self._kept), **self._cores, **more, "steps": self._list}
+        write_whole(self._folder.recorded, json.dumps(document) + "\n")
+
+
+def _subject(timeline: Timeline) -> str:
+    """What the advice drawn from a step is about, without its figures."""
+    found = account(timeline).findings
+    return re.sub(r"[\d.,]+ ?(%|s|ms|us|times)", "", f"{found[0].kind}: {found[0].fact}") if found else ""
+
+
+def _ranks_here(config: TrainConfig) -> int:
+    """Ranks that share this host's cores; 0 where they compute on GPUs."""
+    if torch.cuda.is_available():
+        return 0
+    if config.pipeline.workers == "threads":
+        return config.pipeline.ranks
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
+    """The recorded steps of a run's folder, and the rest of what is known of them."""
+    try:
+        document: dict[str, Any] = json.loads(read_plain(folder.recorded))
+        return [Recorded(*entry) for entry in document["steps"]], document
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return [], {}
+
+
+def recorded_notes(folder: RunFolder) -> list[str]:
+    """What a reader of the timeline should know first, in words: too few cores, which step it is, and outliers."""
+    found, document = read_recorded(folder)
+    notes = []
+    cores, ranks = document.get("cores", 0), document.get("ranks", 0)
+    if cores < ranks:
+        notes.append(
+            f"This machine has {cores} core{'s' if cores != 1 else ''} for {ranks} ranks, so ranks take turns: waits "
+            f"and idle shares say more about the machine than about the schedule, and advice drawn from them may not "
+            f"hold where every rank has a core."
+        )
+    if not found:
+        return notes
+    typical = next((entry for entry in found if entry.step == document.get("typical")), found[-1])
+    middle = statistics.median(entry.makespan for entry in found)
+    count = document.get("of", len(found))
+    one = f"the median of {count} recorded steps" if count > 1 else "the only recorded step"
+    notes.append(
+        f"The timeline is of step {typical.step}, {one}: {1e3 * typical.makespan:.1f} ms, {typical.idle:.0%} idle."
+    )
+    if document.get("asked") and 2 * document["agree"] < document["asked"]:
+        notes.append(
+            f"The advice below is drawn from that step, and only {document['agree']} of {document['asked']} other "
+            f"recorded steps lead to the same: it may be about that step and not about the run."
+        )
+    slow = sorted((entry for entry in found if entry.makespan > OUTLIER * middle), key=lambda entry: -entry.makespan)
+    if slow:
+        shown = ", ".join(f"step {each.step} ({each.makespan / middle:.1f} times the median)" for each in slow[:5])
+        more = f" and {len(slow) - 5} more" if len(slow) > 5 else ""
+        notes.append(f"Outliers among them: {shown}{more}.")
+    return notes

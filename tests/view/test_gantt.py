@@ -1,0 +1,51 @@
+"""The Gantt chart for a terminal: what it shows is what the timeline says."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.schedule import FAMILIES, Span, Timeline, build, parse
+from penstock.view.gantt import gantt
+from penstock.view.run import Run
+from tests.view.simulated import run
+
+CHART = """\
+1f1b: 2 ranks, 2 stages, 3 microbatches, simulated
+rank 0 F0-F1--·······B0=====F2-B1=====···B2=====  25.0 %
+rank 1 ···F0--B0=====F1-B1=====F2-B2=====·······  25.0 %
+       0                  6                   12    idle
+makespan 12; idle 25.0 % (fill 4.2 %, wait 12.5 %, drain 8.3 %); at most 2 in flight on a rank
+ F  forward   B  backward  """
+
+
+def test_the_terminal_chart_is_this() -> None:
+    assert gantt([run("1f1b", 2, 3)], 56).plain == CHART
+
+
+@pytest.mark.parametrize("width", [24, 60, 80, 200])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_chart_is_as_wide_as_it_may_be(name: str, width: int) -> None:
+    for line in gantt([run(name, microbatches=40)], width).plain.splitlines():
+        if line.startswith("rank "):
+            assert len(line) == width
+
+
+def test_a_crowded_chart_shows_the_ops_and_no_names() -> None:
+    rows = [line for line in gantt([run("gpipe", microbatches=1000)], 60).plain.splitlines() if line[:5] == "rank "]
+    assert all(set(row[7:-8]) <= set("FB·") for row in rows)
+
+
+def test_a_pair_shows_both_halves_where_they_fit_and_else_the_letter_of_the_legend() -> None:
+    pair = parse("(0F1;1B0)OVERLAP_F_B")
+    schedule = build("dualpipe-v", 1, 4)
+    for length, shown in ((8.0, "F1B0###"), (3.0, "O##")):
+        timeline = Timeline(schedule, (Span(0, pair, 0.0, length), Span(0, parse("0F3"), length, 40.0)), (2,))
+        text = gantt([Run("run", timeline)], 55).plain
+        assert f"rank 0 {shown}" in text
+        assert " O  overlapped pair" in text
+
+
+def test_charts_of_one_unit_share_their_scale() -> None:
+    text = gantt([run("gpipe"), run("gpipe", forward=0.5, input=0.5, weight=0.5)], 80).plain
+    rows = [line[7:-8] for line in text.splitlines() if line.startswith("rank 0")]
+    assert 0 < len(rows[1].rstrip("·")) <= len(rows[0]) // 2 + 1

@@ -106,7 +106,7 @@ def _memory(
     for rank in range(ranks):
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained = _weights(own, config, divided)
-        state = trained * OPTIMIZERS[_optimizer(config)]
+        state = trained * _states(config)
         activations = None if stages is None else timeline.peak_memory[rank]
         if activations is not None and stages is not None and config.pipeline.recompute != "never":
             activations += max(  # one microbatch at a time has all of them again
@@ -121,10 +121,12 @@ def _memory(
     return tuple(rows)
 
 
-def _optimizer(config: TrainConfig) -> str:
-    if config.optimizer.name == "sgd":
-        return "sgd-momentum" if config.optimizer.momentum else "sgd"
-    return config.optimizer.name
+def _states(config: TrainConfig) -> float:
+    """How often as many bytes as the trained parameters the optimizer keeps."""
+    if config.optimizer.name == "adamw8bit":
+        return OPTIMIZERS["adamw"] / 4  # a byte for four
+    momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
+    return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
 
 
 def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float]:

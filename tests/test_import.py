@@ -19,6 +19,7 @@ ROOMS = [
     "rules",
     "schedule",
     "messages",
+    "files",
     "model",
     "view",
     "runtime.state",

@@ -21,6 +21,7 @@ PENSTOCK = [
     "Microbatches",
     "ParallelOptions",
     "Pipeline",
+    "PretrainedFolder",
     "ReplicaSampler",
     "Routed",
     "Shared",

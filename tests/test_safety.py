@@ -23,6 +23,10 @@ ALLOWED = {
         "importlib.import_module",
     ): "what a configuration names as module:function",
     (
+        "train/run/baseline.py",
+        "importlib.import_module",
+    ): "libraries that Penstock names for a process of its own, to see what they take",
+    (
         "integrations/transformers/trainer.py",
         "torch.load",
     ): "with weights_only=True: the optimizer's state, in the file that transformers' Trainer keeps it in",

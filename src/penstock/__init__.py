@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import load as load
     from penstock.checkpoint.checkpointer import save as save
     from penstock.checkpoint.load.loading import Loaded as Loaded
+    from penstock.files.pretrained import PretrainedFolder as PretrainedFolder
     from penstock.gpipe.face import GPipe as GPipe
     from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
@@ -54,6 +55,7 @@ _HOMES = {  # what is public, and the module that has it
     "Microbatches": "penstock.runtime.batch.microbatch",
     "ParallelOptions": "penstock.parallel.parallel_options",
     "Pipeline": "penstock.pipeline",
+    "PretrainedFolder": "penstock.files.pretrained",
     "ReplicaSampler": "penstock.parallel.sampler",
     "Routed": "penstock.model.split",
     "Shared": "penstock.runtime.batch.microbatch",

@@ -25,7 +25,7 @@ BAD_USAGE = {
     "train output=nowhere --resume": "has no run to go on from",
     "eval output=nowhere": "there is no nowhere; give a run's folder",
     "generate nowhere": "there is no nowhere; give a run's folder",
-    "generate nowhere --temperature hot": "'hot' is not a temperature",
+    "generate nowhere --temperature hot": "'hot' is not a number",
     "generate nowhere --tokens 0": "0 is too small",
     "show zbv2": "did you mean zb-v?",
     "show": "Missing argument",

@@ -20,9 +20,9 @@ from train_runs import LAYOUTS, Run
 
 import penstock
 from penstock.checkpoint.disk import directory
-from penstock.checkpoint.disk import tensors as body
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
 from penstock.checkpoint.save import saving
+from penstock.files import tensors as body
 
 Say = Callable[[Any], None]
 STEPS = 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from penstock.errors import CheckpointError, UsageError
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.dry_run import make_plan
 from penstock.train.evaluate import evaluate_checkpoint
-from penstock.train.generate import continue_text, open_gpt
+from penstock.train.generation.opening import open_writer
+from penstock.train.generation.sampling import Sampling
 from penstock.train.launch.stopping import INTERRUPTED, Stop
 from penstock.train.nonfinite import NonFinite
 from penstock.train.rate import rate_at
@@ -347,16 +348,17 @@ def test_a_checkpoint_is_evaluated_and_continued(tmp_path: Path, text: Path) -> 
     assert facts["bits_per_token"] == pytest.approx(facts["loss"] / math.log(2))
     assert facts["perplexity"] == pytest.approx(math.exp(facts["loss"]))
 
-    model, step, _ = open_gpt(path)
-    assert step == 80
-    sampling: dict[str, Any] = {"temperature": 0.7, "top": 5, "seed": 1}
-    found = b"".join(continue_text(model, b"the ", 40, **sampling))
-    assert len(found) == 40
-    assert set(found) <= set(b"the quick brown fox jumps over the lazy dog; \n")  # it knows its letters by now
-    assert found == b"".join(continue_text(model, b"the ", 40, **sampling))
-    assert found != b"".join(continue_text(model, b"the ", 40, **{**sampling, "seed": 2}))
-    likely = b"".join(continue_text(model, b"", 10, temperature=0, top=None, seed=1))
-    assert likely == b"".join(continue_text(model, b"", 10, temperature=0, top=None, seed=2))
+    writer, sampling = open_writer(path), Sampling(temperature=0.7, top_k=5, seed=1)
+
+    def written(how: Sampling) -> bytes:
+        return bytes(token for _, token in writer.continue_rows([list(b"the ")], 40, how))
+
+    assert len(written(sampling)) == 40
+    assert set(written(sampling)) <= set(b"the quick brown fox jumps over the lazy dog; \n")  # it knows its letters
+    assert written(sampling) == written(sampling)
+    assert written(sampling) != written(replace(sampling, seed=2))
+    several = ["generate", str(path), "--prompt", "the ", "--prompt", "dog", "--greedy", "--tokens", "9", "--json"]
+    assert [len(each["text"]) for each in json.loads(CliRunner().invoke(app, several).stdout)] == [9, 9]
 
 
 def test_what_cannot_be_sampled_or_evaluated_is_refused(tmp_path: Path, text: Path, mine: list[str]) -> None:
@@ -364,31 +366,18 @@ def test_what_cannot_be_sampled_or_evaluated_is_refused(tmp_path: Path, text: Pa
     assert trained(config) == 0
     path = find_checkpoint(config.output)
     with pytest.raises(UsageError, match="is of my_run:poisoned; text can be sampled from the built-in GPT"):
-        open_gpt(path)
+        open_writer(path)
     with pytest.raises(UsageError, match="there is no"):
         find_checkpoint(tmp_path / "nowhere")
     plain = penstock.Pipeline(nn.Sequential(nn.Linear(2, 2)), stages=1, microbatches=1, loss_fn=nn.functional.mse_loss)
     with penstock.Checkpointer(tmp_path / "own") as checkpointer:
         checkpointer.save(1, plain)
     with pytest.raises(UsageError, match="not saved by penstock train"):
-        open_gpt(find_checkpoint(tmp_path / "own"))
+        open_writer(find_checkpoint(tmp_path / "own"))
     bare = config_of(tmp_path, text, "data.validation=0", "training.steps=1", f"output={tmp_path / 'bare'}")
     assert trained(bare) == 0
     with pytest.raises(UsageError, match="no validation data"):
         evaluate_checkpoint(bare, find_checkpoint(bare.output), 2)
-
-
-def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, text: Path) -> None:
-    config = config_of(tmp_path, text)
-    plan = make_plan(config)
-    shown = plan.text()
-    for part in ("stage  rank", "0F0", "predicted idle share", "predicted peak memory", "text.txt"):
-        assert part in shown
-    assert plan.measured
-    assert 0 < plan.timeline.bubble < 1
-    weights = sum(p.numel() for p in open_model(config).parameters()) * 4
-    assert sum(plan.memory) > 4 * weights  # with gradients, two moments, and activations on top
-    assert not Path(config.output).exists()
 
 
 def test_a_dry_run_of_somebody_elses_configuration_imports_nothing(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, Single, sees
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, find_newest
-from penstock.checkpoint.disk.tensors import Body
 from penstock.checkpoint.load.loading import Loaded, load_into, log_skipped
 from penstock.checkpoint.named_tensors import Saved
 from penstock.checkpoint.processes import Processes
@@ -27,6 +26,7 @@ from penstock.checkpoint.save.collecting import Given, collect, document_of
 from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
+from penstock.files.tensors import Body
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -45,6 +45,8 @@ class Checkpointer:
         keep_best: Whether the checkpoint with the lowest `score` is kept as well.
         async_save: Whether `save` returns once everything is copied, while a thread writes. With `False`, it returns
             when the checkpoint is complete.
+        leave_out: A function of the name of a parameter: whether it is not saved, and stays as it is when a checkpoint
+            is loaded. For frozen parameters that come from elsewhere, such as those beside adapters.
     """
 
     def __init__(
@@ -55,12 +57,13 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: bool = False,
         async_save: bool = True,
+        leave_out: Callable[[str], bool] | None = None,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name}={value!r}: pass a whole number of at least 1, or None to turn this rule off")
         self.directory = Path(directory).absolute()
-        self.async_save = async_save
+        self.async_save, self._leave_out = async_save, leave_out
         self._files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
         self._writer: ThreadPoolExecutor | None = None
@@ -113,7 +116,7 @@ class Checkpointer:
         self._pipe = weakref.ref(pipe)
         if score is not None and not math.isfinite(score):
             raise UsageError(f"score={score!r}: pass a finite number, or None for a checkpoint that is not compared")
-        given = Given(optimizer, scheduler, scaler, data, extra, config, averages, score, while_best)
+        given = Given(optimizer, scheduler, scaler, data, extra, config, averages, score, while_best, self._leave_out)
         while (saving := self._agree(processes, step, pipe, given)) is None:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
@@ -263,7 +266,7 @@ class Checkpointer:
         Returns:
             A `Loaded`; the next step to train is `loaded.step + 1`.
         """
-        given = Given(optimizer, scheduler, scaler, data, averages=averages)
+        given = Given(optimizer, scheduler, scaler, data, averages=averages, leave_out=self._leave_out)
         if path is None:
             return load_into(pipe, given, self.directory, newest=True)
         return load_into(pipe, given, Path(path), newest=False)

@@ -9,7 +9,7 @@ one group were saved under the same options.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,13 +46,15 @@ class Saved:
 
         return encode(value, store_tensor, place)
 
-    def add_model(self, pipe: Pipeline) -> None:
-        """Parameters, persistent buffers and extra state of this process's stages.
+    def add_model(self, pipe: Pipeline, leave_out: Callable[[str], bool] | None = None) -> None:
+        """Parameters, persistent buffers and extra state of this process's stages, without what is left out.
 
         Replicas have the same parameters, but buffers of their own: the model's are those of the first.
         """
         replica = pipe.deployment.replicas.index
         for name, value in model_entries(pipe):
+            if leave_out is not None and isinstance(value, nn.Parameter) and leave_out(name):
+                continue
             if isinstance(value, Tensor):
                 own = replica and not isinstance(value, (nn.Parameter, DTensor))
                 key = f"replica-{replica:05d}.{name}" if own else f"{section_of(pipe, name)}.{name}"

@@ -139,24 +139,33 @@ def export(
     file_size: Annotated[
         str | None, typer.Option("--file-size", help="The most that one file holds, such as 5GB; else one file.")
     ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add LoRA adapters to the weights; else they alone.")] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="A folder with a tokenizer; else that of the model's folder.")
+    ] = None,
     averages: Annotated[
         bool, typer.Option("--ema", help="Write the moving averages of the weights (training.ema), not the weights.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the weights as safetensors; in Hugging Face's layout where the model came from transformers."""
+    """Write the weights as safetensors; in Hugging Face's layout where the model came from transformers.
+
+    Of a run with LoRA it is the adapter in peft's format, or with --merge the model that has it in its weights.
+    """
     limit = None if file_size is None else _bytes_of(file_size)
     path = find_checkpoint(source)
     from penstock.checkpoint.export import export as write_out  # loads torch
 
     with working(f"exporting {path}"):
-        done = write_out(path, out, dtype=dtype, file_bytes=limit, averages=averages)
+        done = write_out(path, out, dtype=dtype, file_bytes=limit, merge=merge, tokenizer=tokenizer, averages=averages)
     if as_json:
         write_json({"checkpoint": str(path), **asdict(done), "files": [str(file) for file in done.files]})
         return
     write(f"{path}: {done.tensors} tensors, {size_text(done.bytes)}, written to")
     for file in done.files:
         write(f"  {file}")
+    if done.adapter:
+        write(f"load it with PeftModel.from_pretrained(model, {str(Path(out))!r}); --merge writes the model with it")
     if done.huggingface:
         write(f"load them with AutoModel.from_pretrained({str(Path(out))!r}), or the class that config.json names")
 

@@ -1,17 +1,16 @@
-"""`penstock generate`: text from a checkpoint of the built-in GPT."""
+"""`penstock generate`: text from a trained language model."""
 
 from __future__ import annotations
 
-import codecs
-import math
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.checkpoint.disk.manifest import find_checkpoint
-from penstock.cli.output import guarded, working, write
-from penstock.cli.source import whole
+from penstock.cli.output import guarded, working, write, write_json
+from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
 
 Place = Annotated[
@@ -20,42 +19,85 @@ Place = Annotated[
         metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint; RUN/best: its best), or one."
     ),
 ]
-Prompt = Annotated[str, typer.Option(help="What the text begins with.")]
-Count = Annotated[int, typer.Option("--tokens", "-n", parser=whole(1), metavar="N", help="Bytes to add.")]
-Temperature = Annotated[str, typer.Option(help="0: always the likeliest byte; 1: as the model says.")]
-Top = Annotated[int | None, typer.Option(parser=whole(1), metavar="K", help="Choose among the K likeliest.")]
+Prompts = Annotated[
+    list[str] | None, typer.Option("--prompt", help="What the text begins with; several times for several texts.")
+]
+Count = Annotated[int, typer.Option("--tokens", "-n", parser=whole(1), metavar="N", help="Tokens to add to each.")]
+Temperature = Annotated[str, typer.Option(help="0: always the likeliest token; 1: as the model says.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always the likeliest token, as --temperature 0.")]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", parser=whole(1), metavar="K", help="Choose among the K likeliest.")
+]
+TopP = Annotated[
+    str | None, typer.Option("--top-p", metavar="SHARE", help="Choose among the likeliest that make up this share.")
+]
 Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another seed gives another text.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", parser=whole(1), metavar="N", help="Cores for a model of transformers.")
+]
 
 
 @guarded
 def generate(
     place: Place = "runs/gpt",
-    prompt: Prompt = "def ",
+    prompts: Prompts = None,
     count: Count = 300,
     temperature: Temperature = "0.8",
-    top: Top = None,
+    greedy: Greedy = False,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Seed = 0,
+    threads: Threads = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Sample text from a trained built-in GPT, to see what it has learned."""
-    heat = _temperature(temperature)
+    """Write text with a model that penstock train has trained: the built-in GPT, or one of transformers.
+
+    One text appears as it is written, token by token; several, or with --json, when all of them are complete.
+    """
+    options = {
+        "temperature": 0.0 if greedy else _number("--temperature", temperature),
+        "top_k": top_k,
+        "top_p": None if top_p is None else _number("--top-p", top_p),
+        "seed": seed,
+    }
+    begins = prompts or ["def "]
     with working("loading"):
-        from penstock.train.generate import continue_text, open_gpt  # loads torch
+        # small operations of numpy only wait for each other on several cores
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        from penstock.train.generation.opening import open_writer
+        from penstock.train.generation.sampling import Sampling
 
-        model, _, _ = open_gpt(find_checkpoint(place))
-    begin = prompt.encode("utf-8", "surrogateescape")
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    sys.stdout.write(prompt)
-    for byte in continue_text(model, begin, count, temperature=heat, top=top, seed=seed):
-        sys.stdout.write(decoder.decode(byte))
-        sys.stdout.flush()
-    write(decoder.decode(b"", final=True))
+        sampling = Sampling(**options)  # type: ignore[arg-type]
+        writer = open_writer(find_checkpoint(place), threads)
+    pieces = _pieces(writer, begins, count, sampling)
+    if len(begins) == 1 and not as_json:
+        sys.stdout.write(begins[0])
+        for _, text in pieces:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        write("")
+        return
+    texts = [""] * len(begins)
+    for row, text in pieces:
+        texts[row] += text
+    if as_json:
+        write_json([{"prompt": begin, "text": text} for begin, text in zip(begins, texts, strict=True)])
+        return
+    for number, (begin, text) in enumerate(zip(begins, texts, strict=True), 1):
+        write(f"--- {number}\n{begin}{text}")
 
 
-def _temperature(text: str) -> float:
+def _pieces(writer: Any, prompts: list[str], count: int, sampling: Any) -> Any:
+    """(row, text) as they come."""
+    readers = [writer.words.reader() for _ in prompts]
+    for row, token in writer.continue_rows([writer.words.encode(prompt) for prompt in prompts], count, sampling):
+        yield row, "" if token == writer.words.end else readers[row].add(token)
+    for row, reader in enumerate(readers):
+        yield row, reader.finish()
+
+
+def _number(option: str, text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise UsageError(f"--temperature: {text!r} is not a temperature; give a number of 0 or more, such as 0.8")
-    return value
+        raise UsageError(f"{option}: {text!r} is not a number; give one such as 0.8") from None

@@ -21,6 +21,7 @@ from penstock.errors import FallbackWarning, ModelError
 from penstock.model.declared_skips import SkipRoutes, find_routes
 from penstock.model.part import OUTPUT, Names, StagePart, state_names
 from penstock.model.shared_layers import SharedLayers, refuse_shared_norms
+from penstock.model.transformers_models import origin_of
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
 
@@ -140,7 +141,7 @@ class Split:
     recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
     loss: Holding | None = None  # what the loss function holds, beside the last stage
     order: tuple[str, ...] = ()  # of the names in the model's state, where it is not that of the parts
-    origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
+    origin: Mapping[str, Any] | None = None  # of a model of transformers or with peft's adapters: their configurations
     fallback: str = ""  # why it is this way, where another that comes first has refused the model
 
     def warn(self) -> None:
@@ -244,7 +245,8 @@ def split_model(
     )
     whole = Topology(len(modules), [*topology.edges, *routes])
     balance = tuple(1 if spread else len(module._modules) for module in modules)
-    return Split(parts, whole, how, model, aliases=_aliases(modules, names), balance=balance)
+    origin = origin_of(model)
+    return Split(parts, whole, how, model, aliases=_aliases(modules, names), balance=balance, origin=origin)
 
 
 def _aliases(modules: Sequence[nn.Module], names: Sequence[Names]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
-from penstock.runtime.batch.microbatch import Batch, check_labels, count_for, split_batch
+from penstock.runtime.batch.microbatch import Batch, Microbatches, check_labels, count_for, split_batch
 from penstock.runtime.batch.result import StepResult, merge
 from penstock.runtime.engine.replication import result_of
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
@@ -43,6 +43,12 @@ class Call:
     loss_kwargs: Mapping[str, Any]
     outputs: bool
     training: bool
+    reduce: Callable[..., Any] | None = None  # what predict() makes of the output of each microbatch
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the user has split the inputs into microbatches."""
+        return any(isinstance(value, Microbatches) for value in (*self.args, *self.kwargs.values()))
 
 
 class Batches:
@@ -131,7 +137,7 @@ class Batches:
         batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
         batches = {rank: _on_device(batch, deployment.devices.get(rank)) for rank in ranks.executors}
         check = None
-        if ranks.last is None:
+        if ranks.last is None or call.reduce is not None:
             shares = Shares(count, 1.0 / count)
         else:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
@@ -144,8 +150,9 @@ class Batches:
             rank: StepInput(
                 own,
                 shares,
-                trained_loss(self.loss_fn) if training else self.loss_fn,
-                join=self._merged if call.outputs else None,
+                trained_loss(self.loss_fn) if training else call.reduce or self.loss_fn,
+                join=(Microbatches if call.reduce and call.is_split else self._merged) if call.outputs else None,
+                reduce=call.reduce,
                 training=training,
                 batch_dims=self.dims,
                 scale=1.0 if scaler is None else scaler.loss_scale(),
@@ -303,7 +310,7 @@ class Batches:
             )[2:]
             known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
             check_labels(self.dims, list(known), {*self._passed, *optional}.difference(filled))
-        if call.training or call.target is not None or loss_kwargs:  # else there is no loss: predict()
+        if call.reduce is None and (call.training or call.target is not None or loss_kwargs):  # else there is no loss
             self._check_loss_kwargs(loss_kwargs)
         needs = self.loss_fn if call.training and self.deployment.ranks.last is not None else None
         shape = (call.name, len(args), call.target is not None)

@@ -60,6 +60,21 @@ def check_loss_kwargs(loss_fn: Any, names: Sequence[str]) -> None:
         ) from None
 
 
+def check_reduce(reduce: Any, names: Sequence[str]) -> None:
+    """A function for `predict(reduce=)` can be called with an output and what was passed for it."""
+    if not callable(reduce):
+        raise UsageError(f"reduce={reduce!r}: pass a function of (output, **reduce_kwargs)")
+    signature = _signature(reduce)
+    try:
+        if signature is not None:
+            signature.bind(None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise UsageError(
+            f"reduce {_name(reduce)}{signature} is called with an output and reduce_kwargs="
+            f"{{{', '.join(map(repr, names))}}}: {error}"
+        ) from None
+
+
 def check_call(call: str, forward: Callable[..., Any], args: Sequence[Any], target: Any, loss_fn: Any) -> None:
     """Positional arguments are the model's inputs; one of torch's losses, where it is called, has a target."""
     signature = _signature(forward)

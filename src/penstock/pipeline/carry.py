@@ -5,13 +5,14 @@ One after the other, in the same order on every rank, so that no more than a few
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.engine.report import failure_of
 from penstock.runtime.transport import Channel, Transport
 
+AHEAD = 64 * 2**20  # bytes
 Item = tuple[str, int, Sequence[int]]  # a name, the rank that has its value, and those that get it
 
 
@@ -25,29 +26,62 @@ def carry(
 
     All ranks call it with the same items. Without a transport there is one rank.
     """
+    for name, value in carried(transport, items, give):
+        take(name, value)
+
+
+def carried(
+    transport: Transport | None,
+    items: Iterable[Item],
+    give: Callable[[str], Any],
+    sizes: Mapping[str, int] | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """(name, value) of all that is for this rank, one after the other; all ranks go through the same items.
+
+    With `sizes`, in bytes and the same on all ranks, no rank gets further ahead of another than `AHEAD` bytes. A rank
+    that leaves the loop early still hands out what the others wait for.
+    """
     if transport is None:
         for name, _, _ in items:
-            take(name, give(name))
+            yield name, give(name)
         return
-    items = list(items)
+    walk = _walk(transport, list(items), give, sizes or {})
+    try:
+        for item in walk:  # noqa: UP028  (`yield from` would close it with this one)
+            yield item
+    except GeneratorExit:
+        for _ in walk:
+            pass
+        raise
+
+
+def _walk(
+    transport: Transport, items: list[Item], give: Callable[[str], Any], sizes: Mapping[str, int]
+) -> Iterator[tuple[str, Any]]:
     _check_alike(transport.exchange([name for name, _, _ in items]))
     sent = dict.fromkeys(sorted({(s, t) for _, s, targets in items for t in targets if s != t}), 0)
     numbers = {ends: number for number, ends in enumerate(sent)}
     transport.open([Channel(source, target, "F", source, target) for source, target in numbers])
+    ahead = 0
     try:
         for name, source, targets in items:
+            ahead += sizes.get(name, 0)
+            if ahead > AHEAD:
+                transport.flush()
+                transport.exchange(None)
+                ahead = 0
             value = give(name) if transport.rank == source else None
             for target in targets:
                 ends = (source, target)
                 if source == target:
-                    if transport.rank == source:
-                        take(name, value)
                     continue
                 if transport.rank == source:
                     transport.send(numbers[ends], sent[ends], value)
                 elif transport.rank == target:
-                    take(name, transport.receive(numbers[ends], sent[ends]))
+                    value = transport.receive(numbers[ends], sent[ends])
                 sent[ends] += 1
+            if transport.rank in targets:
+                yield name, value
         transport.flush()
     except PeerFailure:
         raise

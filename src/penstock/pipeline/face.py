@@ -7,8 +7,10 @@ on every local rank, share the losses.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NoReturn, Self
 
 import torch
@@ -23,8 +25,10 @@ from penstock.optim.tied import TiedParameters, tied_places
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.arguments import check_arguments, op_of
 from penstock.pipeline.batches import Batches, Call
+from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
 from penstock.pipeline.rebalance import apply_cut, propose_cut
+from penstock.pipeline.save_pretrained import save_pretrained
 from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.result import StepResult
@@ -297,7 +301,9 @@ class Pipeline:
         Returns:
             A `StepResult`.
         """
-        call = Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False)
+        return self._infer(Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False))
+
+    def _infer(self, call: Call) -> StepResult:
         deployment = self.deployment
         with deployment.world.stepping(call.name):
             self._begin()
@@ -311,17 +317,35 @@ class Pipeline:
             return self.batches.result(call, reports)
 
     @collective("predict()")
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(
+        self,
+        *args: Any,
+        reduce: Callable[..., Any] | None = None,
+        reduce_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Compute the model's output for a batch of any size in eval mode.
+
+        With `reduce`, the last stage keeps only what the function makes of each microbatch's output, such as the
+        log-probability of each token and not a row of scores for each.
 
         Args:
             *args: Positional inputs of the model.
+            reduce: A function of the output of one microbatch, and of its `reduce_kwargs` by keyword.
+            reduce_kwargs: Further keyword arguments of `reduce`, split into microbatches like the inputs.
             **kwargs: Keyword inputs of the model.
 
         Returns:
-            The output on the rank of the last stage, `None` on the others.
+            The output on the rank of the last stage, `None` on the others. With `reduce`, what it made of the
+            microbatches, joined like outputs; for inputs that you have split yourself (`Microbatches`), a list with
+            one entry per microbatch, which may be of different shapes.
         """
-        return self.evaluate(*args, outputs=True, **kwargs).output
+        call = Call("predict()", args, kwargs, None, reduce_kwargs or {}, True, training=False, reduce=reduce)
+        if reduce is None and reduce_kwargs:
+            raise UsageError("reduce_kwargs= are for the function reduce=, which was not passed")
+        if reduce is not None:
+            check_reduce(reduce, list(call.loss_kwargs))
+        return self._infer(call).output
 
     # -- the model's values in this process, under the model's own names: see `ModelState`
 
@@ -367,6 +391,47 @@ class Pipeline:
         """
         self._check_open()
         return self.state.full_state_dict(rank)
+
+    def full_tensors(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the whole model, one tensor at a time. Every rank calls it and walks through all of it.
+
+        The order is the same on all ranks. Each tensor is a copy on the CPU, whole where it is sharded or spread over
+        ranks; a tied parameter comes once, under its first name. A rank never holds more than a few of them.
+
+        Args:
+            rank: The rank that gets the tensors; on the others the loop ends without any. By default, every rank
+                gets them.
+
+        Yields:
+            Pairs of (name, tensor), under the model's own names.
+        """
+        self._check_open()
+        return self.state.full_tensors(rank)
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        max_shard_size: int = 5_000_000_000,
+        merge_adapters: bool = False,
+    ) -> None:
+        """Write the model as a folder that transformers' `from_pretrained` loads. Call it on every rank.
+
+        Each rank writes the tensors of its own stages, one at a time. The folder is there when it is complete, or not
+        at all, and an error on one rank is raised on all. A model with peft's adapters is saved as these adapters,
+        in peft's format.
+
+        Args:
+            folder: The folder to write; it must not be there yet. With several hosts, on a file system they share.
+            tokenizer: A tokenizer with `save_pretrained`, or the folder of one. By default, the tokenizer that lies
+                in the folder the model was loaded from, if there is one.
+            max_shard_size: The most bytes that one file holds.
+            merge_adapters: Whether to add adapters to the weights and save a model without adapters.
+        """
+        self._check_open()
+        self.state.check_values()
+        save_pretrained(self.state, Path(folder), tokenizer, max_shard_size, merge_adapters)
 
     def fill_model(self, rank: int | None = None) -> None:
         """Give the original model all its values again, until the next step. Call it on every rank.

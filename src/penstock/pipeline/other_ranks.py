@@ -2,8 +2,7 @@
 
 Until the first step the model is as it was given, on every process. From then on a rank has the true values of its own
 stages only, so all others are let go (`placeholders`), or marked as old where the user wants to keep them.
-`full_state` puts the state of all ranks together, in memory of its own; `fill` puts values back into the tensors that
-were let go, and the next step lets go of them again.
+`fill` puts values back into the tensors that were let go, and the next step lets go of them again.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock.errors import UsageError
 from penstock.model.original.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.split import Holding, Split
 from penstock.pipeline.carry import carry
-from penstock.rules import is_index
+from penstock.pipeline.full_tensors import targets_of
 from penstock.runtime.state.memory import copy_like
 from penstock.schedule import Placement
 
@@ -83,7 +82,7 @@ class OtherRanks:
         deployment = state.deployment
         call, transport = "fill_model()", deployment.world.transport
         self.checked = False
-        targets = _targets(deployment, call, rank)
+        targets = targets_of(deployment, call, rank)
         graded = any(parameter.grad is not None for parameter in state.parameters())
         if any(deployment.world.all_gather(call, graded)) and transport is not None:
             raise UsageError(
@@ -118,57 +117,6 @@ class OtherRanks:
         items = [(name, min(ranks), [each for each in targets if each not in ranks]) for name, ranks in owners.items()]
         carry(transport, items, lambda name: _value(own[name]), take)
         self.whole = self.whole or transport.rank in targets
-
-    def full_state(self, state: ModelState, rank: int | None) -> dict[str, Any]:
-        """The state of all ranks' stages in one, as a copy on the CPU; on every rank or on one (elsewhere empty)."""
-        deployment = state.deployment
-        call, transport, first = "full_state_dict()", deployment.world.transport, state.first_names()
-        targets = _targets(deployment, call, rank)
-        loss = deployment.split.loss
-        apart = set() if loss is None else set(loss.names.values())
-        mine = {name: value for name, value in state.state_dict().items() if name not in apart}
-        own = {first.get(name, name): value for name, value in mine.items()}
-        held = {first.get(name, name): each for holding in deployment.holdings() for name, each in _held_by(holding)}
-        answers: list[list[str]] = deployment.world.all_gather(call, list(mine))
-        sources: dict[str, int] = {}
-        for source, names in enumerate(answers):
-            for name in names:
-                sources.setdefault(first.get(name, name), source)
-        found: dict[str, Any] = {}
-
-        def give(name: str) -> Any:
-            value = own[name]
-            if not isinstance(value, Tensor):
-                return value
-            value = deployment.replicas.whole(value)
-            if not isinstance(held.get(name), nn.Parameter):
-                value = deployment.replicas.first_has(value)
-            return value.detach().cpu()
-
-        def take(name: str, value: Any) -> None:
-            found[name] = value.clone() if isinstance(value, Tensor) else value
-
-        carry(transport, [(name, source, targets) for name, source in sources.items()], give, take)
-        if transport is not None and transport.rank not in targets:
-            return {}
-        there = dict.fromkeys(name for names in answers for name in names)
-        order = [name for name in dict.fromkeys((*deployment.split.order, *there)) if name in there]
-        return {name: found[first.get(name, name)] for name in order}
-
-
-def _targets(deployment: Deployment, call: str, rank: int | None) -> list[int]:
-    """The ranks of this pipeline that get the values: all, or one of the first replica's."""
-    ranks = deployment.schedule.ranks
-    if rank is not None and not is_index(rank, ranks):
-        raise UsageError(f"rank={rank!r}: pass one of the ranks 0 to {ranks - 1}, or None for all of them")
-    asked = deployment.world.all_gather(call, rank) + deployment.replicas.all_gather(call, rank)
-    if any(other != rank for other in asked):
-        raise UsageError(
-            f"{call} was called with rank={rank} here and with {asked} on all; call it alike on every rank"
-        )
-    if rank is None or deployment.world.transport is None:
-        return list(range(ranks))
-    return [rank] if deployment.replicas.leads else []
 
 
 def _value(held: Held) -> Any:

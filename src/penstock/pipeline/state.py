@@ -18,6 +18,7 @@ from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
 from penstock.optim.norms import check_finite, check_limit, join_norms, local_part, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.full_tensors import WholeModel
 from penstock.pipeline.other_ranks import OtherRanks
 from penstock.runtime.loss.module import LOSS
 
@@ -122,7 +123,13 @@ class ModelState:
         parameters are whole in it; buffers are those of the first replica. The loss function's own are not in it.
         """
         self.check_values()
-        return self.other_ranks.full_state(self, rank)
+        return WholeModel(self, rank, "full_state_dict()").state()
+
+    def full_tensors(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the whole model, one at a time, in an order that all ranks walk together."""
+        self.check_values()
+        pairs = WholeModel(self, rank, "full_tensors()")
+        return ((name, value) for name, value in pairs if isinstance(value, Tensor))
 
     def fill_model(self, rank: int | None = None) -> None:
         """Give the model that the pipeline was made of all its values again, until the next step; on every rank.

@@ -5,10 +5,8 @@ The same functions serve a rank of a run, a dry run, an evaluation and sampling;
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.model.cut_options import CutOptions
+from penstock.model.lazy import Init, is_lazy
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.loss_options import LossOptions
@@ -28,14 +27,12 @@ from penstock.train.data.layouts import split_of
 from penstock.train.data.tokenizer import open_tokenizer
 from penstock.train.freeze import freeze
 from penstock.train.gpt import build_gpt
+from penstock.train.huggingface import build_huggingface, tensor_plan_of, values_of
+from penstock.train.lora import add_adapters, has_adapters
 from penstock.train.loss import StepLoss, build_loss
 
 Loss = Callable[..., Any]
 PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose memory a cut counts with
-NO_FOLDER_CODE = (
-    "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
-    'model.source = "module:function"'
-)
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
@@ -47,13 +44,22 @@ def gpt_options(config: TrainConfig) -> GPTOptions:
 
 
 def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
-    """The model with fresh weights, the same on every rank, and its loss where it brings one of its own."""
+    """The model, with adapters if there are to be some, and its loss where it brings one of its own.
+
+    Fresh weights are the same on every rank. A model whose weights are in a folder has none yet: `build_pipeline` has
+    each rank read its own.
+    """
     torch.manual_seed(config.seed)
+    model, loss = _plain_model(config)
+    return (add_adapters(config, model) if has_adapters(config) else model), loss
+
+
+def _plain_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
     source = config.model.source
     if source == "gpt":
         return build_gpt(gpt_options(config), config.data.sequence), None
     if source.startswith(HUGGINGFACE):
-        return _from_huggingface(source.removeprefix(HUGGINGFACE), config.model.options), None
+        return build_huggingface(config), None
     if not is_function(source):
         raise UsageError(f'model.source is "{source}"; a function is written "module:function"')
     found = call_source("model.source", source, config.model.options)
@@ -63,40 +69,6 @@ def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
             f"model.source: {source} returned a {type(found).__name__}; return an nn.Module, or (nn.Module, loss)"
         )
     return model, loss
-
-
-def _from_huggingface(name: str, options: dict[str, Any]) -> nn.Module:
-    """A model of random weights from a configuration's name, or from a folder that holds one.
-
-    Nothing is downloaded, and code that lies in the folder is not run, whatever the configuration says.
-    """
-    if "trust_remote_code" in options:
-        raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")
-    try:
-        # optional, and slow to load
-        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise UsageError("huggingface models need the transformers package: pip install transformers") from None
-    if Path(name, "config.json").is_file():
-        try:
-            shape = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-        except ValueError as error:
-            first = str(error).splitlines()[0]
-            raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
-    elif name in CONFIG_MAPPING:
-        shape = AutoConfig.for_model(name, **options)
-    else:
-        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3) or ["llama", "gpt2", "qwen2"]
-        raise UsageError(
-            f'model.source: transformers has no configuration "{name}", and there is no folder of that name with a '
-            f"config.json; near: {', '.join(near)}"
-        )
-    shape.use_cache = False
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_config(shape, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise UsageError(f"model.source: {name} is no language model: {str(error).splitlines()[0]}") from None
-    return model.to(torch.float32)
 
 
 def build_pipeline(
@@ -109,14 +81,20 @@ def build_pipeline(
     balance: Any = None,
     transport: str | None = None,
     mesh: Any = None,
+    values: Init | None = None,
 ) -> Pipeline:
-    """The pipeline of a configuration; `batch` shows what the model takes."""
+    """The pipeline of a configuration; `batch` shows what the model takes.
+
+    `values` fills a model that was built without any, in the place of the weights in its folder.
+    """
     options = config.pipeline
     freeze(model, config.training.freeze)
     replicated = ParallelOptions()
     if mesh is not None:
-        window = config.mesh.window if config.mesh.replicate == "fsdp" else None
-        replicated = ParallelOptions(replicate=config.mesh.replicate, window=window)
+        window = config.mesh.window if config.mesh.replicate == "fsdp" and config.mesh.replicas > 1 else None
+        replicate = config.mesh.replicate if config.mesh.replicas > 1 else None
+        plan = tensor_plan_of(config, model) if config.mesh.tp > 1 else None
+        replicated = ParallelOptions(replicate=replicate, window=window, tensor_plan=plan)
     step_loss = build_loss(config, model, loss, batch.target is not None)
     wanted: dict[str, Any] = {"balance": balance or options.balance}
     if options.split_at:
@@ -139,6 +117,7 @@ def build_pipeline(
         batch_options=split_of(config.data),
         cut_options=CutOptions(optimizer=PRICED_AS.get(config.optimizer.name, config.optimizer.name)),
         parallel_options=replicated,
+        init=None if not is_lazy(model) else values or values_of(config, model),
         **wanted,
     )
 

@@ -1,23 +1,34 @@
 """A dry run: what would be trained, how it would be cut and scheduled, and what that is predicted to cost.
 
 Everything is built for real, in this one process, and each piece of the model is run a few times to be measured; no
-step is trained and nothing is written.
+step is trained and nothing is written. Memory is predicted by kind, as the run itself reports it.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
+from torch import Tensor, nn
+
 from penstock.errors import PenstockError
-from penstock.model.balance.profile import Weight
+from penstock.model.balance.profile import OPTIMIZERS, Weight
 from penstock.model.cut import cut_model
+from penstock.model.lazy import is_lazy
+from penstock.model.split import Holding
+from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.data.vocabulary import check_vocabulary
+from penstock.train.huggingface import tensor_plan_of
+from penstock.train.run.baseline import process_bytes
+from penstock.train.run.memory import Memory, memory_table
 
 
 @dataclass(frozen=True)
@@ -29,28 +40,24 @@ class DryRun:
     schedule: Schedule
     timeline: Timeline  # simulated with measured costs, or with equal ones where nothing could be measured
     measured: bool
-    memory: tuple[float, ...]  # bytes by rank: weights, gradients, optimizer and activations; empty where not measured
+    memory: tuple[Memory, ...]  # by rank of a pipeline; without activations where they could not be measured
 
     def text(self, width: int | None = None) -> str:
         lines = [self.table, f"data      {self.data}", "", self.schedule.draw(width=width), ""]
         idle = f"predicted idle share {self.timeline.bubble:.1%}"
-        if not self.measured:
-            return "\n".join([*lines, f"{idle}, with equal stages (the model could not be measured here)"])
-        step = self.timeline.makespan / 1e3
+        if self.measured:
+            step = self.timeline.makespan / 1e3
+            ranks = self.schedule.ranks
+            idle += f"; one pass takes {step:.3g} s on {ranks} ranks with a core of this machine each"
+        else:
+            idle += ", with equal stages (the model could not be measured here)"
+        lines.append(idle)
+        peak = max(row.process for row in self.memory)
         lines.append(
-            f"{idle}; one pass takes {step:.3g} s on {self.schedule.ranks} ranks with a core of this machine each"
+            f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, and what Python and torch take "
+            f"by themselves"
         )
-        peak = max(self.memory)
-        lines.append(
-            f"predicted peak memory {_megabytes(peak)}, on rank {self.memory.index(peak)}: weights, gradients, "
-            f"optimizer and activations"
-        )
-        lines.append("by rank   " + "  ".join(_megabytes(held) for held in self.memory))
-        return "\n".join(lines)
-
-
-def _megabytes(count: float) -> str:
-    return f"{count / 1e6:,.{0 if count >= 1e8 else 1}f} MB"
+        return "\n".join([*lines, "", memory_table(self.memory)])
 
 
 def make_plan(config: TrainConfig) -> DryRun:
@@ -59,34 +66,124 @@ def make_plan(config: TrainConfig) -> DryRun:
     batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)
     check_vocabulary(config, model, data)
-    pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads")
+    pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads", values=_zeros)
     with pipe:
         table = pipe.describe().split("\n\n")[0]
         how = f"split     {pipe.deployment.split.how}"
         stages = _measured(config, pipe, example_of(batch, config.pipeline.microbatches))
         schedule = pipe.schedule
-        if stages is None:
-            return DryRun(f"{table}\n\n{how}", data.words, schedule, simulate(schedule), False, ())
-        times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
-        kept = [float(sum(weight.activation_bytes for weight in weights)) for weights in stages]
-        timeline = simulate(schedule, Costs(forward=times, input=times, weight=times, activation=kept))
-        memory = list(timeline.peak_memory)
-        parts = config.mesh.replicas if config.mesh.replicate == "fsdp" else 1
-        for stage, weights in enumerate(stages):
-            memory[schedule.placement.rank_of(stage)] += sum(weight.state_bytes for weight in weights) / parts
-        return DryRun(f"{table}\n\n{how}", data.words, schedule, timeline, True, tuple(memory))
+        timeline = simulate(schedule)
+        if stages is not None:
+            times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
+            kept = _kept(config, stages)
+            timeline = simulate(schedule, Costs(forward=times, input=times, weight=times, activation=kept))
+        memory = _memory(config, pipe, timeline, stages)
+        return DryRun(f"{table}\n\n{how}", data.words, schedule, timeline, stages is not None, memory)
+
+
+def _zeros(name: str, tensor: Tensor) -> None:
+    """In the place of weights that are in a folder: the same shapes."""
+    tensor.zero_()
+
+
+def _kept(config: TrainConfig, stages: list[tuple[Weight, ...]]) -> list[float]:
+    """What each stage keeps for the backward of one microbatch: everything, or its inputs where it recomputes."""
+    whole = [float(sum(weight.activation_bytes for weight in weights)) for weights in stages]
+    if config.pipeline.recompute == "never":
+        return whole
+    inputs = [0.0, *(float(weights[-1].output_bytes) if weights else 0.0 for weights in stages[:-1])]
+    return [min(some, every) for some, every in zip(inputs, whole, strict=True)]
+
+
+def _memory(
+    config: TrainConfig, pipe: Pipeline, timeline: Timeline, stages: list[tuple[Weight, ...]] | None
+) -> tuple[Memory, ...]:
+    """By rank of one pipeline; the others are alike."""
+    placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
+    divided = _divided(config, pipe)
+    rows = []
+    base = process_bytes(libraries_of(config), forked=config.pipeline.workers == "processes")
+    for rank in range(ranks):
+        own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
+        weights, trained = _weights(own, config, divided)
+        state = trained * _states(config)
+        activations = None if stages is None else timeline.peak_memory[rank]
+        if activations is not None and stages is not None and config.pipeline.recompute != "never":
+            activations += max(  # one microbatch at a time has all of them again
+                sum(weight.activation_bytes for weight in weights_of)
+                for stage, weights_of in enumerate(stages)
+                if placement.rank_of(stage) == rank
+            )
+        rows.append(Memory(weights, trained, state, activations, base + weights + trained + state + (activations or 0)))
+    if config.pipeline.workers == "threads":
+        total = base + sum(row.process - base for row in rows)
+        rows = [Memory(row.weights, row.gradients, row.optimizer, row.activations, total) for row in rows]
+    return tuple(rows)
+
+
+def _states(config: TrainConfig) -> float:
+    """How often as many bytes as the trained parameters the optimizer keeps."""
+    if config.optimizer.name == "adamw8bit":
+        return OPTIMIZERS["adamw"] / 4  # a byte for four
+    momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
+    return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
+
+
+def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float]:
+    """Bytes of parameters and buffers in one process, and of those that are trained."""
+    sharded = config.mesh.replicas if config.mesh.replicate == "fsdp" else 1
+    weights = trained = 0.0
+    seen: set[int] = set()
+    for holding in own:
+        for name, tensor in (*holding.module.named_parameters(), *holding.module.named_buffers()):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            size = float(tensor.numel() * tensor.element_size())
+            if isinstance(tensor, nn.Parameter):
+                size /= sharded * (config.mesh.tp if holding.names[name].rpartition(".")[0] in divided else 1)
+                trained += size if tensor.requires_grad else 0
+            weights += size
+    return weights, trained
+
+
+def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:
+    """The modules whose parameters mesh.tp processes share."""
+    if config.mesh.tp == 1:
+        return set()
+    model = pipe.deployment.split.model
+    plan = plan_of(tensor_plan_of(config, model))
+    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
+    return set() if plan is None else set(plan.resolve(names))
 
 
 def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tuple[Weight, ...]] | None:
     """What the pieces of each stage take, in time and memory; None for a model whose pieces cannot be run alone."""
-    if pipe.deployment.split.weights and any(weight.milliseconds for weight in pipe.deployment.split.weights):
-        return [pipe.deployment.split.weights_of(stage) for stage in range(pipe.deployment.split.stages)]
+    split = pipe.deployment.split
+    if split.weights and any(weight.milliseconds for weight in split.weights):
+        return [split.weights_of(stage) for stage in range(split.stages)]
     model, _ = build_model(config)
+    if is_lazy(model):
+        model = _with_memory(model)
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = kinds.get(config.pipeline.precision)
     try:
-        found = cut_model(model, pipe.deployment.split.stages, balance="time", example=example)  # type: ignore[arg-type]
+        with torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext():
+            found = cut_model(model, split.stages, balance="time", example=example)  # type: ignore[arg-type]
     except PenstockError:
         return None
-    bounds = [0, *pipe.deployment.split.cuts, len(pipe.deployment.split.weights)]
+    bounds = [0, *split.cuts, len(split.weights)]
     if len(found.weights) != bounds[-1]:
         return None
     return [tuple(found.weights[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _with_memory(model: nn.Module) -> nn.Module:
+    """The same with zeros for parameters; one that stands in several places stays one."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                zeros = nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), zeros)
+    return model

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.errors import UsageError
+from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
-from penstock.train.generate import load_for
+from penstock.train.ema import WeightAverage
+from penstock.train.generation.opening import saved_config
+from penstock.train.huggingface import check_base, left_out
 from penstock.train.loss import MeanLoss, shares_of
 
 
@@ -44,3 +48,17 @@ def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, ave
             "(data.sequence); a module:function gives it by validation(number)"
         )
     return Evaluated(step, losses, mean.value)
+
+
+def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages: bool = True) -> int:
+    """Put a checkpoint's weights into a pipeline of any layout, by default as it was evaluated: averaged, where it has
+    averages; returns the step that they are from."""
+    average = WeightAverage(pipe, 1.0) if averages and saved_config(checkpoint).training.ema is not None else None
+    tensors = None if average is None else average.tensors
+    saved = Checkpointer(checkpoint.parent, leave_out=left_out(config))
+    loaded = saved.load(pipe, path=checkpoint, averages=tensors)
+    check_base(config, loaded.extra.get("base"))
+    if average is not None:
+        average.begin(loaded.averages)
+        average.write()
+    return int(loaded.step)

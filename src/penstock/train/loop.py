@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.early_stopping import EarlyStopping
 from penstock.train.ema import WeightAverage
+from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
 from penstock.train.loss import MeanLoss, shares_of
 from penstock.train.nonfinite import NonFinite, find_culprit
+from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
 from penstock.train.run.recordings import Recorded, Recordings
-from penstock.train.run.run_folder import RunFolder
+from penstock.train.run.run_folder import RunFolder, write_json
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 
@@ -77,6 +79,8 @@ class Trainer:
         self._idle: float | None = None
         self._score: float | None = None  # the validation loss of this step, if it was evaluated
         self._saved: int | None = None
+        self._memory = MemoryWatch(pipe, optimizer)
+        self._base = base_mark(config)  # what checkpoints leave out
         self._mark = 0  # a checksum of what this step was given
 
     def run(self, start: int, stop: Stop) -> Ending:
@@ -88,7 +92,8 @@ class Trainer:
         try:
             while not self._ends and not asked:
                 recordings.begin(self.step + 1)
-                loss, norm, lr, tokens = self._train()
+                with self._memory.step():
+                    loss, norm, lr, tokens = self._train()
                 pace.step(tokens)
                 self.step += 1
                 asked, memory = self._tell(stop.asked)
@@ -105,6 +110,8 @@ class Trainer:
         if self._saved != self.step or not start:
             self.save()
         self.checkpointer.wait()
+        if self.step > start:
+            self._tell_memory()
         early = self.stopping.words if self.step < steps and self.stopping.over else ""
         return Ending(self.step, self.loss, self.validation, self.step < steps and not early, early)
 
@@ -134,6 +141,7 @@ class Trainer:
             averages=None if self.average is None else self.average.tensors,
             extra={
                 "skips": self.skips,
+                "base": self._base,
                 "stopping": self.stopping.state_dict(),
                 "updates": 0 if self.average is None else self.average.updates,
             },
@@ -186,6 +194,7 @@ class Trainer:
         return loss, norm, lr, tokens
 
     def _clip(self) -> float:
+        self._memory.see_gradients()
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         clip = self.config.optimizer.clip
@@ -240,6 +249,14 @@ class Trainer:
                 f"return an object with batch(number)"
             )
         return any(asked for asked, _, _ in answers), [memory for _, memory, _ in answers]
+
+    def _tell_memory(self) -> None:
+        """What each process holds, by kind: in the folder of the run, and as a table."""
+        rows = [Memory(*each) for each in self.processes.exchange(astuple(self._memory.memory()))]
+        if self.metrics is not None:  # on the rank that writes
+            write_json(self.folder.memory, memory_document(rows))
+        in_threads = len(rows) == 1 and self.config.pipeline.ranks > 1
+        self.progress.say(f"\n{memory_table(rows, ['all'] if in_threads else None)}")
 
     def _evaluate(self) -> float | None:
         """The mean loss on batches that are not trained on, with the average of the weights where there is one."""

@@ -41,11 +41,13 @@ from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.data.packing_check import check_packing
 from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
 from penstock.train.ema import WeightAverage
+from penstock.train.huggingface import check_base, left_out
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
@@ -156,6 +158,7 @@ def train_here(job: Job, stop: Stop) -> int:
             keep_every=saving.keep_every,
             keep_best=saving.keep_best,
             async_save=saving.async_save,
+            leave_out=left_out(config),
         )
         scaler = GradScaler(pipe) if config.pipeline.precision == "fp16" else None
         start, extra, notes = 0, {}, []
@@ -163,6 +166,7 @@ def train_here(job: Job, stop: Stop) -> int:
             options = options_of(optimizer)
             averages = None if average is None else average.tensors
             loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data, averages=averages)
+            check_base(config, loaded.extra.get("base"))
             follow_config(config, optimizer, rate, options)
             if average is not None:
                 average.begin(loaded.averages)
@@ -272,13 +276,19 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
         ranks=config.pipeline.ranks,
         balance=balance,
         transport=None if processes else "threads",
-        mesh=make_mesh(pp=config.pipeline.ranks, dp=replicas) if replicas > 1 else None,
+        mesh=_mesh(config),
     )
     if balance is None and pipe.deployment.split.cuts and Processes(pipe, "penstock train").first:
         folder.keep_cut(stages, list(pipe.deployment.split.balance))
     if config.data.packing:
         check_packing(pipe, config, vocabulary_of(model) or 256)
     return pipe
+
+
+def _mesh(config: TrainConfig) -> Any:
+    """The axes of the processes; None where there is no other than the pipeline's."""
+    replicas, tp = config.mesh.replicas, config.mesh.tp
+    return make_mesh(pp=config.pipeline.ranks, dp=replicas, tp=tp) if replicas * tp > 1 else None
 
 
 def log_as(config: TrainConfig, rank: int) -> None:
@@ -313,9 +323,18 @@ def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None,
         lines.append(f"timeline    {page}")
     if ending.stopped:
         lines.append(f"go on       {job.resume_command}")
-    elif job.config.model.source == "gpt" and job.config.data.tokens == "bytes" and not job.config.data.tokenizer:
-        lines.append(f"try it      penstock generate {folder.root} --prompt 'def '")
+    else:
+        lines += _what_next(job.config, folder)
     return "\n".join(lines)
+
+
+def _what_next(config: TrainConfig, folder: RunFolder) -> Iterator[str]:
+    """The commands that make something of a run that is complete."""
+    huggingface = config.model.source.startswith(HUGGINGFACE)
+    if (config.model.source == "gpt" or huggingface) and (config.data.tokenizer or config.data.tokens == "bytes"):
+        yield f"try it      penstock generate {folder.root} --prompt 'def '"
+    if huggingface:
+        yield f"export      penstock checkpoint export {folder.root} FOLDER"
 
 
 def read_note(path: Path) -> dict[str, Any] | None:

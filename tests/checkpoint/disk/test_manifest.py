@@ -18,9 +18,9 @@ from torch import nn
 from train_runs import Run
 
 import penstock
-from penstock.checkpoint.disk import tensors as body_module
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in, read_manifest, seal
 from penstock.errors import CheckpointError, UsageError
+from penstock.files import tensors as body_module
 
 ONE = {"stages": 1, "schedule": "gpipe"}
 

@@ -137,7 +137,7 @@ class _Restoring:
         self._joined = _joined(self._plains)
         here = layout_of(pipe, processes.count)
         self._alike = all(here[name] == manifest.layout.get(name) for name in ALIKE)
-        self.targets = fit_model(pipe, contents, self._joined["model"], self._alike)
+        self.targets = fit_model(pipe, contents, self._joined["model"], self._alike, given.leave_out)
         optimizers = optimizers_of(given.optimizer)
         self._fit = OptimizerFit(pipe, optimizers, contents, self._joined["optimizer"]) if optimizers else None
         if self._fit is not None:

@@ -2,7 +2,8 @@
 
 The planner says which piece of which saved tensor goes into which part of which tensor here; a shard of a DTensor takes
 just what it needs of however many pieces were saved. No process waits for another. Files are read through safetensors,
-which checks its header against the file and knows nothing but numbers.
+which checks its header against the file and knows nothing but numbers. A whole tensor needs no planner, and so who only
+wants some of those does not wait until torch has loaded it.
 """
 
 from __future__ import annotations
@@ -12,22 +13,30 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from penstock.checkpoint.disk.manifest import PLAIN_NAME, Manifest, damages, read_index, read_manifest
-from penstock.checkpoint.disk.tensors import TYPES
 from penstock.errors import CheckpointError
+from penstock.files.tensors import TYPES
+
+
+class Chunk(NamedTuple):
+    """A piece of a tensor: where it begins, and its shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class SavedTensor(NamedTuple):
+    """What the index says of a tensor."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    chunks: list[Chunk]
 
 
 def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
@@ -63,25 +72,35 @@ class CheckpointContents:
         """No tensor is larger than the files that are to have it: memory is asked for by what the index says."""
         sizes = {name: os.stat(self.path / name).st_size for name in {name for name, _ in self._homes.values()}}
         for (key, _), (name, shape) in self._homes.items():
-            need = math.prod(shape) * self._metadata[key].properties.dtype.itemsize
+            need = math.prod(shape) * self._metadata[key].dtype.itemsize
             if need > sizes[name]:
                 raise ValueError(f"{name} has {sizes[name]} bytes, and a piece of {key} in it is to have {need}")
         self.bytes = sum(sizes.values())
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, on the CPU."""
-        return self.fill({key: self.room(key)})[key]
+        found, goal = self._of(key), self.room(key)
+        for chunk in found.chunks:
+            name, sizes = self._homes[key, chunk.offsets]
+            try:
+                with safe_open(self.path / name, framework="pt") as file:
+                    self._check_piece(file, name, key, sizes)
+                    part = tuple(slice(begin, begin + size) for begin, size in zip(*chunk, strict=True))
+                    goal[part].copy_(file.get_tensor(key))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{self.path / name}: {error}", path=self.path) from error
+        return goal
 
     def room(self, key: str) -> Tensor:
         found = self._of(key)
-        return torch.empty(found.size, dtype=found.properties.dtype)
+        return torch.empty(found.size, dtype=found.dtype)
 
     def bytes_of(self, key: str) -> int:
         """The bytes of one whole tensor."""
         found = self._of(key)
-        return math.prod(found.size) * found.properties.dtype.itemsize
+        return math.prod(found.size) * found.dtype.itemsize
 
-    def _of(self, key: str) -> TensorStorageMetadata:
+    def _of(self, key: str) -> SavedTensor:
         found = self._metadata.get(key)
         if found is None:
             raise CheckpointError(f"{self.path}: the index has no tensor {key!r}", path=self.path)
@@ -89,9 +108,14 @@ class CheckpointContents:
 
     def fill(self, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read into these tensors, each under its key; shapes and types were compared before."""
+        # loads a good part of torch
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.metadata import Metadata
+
         state = dict(targets)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, Metadata(dict(self._metadata)), is_coordinator=True)
+        known = Metadata({key: _for_planner(saved) for key, saved in self._metadata.items()})
+        planner.set_up_planner(state, known, is_coordinator=True)
         plan = planner.finish_plan(planner.create_local_plan())
         try:
             with ExitStack() as opened, torch.no_grad():
@@ -112,7 +136,7 @@ class CheckpointContents:
         return state
 
     def _check_piece(self, file: Any, name: str, key: str, sizes: tuple[int, ...]) -> None:
-        piece, due = file.get_slice(key), TYPES[self._metadata[key].properties.dtype]
+        piece, due = file.get_slice(key), TYPES[self._metadata[key].dtype]
         if tuple(piece.get_shape()) != sizes or piece.get_dtype() != due:
             raise CheckpointError(
                 f"{self.path / name} has {key} as {piece.get_dtype()} {tuple(piece.get_shape())}; the index says "
@@ -136,19 +160,26 @@ def _plain(name: Any) -> str:
     return name
 
 
-def _metadata(saved: Mapping[str, Any]) -> TensorStorageMetadata:
+def _for_planner(saved: SavedTensor) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in saved.chunks]
+    return TensorStorageMetadata(TensorProperties(saved.dtype), torch.Size(saved.size), chunks)
+
+
+def _metadata(saved: Mapping[str, Any]) -> SavedTensor:
     dtype = getattr(torch, saved["dtype"])
     if not isinstance(dtype, torch.dtype) or dtype not in TYPES:
         raise ValueError(f"checkpoints have no dtype {saved['dtype']!r}")
     chunks = [
-        ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in saved["chunks"]
+        Chunk(tuple(torch.Size(chunk["offsets"])), tuple(torch.Size(chunk["sizes"]))) for chunk in saved["chunks"]
     ]
-    found = TensorStorageMetadata(TensorProperties(dtype), torch.Size(saved["shape"]), chunks)
+    found = SavedTensor(dtype, tuple(torch.Size(saved["shape"])), chunks)
     _check_cover(found)
     return found
 
 
-def _check_cover(found: TensorStorageMetadata) -> None:
+def _check_cover(found: SavedTensor) -> None:
     """The pieces lie inside the tensor and are as many numbers as it has: else some would stay as memory had them."""
     for chunk in found.chunks:
         ends = [begin + size for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)]
@@ -168,7 +199,7 @@ def _check_cover(found: TensorStorageMetadata) -> None:
                 raise ValueError(f"two pieces of a tensor of shape {tuple(found.size)} overlap")
 
 
-def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
+def _overlap(one: Chunk, other: Chunk) -> bool:
     return all(
         first < begin + length and begin < first + size
         for first, size, begin, length in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)

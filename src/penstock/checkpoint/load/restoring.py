@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.checkpoint.load.reading import CheckpointContents
@@ -31,9 +31,16 @@ if TYPE_CHECKING:
 
 
 def fit_model(
-    pipe: Pipeline, contents: CheckpointContents, plain: Mapping[str, Any], replicas_alike: bool = True
+    pipe: Pipeline,
+    contents: CheckpointContents,
+    plain: Mapping[str, Any],
+    replicas_alike: bool = True,
+    leave_out: Callable[[str], bool] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs."""
+    """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs.
+
+    A parameter that is left out (by its name) may be missing, and then stays as it is.
+    """
     tensors, path = contents.tensors, contents.path
     targets: dict[str, Tensor] = {}
     known, wrong = names_in(pipe, contents)
@@ -49,7 +56,8 @@ def fit_model(
             continue
         saved = tensors.get(key)
         if saved is None:
-            wrong.append(f"{name} is not in it")
+            if leave_out is None or not isinstance(value, nn.Parameter) or not leave_out(name):
+                wrong.append(f"{name} is not in it")
         elif tuple(saved["shape"]) != tuple(value.shape):
             wrong.append(f"{name} has shape {tuple(saved['shape'])} in it and {tuple(value.shape)} in the model")
         elif saved["dtype"] != _dtype_name(value):

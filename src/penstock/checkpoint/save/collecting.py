@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +34,14 @@ class Given:
     averages: Mapping[str, Tensor] | None = None
     score: float | None = None
     while_best: bool = False
+    leave_out: Callable[[str], bool] | None = None  # of parameters, by name: they come from elsewhere
 
 
 def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
     """Tensors (not copied yet) and plain values (copied) of this process."""
     pipe.state.check_values()
     saved = Saved()
-    saved.add_model(pipe)
+    saved.add_model(pipe, given.leave_out)
     optimizers = optimizers_of(given.optimizer)
     if optimizers:
         saved.add_optimizers(pipe, optimizers)

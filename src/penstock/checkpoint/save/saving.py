@@ -25,9 +25,9 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, MANIFEST, seal
 from penstock.checkpoint.disk.plain_files import create, read_plain
-from penstock.checkpoint.disk.tensors import Body, TensorEntry, streamed, write_file
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
+from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
 
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
@@ -194,12 +194,3 @@ def remove(directory: Path) -> None:
     with suppress(FileNotFoundError):
         directory.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make sure that the disk has the names in a directory."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -120,6 +120,9 @@ class Computations:
             output = emitted.pop(OUTPUT)
             if given.join is not None:
                 output = output if self.hooks is None else self.hooks.full(output)
+                if given.reduce is not None:
+                    with torch.no_grad():
+                        output = given.reduce(output, **given.batch.loss_kwargs[microbatch])
                 self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
                 self._kept[microbatch] = versions(self._outputs[microbatch])
         if emitted:

@@ -30,6 +30,7 @@ class StepInput:
     shares: Shares  # of each microbatch in the batch's loss
     loss_fn: Callable[..., Any] | None = None
     join: Callable[[list[Any]], Any] | None = None  # makes one of all outputs; without it, they are not kept
+    reduce: Callable[..., Any] | None = None  # what is kept of each output; gets the microbatch's loss_kwargs
     training: bool = True
     scale: float = 1.0  # of the gradients, for float16
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward

@@ -41,6 +41,11 @@ def stages_of(config: TrainConfig) -> int:
     return pipeline.ranks * family(pipeline.schedule).stages_per_rank
 
 
+def processes_of(config: TrainConfig) -> int:
+    """How many processes a run has: the ranks of a pipeline, for each replica and each part of its tensors."""
+    return config.pipeline.ranks * config.mesh.replicas * config.mesh.tp
+
+
 def _is_file(schedule: str) -> bool:
     return schedule.lower().endswith((".csv", ".json"))
 
@@ -59,8 +64,13 @@ def _rows(config: TrainConfig) -> Iterator[str]:
             f"data.batch / ({by}) = {batch // shares} rows cannot fill {slices} microbatches "
             f"(pipeline.microbatches); {slices * shares} rows would, or at most {batch // shares} microbatches"
         )
-    if config.mesh.replicas > 1 and config.pipeline.workers == "threads":
-        yield 'mesh.replicas are processes; set pipeline.workers to "processes", or mesh.replicas to 1'
+    for name in ("replicas", "tp"):
+        if getattr(config.mesh, name) > 1 and config.pipeline.workers == "threads":
+            yield f'mesh.{name} are processes; set pipeline.workers to "processes", or mesh.{name} to 1'
+    if config.mesh.tensor_plan is not None and config.mesh.tp == 1:
+        yield "mesh.tensor_plan says how tensors are spread over mesh.tp processes, and mesh.tp is 1"
+    if config.lora.alpha is not None and not config.lora.rank:
+        yield "lora.alpha is for new adapters; set lora.rank, such as 8"
 
 
 def _cut(config: TrainConfig) -> Iterator[str]:
@@ -94,7 +104,7 @@ def _cut(config: TrainConfig) -> Iterator[str]:
 
 def _numbers(config: TrainConfig) -> Iterator[str]:
     yield from tuning_faults(config)
-    processes = config.pipeline.ranks * config.mesh.replicas
+    processes = processes_of(config)
     odd = [rank for rank in config.logging.ranks if not 0 <= rank < processes]
     if odd:
         yield f"logging.ranks has {odd[0]}; the ranks are 0 to {processes - 1}"

@@ -32,8 +32,32 @@ def key(
 class Model:
     """What is trained."""
 
-    source: str = key("gpt", '"gpt", "module:function" that returns a model, or "huggingface:NAME" of a configuration')
+    source: str = key(
+        "gpt",
+        '"gpt", "module:function" that returns a model, "huggingface:FOLDER" that save_pretrained has written, or '
+        '"huggingface:NAME" of a configuration',
+    )
     options: dict[str, Any] = key({}, "keyword arguments of the source")
+    init: Literal["pretrained", "random"] | None = key(
+        None, "the weights of a FOLDER, or random ones (default: pretrained for a folder, else random)"
+    )
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = key(
+        "float32", "of the weights of a Hugging Face model; auto: as its configuration says"
+    )
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters, through peft: only they are trained."""
+
+    rank: int = key(0, "rank of the adapters; 0: none, unless lora.adapter has some", least=0)
+    alpha: float | None = key(None, "what their product is multiplied by is alpha / rank (default: twice the rank)")
+    dropout: float = key(0.0, "share of an adapter's inputs that training drops", least=0, most=0.9)
+    targets: list[str] = key(
+        [],
+        'ends of the names of the layers that get adapters, or ["all-linear"] (default: what peft knows for the model)',
+    )
+    adapter: str | None = key(None, "a folder with an adapter in peft's format to start from")
 
 
 @dataclass(frozen=True)
@@ -130,11 +154,15 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Replicas of the pipeline, each with its own rows of the batch."""
+    """Replicas of the pipeline, each with its own rows of the batch, and tensors divided over processes."""
 
     replicas: int = key(1, "pipelines side by side; each has pipeline.ranks processes", least=1)
     replicate: Literal["ddp", "fsdp"] = key("ddp", "whole parameters in each replica, or a part of each")
     window: int = key(2, "of fsdp: stages of a rank that are whole at a time", least=1)
+    tp: int = key(1, "processes that share the tensors of each stage", least=1)
+    tensor_plan: str | dict[str, Any] | None = key(
+        None, 'of tp: "gpt", "llama", or patterns of layers to styles (default: by the model)'
+    )
 
 
 @dataclass(frozen=True)
@@ -243,6 +271,7 @@ class TrainConfig:
     output: str = key("runs/gpt", "the folder of the run: checkpoints, metrics, timeline, logs")
     seed: int = key(0, "of weights, batches and dropout", least=0)
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     loss: Loss = field(default_factory=Loss)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)

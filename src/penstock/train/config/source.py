@@ -34,6 +34,14 @@ def functions_in(config: TrainConfig) -> dict[str, str]:
     return {key: text for key, text in sources.items() if isinstance(text, str) and is_function(text)}
 
 
+def libraries_of(config: TrainConfig) -> list[str]:
+    """Modules of other libraries that a run of this configuration loads, and that take seconds to load."""
+    huggingface = config.model.source.startswith(HUGGINGFACE)
+    adapters = config.lora.rank > 0 or config.lora.adapter is not None
+    used = {"transformers.models.auto.modeling_auto": huggingface, "peft": adapters}
+    return [name for name, wanted in used.items() if wanted]
+
+
 def find_source(key: str, text: str) -> Any:
     """The function itself; the working folder is looked in first, as `python -m` does."""
     if not is_function(text):

@@ -35,7 +35,9 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
+from penstock.train.config.consistent import processes_of
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import libraries_of
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.train.run.run_folder import RunFolder
@@ -161,10 +163,10 @@ def launch(job: Job, say: Say) -> int:
         old.unlink()
     for name in CHATTY:  # what they report is said better here
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    ranks = config.pipeline.ranks * config.mesh.replicas
+    ranks = processes_of(config)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["penstock.train.launch.fork_server", "penstock.train.worker"]
+        ["penstock.train.launch.fork_server", "penstock.train.worker", *libraries_of(config)]
     )
     spec = WorkerSpec(
         role="rank",
@@ -245,7 +247,7 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
 
 def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
     """How the same run starts on several hosts; torchrun's c10d rendezvous would unpickle what anybody sends it."""
-    ranks = config.pipeline.ranks * config.mesh.replicas
+    ranks = processes_of(config)
     hosts = 2 if ranks % 2 == 0 else ranks
     parts = [
         "torchrun",

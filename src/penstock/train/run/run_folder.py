@@ -3,6 +3,7 @@
 config.json      the configuration, every key
 cut.json         layers by stage, as first measured: a run that goes on is cut alike
 metrics.jsonl    one line per step
+memory.json      what each process held, by kind
 timeline.json    a typical recorded step;  recorded.json  what the recorded steps took;  timeline.html  the page
 checkpoints/     by step
 tensorboard/, wandb/  the figures for these two
@@ -27,6 +28,7 @@ OWN = (
     "config.json",
     "cut.json",
     "metrics.jsonl",
+    "memory.json",
     "timeline.json",
     "recorded.json",
     "timeline.html",
@@ -43,6 +45,7 @@ class RunFolder:
         self.root = root
         self.checkpoints = root / "checkpoints"
         self.metrics = root / "metrics.jsonl"
+        self.memory = root / "memory.json"
         self.timeline = root / "timeline.json"
         self.recorded = root / "recorded.json"
         self.page = root / "timeline.html"

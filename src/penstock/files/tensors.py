@@ -149,3 +149,12 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
     finally:
         os.close(descriptor)
     return size, f"{value:08x}"
+
+
+def sync_directory(directory: Path) -> None:
+    """Make sure that the disk has the names in a directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,185 @@
+"""A folder that transformers' `save_pretrained` has written, read tensor by tensor.
+
+No process reads more than it asks for: names, shapes and types come from the headers of the files, and a tensor goes
+from its file into the memory that is there for it in pieces. safetensors maps a file into memory, and pages that were
+read stay in this process until the file is closed; so a file is opened for one piece and closed again, and what a rank
+needs is its own tensors plus one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.files.adapters import is_adapter, name_without_adapter
+from penstock.files.tensors import TYPES
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PIECE = 4 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
+ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
+SHOWN = 8  # names in an error
+_DTYPES = {name: dtype for dtype, name in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is, its shape and its type."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def has_weights(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has safetensors under the names that transformers gives them."""
+    return any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX))
+
+
+class PretrainedFolder:
+    """The weights in a folder that `save_pretrained` has written, for `Pipeline(..., init=PretrainedFolder(path))`.
+
+    Each process reads only the tensors of its own stages. Weights in one file and in several are both read.
+
+    Args:
+        folder: The folder, with `model.safetensors` or with `model.safetensors.index.json` and the files it names.
+        file: The name of the only file, where it is another one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], file: str = WEIGHTS) -> None:
+        self.folder = Path(folder)
+        self._file = file
+        self.tensors = dict(self._stored())
+        self._places: dict[str, str] = {}  # names that a tensor has in the model, and not in the file
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Fill a tensor with the values that are stored under its name.
+
+        Args:
+            name: The name in the model.
+            tensor: The tensor to fill; values are converted to its dtype.
+        """
+        stored_as = self._places.get(name, name)
+        stored = self.tensors.get(stored_as)
+        if stored is None:
+            raise UsageError(
+                f"{self.folder} has no tensor {name}; it has, for one, {', '.join(list(self.tensors)[:3])}"
+            )
+        if stored.shape != tuple(tensor.shape):
+            raise UsageError(f"{self.folder}: {name} has shape {stored.shape}, and {tuple(tensor.shape)} in the model")
+        with torch.no_grad():
+            for begin, end in _pieces(tensor):
+                with self._open(stored.file) as file:
+                    if end is None:
+                        tensor.copy_(file.get_tensor(stored_as))
+                    else:
+                        tensor[begin:end].copy_(file.get_slice(stored_as)[begin:end])
+
+    def fit(self, model: nn.Module) -> None:
+        """Compare names and shapes with a model of transformers, and read the buffers that are stored.
+
+        Adapters that were put into the model are left out, and what they were put around is found under its old name.
+
+        Args:
+            model: The model, with or without values. A parameter that is in several places may be stored once.
+        """
+        own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+        state = {name_without_adapter(name): value for name, value in own.items() if not is_adapter(name)}
+        self._places = {name: name_without_adapter(name) for name in own}
+        places: dict[int, list[str]] = {}
+        for name, value in state.items():
+            places.setdefault(id(value), []).append(name)
+        missing, wrong = [], []
+        for names in places.values():
+            found = next((name for name in names if name in self.tensors), None)
+            if found is None:
+                missing.append(names[0])
+                continue
+            self._places |= {name: found for name, stored_as in self._places.items() if stored_as in names}
+            shapes = self.tensors[found].shape, tuple(state[found].shape)
+            if shapes[0] != shapes[1]:
+                wrong.append(f"{found} {shapes[0]}, not {shapes[1]}")
+        missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+        unknown = _without((name for name in self.tensors if name not in state), ignored)
+        if missing or unknown or wrong:
+            raise UsageError(
+                f"{self.folder} does not have the weights of {type(model).__name__}: {_listed('missing', missing)}; "
+                f"{_listed('unknown', unknown)}; {_listed('of another shape', wrong)}. Its config.json must be that of "
+                f"the weights; a folder that from_pretrained() converts while it loads is written anew by the "
+                f'save_pretrained() of the loaded model; model.init = "random" starts without weights'
+            )
+        for name, buffer in state.items():
+            if not isinstance(buffer, nn.Parameter):
+                self(name, buffer)
+
+    def fingerprint(self) -> str:
+        """What tells these weights from others: of every file its size, its beginning and its end."""
+        mark = 0
+        for name in self._files():
+            with open(self.folder / name, "rb") as file:
+                for begin in (0, max(0, os.fstat(file.fileno()).st_size - ENDS)):
+                    file.seek(begin)
+                    mark = zlib.crc32(file.read(ENDS) + str(begin).encode(), mark)
+        return f"{mark:08x}"
+
+    def _stored(self) -> Iterator[tuple[str, StoredTensor]]:
+        for file in self._files():
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  (no mapping)
+                    found = opened.get_slice(name)
+                    yield name, StoredTensor(file, tuple(found.get_shape()), _DTYPES[found.get_dtype()])
+
+    def _files(self) -> list[str]:
+        if (self.folder / self._file).is_file() or self._file != WEIGHTS:
+            return [self._file]
+        if not (self.folder / INDEX).is_file():
+            raise UsageError(
+                f"{self.folder} has neither {WEIGHTS} nor {INDEX}, so there are no weights to load; write them by "
+                f'save_pretrained(), or choose random ones with model.init = "random"'
+            )
+        try:
+            named = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise UsageError(f"{self.folder / INDEX} is no index of weights: {error!r}") from error
+        odd = [name for name in named if not isinstance(name, str) or Path(name).name != name]
+        if odd:
+            raise UsageError(f"{self.folder / INDEX} names {odd[0]!r}, which is not a file of the same folder")
+        return sorted(named)
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"{self.folder / file} cannot be read: {error}") from error
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, int | None]]:
+    """Rows of a tensor that are read at a time; (0, None) for all of it."""
+    size = tensor.numel() * tensor.element_size()
+    if not tensor.dim() or size <= PIECE:
+        yield 0, None
+        return
+    rows = max(1, tensor.shape[0] * PIECE // size)
+    for begin in range(0, tensor.shape[0], rows):
+        yield begin, min(begin + rows, tensor.shape[0])
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{what} {', '.join(names[:SHOWN]) or 'none'}{more}"

@@ -1,0 +1,82 @@
+"""What a folder for `from_pretrained` has beside tensors: names of files, index, configurations, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import UsageError
+from penstock.files import TOKENIZER_FILES
+from penstock.files.adapters import ADAPTER_CONFIG
+from penstock.files.pretrained import INDEX, WEIGHTS
+from penstock.files.tensors import TensorEntry, write_file
+
+
+def parts_of(entries: Sequence[TensorEntry], most: int | None) -> list[list[TensorEntry]]:
+    """Files of at most so many bytes each, in order; a larger tensor has a file for itself."""
+    parts: list[list[TensorEntry]] = [[]]
+    size = 0
+    for entry in entries:
+        if most is not None and parts[-1] and size + entry.bytes > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(entry)
+        size += entry.bytes
+    return parts
+
+
+def file_names(count: int) -> list[str]:
+    """The names of so many files of weights, as transformers looks for them."""
+    if count == 1:
+        return [WEIGHTS]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def write_json(file: Path, document: Any) -> str:
+    """Write a document; returns the name of the file."""
+    write_file(file, [json.dumps(document, indent=2).encode()])
+    return file.name
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], total: int) -> str:
+    """Which tensor is in which file."""
+    return write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
+
+
+def write_configs(
+    folder: Path, origin: Mapping[str, Any] | None, *, dtype: torch.dtype | None, adapter: bool
+) -> list[str]:
+    """The configurations that belong to the weights, or to the adapter; returns the names of the files."""
+    origin = origin or {}
+    if adapter:
+        return [write_json(folder / ADAPTER_CONFIG, origin["adapter"])]
+    names = []
+    if "config" in origin:
+        own = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+        names.append(write_json(folder / "config.json", {**origin["config"], **own}))
+    if "generation_config" in origin:
+        names.append(write_json(folder / "generation_config.json", origin["generation_config"]))
+    return names
+
+
+def write_tokenizer(folder: Path, tokenizer: Any, origin: Mapping[str, Any] | None) -> list[str]:
+    """The files of a tokenizer: an object's own, those of the folder that it names, or of the model's folder."""
+    if tokenizer is not None and callable(getattr(tokenizer, "save_pretrained", None)):
+        before = set(folder.iterdir())
+        tokenizer.save_pretrained(folder)
+        return sorted(file.name for file in set(folder.iterdir()) - before)
+    source = Path((origin or {}).get("folder", "")) if tokenizer is None else Path(tokenizer)
+    if source.is_file():  # a tokenizer.json by itself
+        shutil.copyfile(source, folder / TOKENIZER_FILES[0])
+        return [TOKENIZER_FILES[0]]
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file()] if source.parts else []
+    if tokenizer is not None and not found:
+        raise UsageError(f"tokenizer={str(source)!r} has none of the files of a tokenizer, such as tokenizer.json")
+    for name in found:
+        shutil.copyfile(source / name, folder / name)
+    return found

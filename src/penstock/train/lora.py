@@ -1,0 +1,107 @@
+"""Low-rank adapters for the training command, put into the model by peft before it is cut.
+
+peft replaces layers inside the model, so that the pipeline sees ordinary modules. Where adapters begin depends on the
+seed and on the name of the parameter, and not on the order in which ranks make them.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.files.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, name_in_adapter_file
+from penstock.files.pretrained import PretrainedFolder
+from penstock.model.lazy import is_lazy, lazy
+from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import HUGGINGFACE
+
+
+def has_adapters(config: TrainConfig) -> bool:
+    """Whether the configuration asks for adapters."""
+    return config.lora.rank > 0 or config.lora.adapter is not None
+
+
+def add_adapters(config: TrainConfig, model: nn.Module) -> nn.Module:
+    """Put adapters into the model; everything else is frozen from here on."""
+    try:
+        from peft import inject_adapter_in_model  # optional, and slow to load
+    except ImportError:
+        raise UsageError("lora needs the peft package: pip install 'penstock[lora]'") from None
+    settings = _settings(config)
+    without_values = is_lazy(model)
+    try:
+        with lazy() if without_values else nullcontext():
+            inject_adapter_in_model(settings, model)
+    except ValueError as error:
+        raise UsageError(f"lora.targets: {str(error).splitlines()[0]}") from None
+    if not without_values:
+        fill = adapter_values(config)
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                fill(name, parameter)
+    return model
+
+
+def adapter_values(config: TrainConfig) -> Callable[[str, Tensor], Any]:
+    """What fills the parameters of adapters: the folder that they start from, or peft's usual beginning."""
+    if config.lora.adapter is not None:
+        weights = PretrainedFolder(config.lora.adapter, ADAPTER_WEIGHTS)
+        return lambda name, tensor: weights(name_in_adapter_file(name), tensor)
+    return lambda name, tensor: begin_adapter(config.seed, name, tensor)
+
+
+def begin_adapter(seed: int, name: str, tensor: Tensor) -> None:
+    """Where an adapter begins: its second factor at zero, so that the model is as it was."""
+    with torch.no_grad():
+        if "lora_B" in name or "lora_embedding_A" in name:
+            tensor.zero_()
+            return
+        own = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+        values = torch.empty(tensor.shape, dtype=torch.float32)
+        if "lora_embedding_B" in name:
+            nn.init.normal_(values, generator=own)
+        else:
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=own)
+        tensor.copy_(values)
+
+
+def _settings(config: TrainConfig) -> Any:
+    from peft import LoraConfig, PeftConfig
+
+    options = config.lora
+    if options.adapter is not None:
+        path = Path(options.adapter)
+        if not (path / ADAPTER_CONFIG).is_file():
+            raise UsageError(f"lora.adapter: {path} has no {ADAPTER_CONFIG}; peft's save_pretrained() writes one")
+        found = PeftConfig.from_pretrained(str(path))
+        if not isinstance(found, LoraConfig):
+            raise UsageError(f"lora.adapter: {path} is of type {found.peft_type}; only LORA can be trained here")
+        if found.modules_to_save or found.bias != "none":
+            raise UsageError(
+                f"lora.adapter: {path} also trains whole modules or biases (modules_to_save, bias), and here only "
+                f"low-rank factors are; make it without these"
+            )
+        if options.rank not in (0, found.r):
+            raise UsageError(
+                f"lora.rank is {options.rank}, and the adapter in {path} has {found.r}; leave lora.rank out"
+            )
+        found.inference_mode = False
+        return found
+    source = config.model.source
+    targets: Any = options.targets or None
+    return LoraConfig(
+        r=options.rank,
+        lora_alpha=2 * options.rank if options.alpha is None else options.alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=source.removeprefix(HUGGINGFACE) if source.startswith(HUGGINGFACE) else None,
+    )

@@ -1,0 +1,85 @@
+"""The built-in GPT on arrays, token by token, is the built-in GPT."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import UsageError
+from penstock.train.config.settings import GPTOptions
+from penstock.train.generation.gpt_cache import CachedGPT
+from penstock.train.generation.sampling import Sampling
+from penstock.train.gpt import build_gpt
+
+CONTEXT = 8
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    made = build_gpt(GPTOptions(layers=3, width=16, heads=4, vocabulary=20, context=CONTEXT), CONTEXT).double().eval()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.3)  # biases and norms that are not as they begin
+    return made
+
+
+def cached(made: nn.Module) -> CachedGPT:
+    return CachedGPT({name: value.numpy() for name, value in made.state_dict().items()}, heads=4)
+
+
+def test_scores_are_those_of_the_model_whether_read_at_once_or_one_by_one() -> None:
+    made = model()
+    tokens = [3, 17, 0, 5, 5, 12]
+    with torch.no_grad():
+        wanted = made(torch.tensor([tokens]))[0].numpy()
+    np.testing.assert_allclose(cached(made).read(tokens), wanted[-1], rtol=1e-11)
+    slowly = cached(made)
+    for token, row in zip(tokens, wanted, strict=True):
+        np.testing.assert_allclose(slowly.read([token]), row, rtol=1e-11)
+    halves = cached(made)
+    halves.read(tokens[:2])
+    np.testing.assert_allclose(halves.read(tokens[2:]), wanted[-1], rtol=1e-11)
+
+
+def test_a_row_beyond_the_context_goes_on_from_its_last_half() -> None:
+    made, kept = model(), [1, 2, 3]
+    found = list(cached(made).continue_tokens(kept, 20, Sampling(temperature=0)))
+    for token in found:
+        with torch.no_grad():
+            assert int(made(torch.tensor([kept]))[0, -1].argmax()) == token
+        kept = [*kept, token]
+        kept = kept[-CONTEXT // 2 :] if len(kept) > CONTEXT else kept
+    assert len(found) == 20
+
+
+def test_tokens_end_with_the_end_and_depend_on_the_seed() -> None:
+    gpt = cached(model())
+    drawn = [list(gpt.continue_tokens([1], 30, Sampling(temperature=3.0, seed=seed))) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    end = drawn[0][10]
+    ended = list(gpt.continue_tokens([1], 30, Sampling(temperature=3.0, seed=1), end))
+    assert ended == drawn[0][: drawn[0].index(end) + 1]
+
+
+def test_shares_are_those_of_the_likeliest() -> None:
+    scores = np.log(np.array([0.1, 0.4, 0.2, 0.3]))
+    np.testing.assert_allclose(Sampling(temperature=1).shares(scores), [0.1, 0.4, 0.2, 0.3])
+    np.testing.assert_allclose(Sampling(temperature=1, top_k=2).shares(scores), [0, 4 / 7, 0, 3 / 7])
+    np.testing.assert_allclose(Sampling(temperature=1, top_p=0.6).shares(scores), [0, 4 / 7, 0, 3 / 7])
+    np.testing.assert_allclose(Sampling(temperature=1, top_p=0.01).shares(scores), [0, 1, 0, 0])
+    np.testing.assert_allclose(Sampling(temperature=0.5).shares(scores), np.array([1, 16, 4, 9]) / 30)
+    generator = np.random.default_rng(0)
+    counts = np.bincount([Sampling(temperature=1).choose(scores, generator) for _ in range(4000)], minlength=4)
+    np.testing.assert_allclose(counts / 4000, [0.1, 0.4, 0.2, 0.3], atol=0.03)
+    for wrong in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
+        with pytest.raises(UsageError):
+            Sampling(**wrong)
+
+
+def test_it_writes_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import penstock.train.generation.opening"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

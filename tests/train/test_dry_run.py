@@ -1,0 +1,92 @@
+"""A dry run says what a run would hold in memory, by the kinds that the run itself reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.train import dry_run
+from penstock.train.build import build_model
+from penstock.train.config.consistent import check_consistent
+from penstock.train.config.read import load_config
+from penstock.train.dry_run import make_plan
+
+SMALL = [
+    "model.options.layers=2",
+    "model.options.width=64",
+    "model.options.heads=2",
+    "data.sequence=64",
+    "data.batch=8",
+    "pipeline.ranks=2",
+    "pipeline.microbatches=4",
+    "training.steps=4",
+    "evaluation.every=0",
+    "logging.tensorboard=off",
+]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog; " * 200)
+    return [*SMALL, f"data.source={path}", f"output={tmp_path / 'run'}"]
+
+
+def test_it_shows_the_plan_and_writes_nothing(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        dry_run, "process_bytes", lambda libraries, forked: 300_000_000
+    )  # a process of its own finds it out
+    config = load_config(None, settings)
+    check_consistent(config)
+    plan = make_plan(config)
+    shown = plan.text()
+    for part in (
+        "stage  rank",
+        "0F0",
+        "predicted idle share",
+        "rank  weights  gradients  optimizer",
+        "text.txt",
+    ):
+        assert part in shown
+    assert plan.measured
+    assert 0 < plan.timeline.bubble < 1
+    bytes_of_model = sum(parameter.numel() for parameter in build_model(config)[0].parameters()) * 4
+    assert sum(row.weights for row in plan.memory) == bytes_of_model
+    assert sum(row.gradients for row in plan.memory) == bytes_of_model
+    assert sum(row.optimizer for row in plan.memory) == 2 * bytes_of_model
+    for row in plan.memory:
+        kinds = (row.weights, row.gradients, row.optimizer, row.activations or 0)
+        assert row.activations
+        assert row.process == 300_000_000 + sum(kinds)
+    assert not Path(config.output).exists()
+
+
+def test_recomputing_keeps_less_and_shards_divide(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "process_bytes", lambda libraries, forked: 0)
+    plain = make_plan(load_config(None, settings)).memory
+    less = make_plan(load_config(None, [*settings, "pipeline.recompute=always"])).memory
+    assert sum(row.activations or 0 for row in less) < sum(row.activations or 0 for row in plain)
+    shards = ["mesh.replicas=2", "mesh.replicate=fsdp"]
+    half = make_plan(load_config(None, [*settings, *shards])).memory
+    assert [row.weights for row in half] == [row.weights / 2 for row in plain]
+    spread = make_plan(load_config(None, [*settings, "mesh.tp=2"])).memory
+    assert all(0.5 * full.weights < part.weights < 0.7 * full.weights for part, full in zip(spread, plain, strict=True))
+
+
+@pytest.mark.slow
+def test_the_run_itself_reports_what_was_predicted(settings: list[str], tmp_path: Path) -> None:
+    plan = make_plan(load_config(None, settings)).memory
+    command = [sys.executable, "-m", "penstock", "train", *settings]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert len(found) == len(plan) == 2
+    for row, predicted in zip(found, plan, strict=True):
+        assert row["weights"] == predicted.weights
+        assert row["gradients"] == predicted.gradients
+        assert row["optimizer"] == pytest.approx(predicted.optimizer, rel=0.01)
+        assert row["process"] == pytest.approx(predicted.process, rel=0.1)

@@ -65,7 +65,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
         self._queue = self._connection.queues[key]
         self._words = words
         self._place = place
-        self._total = 0  # posted so through_gloo
+        self._total = 0  # posted so far
 
     def _post(self, microbatch: int) -> None:
         """One more may come."""
@@ -149,7 +149,7 @@ class SharedOutgoing(Outgoing):
         self._connection = connections[through_gloo.edge.target_rank]
         self._operations = operations
         self._key = key
-        self._total = 0  # sent so through_gloo
+        self._total = 0  # sent so far
         self._sent_through_gloo = 0  # of this step
         self._program = program
         self._place = place

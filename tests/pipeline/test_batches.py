@@ -88,16 +88,6 @@ def test_an_object_that_hides_tensors_is_refused_unless_it_is_marked(kind: Any) 
     pipe.step(X, target=Microbatches([kind(part) for part in Y.tensor_split(4)]))
 
 
-def test_no_gradient_flows_to_the_batch() -> None:
-    x = X.clone().requires_grad_()
-    bias = torch.ones(4, requires_grad=True)
-    pipe = pipeline()
-    pipe.step(x, target=Y, bias=Shared(bias))
-    pipe.step(Microbatches(x.tensor_split(4)), target=Y, bias=Microbatches([bias] * 4))
-    assert x.grad is None
-    assert bias.grad is None
-
-
 # --- labels
 
 

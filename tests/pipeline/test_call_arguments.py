@@ -126,6 +126,23 @@ def test_a_batch_that_is_a_dict_is_to_be_unpacked() -> None:
     pipe.step(**{"x": X}, target=Y)
 
 
+def test_a_batch_that_waits_for_gradients_is_refused() -> None:
+    """The graph behind a batch was cut off in silence: an embedding outside the pipeline learned nothing."""
+    pipe = penstock.Pipeline(Scaled(), stages=2, microbatches=2, loss_fn=F.mse_loss, example=(X,))
+    embedded = nn.Linear(4, 4)(X)
+    scale = torch.ones(8, 1, requires_grad=True)
+    with pytest.raises(UsageError, match=r"argument 0 of step\(\) requires a gradient, but a step gives none"):
+        pipe.step(embedded, target=Y)
+    with pytest.raises(UsageError, match=r"the target of step\(\) requires a gradient"):
+        pipe.step(X, target=embedded)
+    with pytest.raises(UsageError, match=r"argument 0 of step\(\) requires"):
+        pipe.step(penstock.Microbatches(embedded.chunk(2)), target=penstock.Microbatches(Y.chunk(2)))
+    with pytest.raises(UsageError, match=r"argument 1 of step\(\) requires"):
+        pipe.step(X, penstock.Shared(scale), target=Y)
+    pipe.evaluate(embedded, target=Y)
+    pipe.step(embedded.detach(), target=Y)
+
+
 def test_a_model_without_a_loss() -> None:
     with pytest.raises(PeerFailure, match=r"there is no loss_fn, and the model returned a tensor of shape \(4, 4\)"):
         pipeline(loss_fn=None).step(X)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
+from penstock.pipeline.call_arguments import check_call, check_is_data, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.state import ModelState
@@ -302,6 +302,9 @@ class Batches:
                 f"loss_kwargs is a {type(loss_kwargs).__name__}; pass a dict of loss_fn's keyword arguments"
             )
         self._check_keywords(kwargs)
+        if call.training:
+            named = {f"argument {place}": value for place, value in enumerate(args)} | {"the target": call.target}
+            check_is_data([*named.items(), *kwargs.items(), *loss_kwargs.items()])
         if self.dims:
             filled = positional(self.deployment.split.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}

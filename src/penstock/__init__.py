@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import save as save
     from penstock.checkpoint.load.loading import Loaded as Loaded
     from penstock.files.pretrained import PretrainedFolder as PretrainedFolder
-    from penstock.gpipe.face import GPipe as GPipe
+    from penstock.gpipe.gpipe import GPipe as GPipe
     from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
     from penstock.model.split import Routed as Routed
@@ -48,7 +48,7 @@ _HOMES = {  # what is public, and the module that has it
     "BatchOptions": "penstock.runtime.batch.batch_options",
     "Checkpointer": "penstock.checkpoint.checkpointer",
     "CutOptions": "penstock.model.cut_options",
-    "GPipe": "penstock.gpipe.face",
+    "GPipe": "penstock.gpipe.gpipe",
     "GradScaler": "penstock.optim.scaler",
     "Loaded": "penstock.checkpoint.load.loading",
     "LossOptions": "penstock.runtime.loss.loss_options",

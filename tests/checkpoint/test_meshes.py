@@ -44,7 +44,7 @@ def made(width: dict[str, Any], seed: int = 0) -> Run:
         options["parallel_options"] = penstock.ParallelOptions(replicate=width["replicate"])
     # Few rows a replica: two microbatches. No dropout or batch statistics, which depend on who has which rows.
     run = Run(seed=seed, plain=True, microbatches=8 // replicas, **options)
-    run.data = Share(run.pipe.deployment.replicas.index, replicas)
+    run.data = Share(run.pipe.deployment.replication.index, replicas)
     return run
 
 

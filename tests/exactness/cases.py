@@ -19,6 +19,7 @@ from penstock.schedule import FAMILIES, Op, Schedule, build
 SEED = 11
 STEPS = 2
 TRAINING = tuple(name for name in FAMILIES if name != "forward-only")
+WIDE = tuple(name for name, family in FAMILIES.items() if family.stages_per_rank == 2)
 
 
 @dataclass(frozen=True)

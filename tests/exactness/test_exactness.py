@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exactness.cases import TRAINING, Case, all_pipelined, differences, pipelined
+from exactness.cases import TRAINING, WIDE, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
 from processes import on_processes
 from tiers import mostly_slow, slow_if
@@ -23,7 +23,6 @@ EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model i
 HALF = [Case(family, list(MODELS)[row % len(MODELS)], rows=9, bfloat16=True) for row, family in enumerate(TRAINING)]
 SEARCHED = [Case("auto", "transformer", optimizer=True), Case("auto", "skip"), Case("auto", "mlp", stages=2, rows=7)]
 PROCESSES = ["shared", "distributed"]  # transports
-WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 per rank
 
 
 def by_turns(first: int) -> list[Any]:

@@ -191,9 +191,9 @@ class Fault:
         parts = [part for row in self.pipe.program.rows for action in row if action for part in action.parts()]
         self.place = str(self.random.choice([part for part in parts if part.op in OPS]))
         self.after = self.random.random() < 0.7
-        self.here = self.random.choice([None, *range(self.pipe.deployment.replicas.replicas)]) in (
+        self.here = self.random.choice([None, *range(self.pipe.deployment.replication.replicas)]) in (
             None,
-            self.pipe.deployment.replicas.index,
+            self.pipe.deployment.replication.index,
         )
 
     def __call__(self, action: Action, context: Context) -> None:

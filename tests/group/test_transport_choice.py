@@ -13,6 +13,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import UsageError
+from penstock.group.world import World
+from penstock.runtime.transport import ThreadTransport, Transport
 
 CHOICES = [
     (None, ""),
@@ -96,3 +98,16 @@ def test_an_environment_that_cannot_work_is_named(value: str, said: str, monkeyp
 def test_a_group_and_threads_do_not_go_together() -> None:
     with pytest.raises(UsageError, match="pass a process group of torch"):
         pipeline("threads", group=object())
+
+
+def test_any_transport_hears_which_call_its_rank_is_in_and_says_what_carries_values() -> None:
+    """Not only those that have a thread to watch for failures."""
+    transport: Transport = ThreadTransport.group(2)[0]
+    world = World(None, 2, 1.0)
+    world.transport = transport
+    with world.calling("step()"):
+        with world.calling("inner()"):
+            assert transport.call == "step()"
+        assert transport.call == "step()"
+    assert transport.call == ""
+    assert world.wire(0, 1) == "handed over in memory, without a copy"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from exactness.cases import SEED, STEPS, run_stages, sums_in_order
+from exactness.cases import SEED, STEPS, WIDE, run_stages, sums_in_order
 from exactness.models import Example, example
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from penstock.runtime.batch.microbatch import split_batch
 from penstock.schedule import build
 
 M = 4  # microbatches of a replica
-WIDE = {"looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v"}  # 2 per rank
 
 Outcome = dict[str, Any]
 

@@ -7,8 +7,8 @@ bit where gradients are added in the order of microbatches, each replica's first
 from __future__ import annotations
 
 import pytest
-from exactness.cases import TRAINING
-from parallel.cases import WIDE, Case, all_pipelined, differences
+from exactness.cases import TRAINING, WIDE
+from parallel.cases import Case, all_pipelined, differences
 from processes import on_processes
 from tiers import tiers
 

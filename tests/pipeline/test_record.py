@@ -190,7 +190,7 @@ def test_not_recording_reads_no_clock_and_keeps_no_span(monkeypatch: pytest.Monk
             raise AssertionError("a step that nobody records made a span")
 
         monkeypatch.setattr(executor, "Span", never)
-        monkeypatch.setattr(executor.Executor, "_watched", never)
+        monkeypatch.setattr(executor.Executor, "_timed", never)
         pipe.step(x, target=y)
         assert all(each.report.spans is None for each in pipe.deployment.ranks.executors.values())
 

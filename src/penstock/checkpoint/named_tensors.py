@@ -51,7 +51,7 @@ class Saved:
 
         Replicas have the same parameters, but buffers of their own: the model's are those of the first.
         """
-        replica = pipe.deployment.replicas.index
+        replica = pipe.deployment.replication.index
         for name, value in model_entries(pipe):
             if leave_out is not None and isinstance(value, nn.Parameter) and leave_out(name):
                 continue

@@ -38,7 +38,7 @@ class Processes:
         self._call = call
         self._transport = world.transport
         self._group = _whole_mesh(pipe)
-        self._link = getattr(pipe.deployment.replicas, "_link", None)
+        self._link = getattr(pipe.deployment.replication, "_link", None)
         if self._group is not None:
             self.count, self.number = dist.get_world_size(self._group), dist.get_rank(self._group)
         elif self._transport is not None:

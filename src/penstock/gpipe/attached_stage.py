@@ -39,8 +39,10 @@ class AttachedStage(Stage):
 
     returns = True
 
-    def __init__(self, part: StagePart, turn: StageRandomness, *, is_last: bool, loss: nn.Module | None = None) -> None:
-        super().__init__(part, turn, is_last=is_last, loss=loss)
+    def __init__(
+        self, part: StagePart, randomness: StageRandomness, *, is_last: bool, loss: nn.Module | None = None
+    ) -> None:
+        super().__init__(part, randomness, is_last=is_last, loss=loss)
         self.parameters: list[Tensor] = []  # what the call in hand wants gradients of
         self.pieces: list[list[Tensor]] = []  # of the model's inputs that want a gradient, by microbatch
         self.found: list[Tensor | None] = []  # the gradients of `parameters`, summed

@@ -134,7 +134,7 @@ class ForwardCall:
         last = calls.ranks.last
         assert last is not None
         outputs: list[Any] = last.computations.output()
-        if calls.ranks.turns.draw:
+        if calls.ranks.thread_randomness.draw:
             torch.rand(())  # the next call shall have other random numbers
         calls.ranks.commit()
         if attached:
@@ -177,7 +177,7 @@ class ForwardCall:
         """Take what the stages hold off them."""
         stages = self.calls.stages
         self._records = [stage.records for stage in stages]
-        self._alone = frozenset(self.calls.ranks.turns.alone)
+        self._alone = frozenset(self.calls.ranks.thread_randomness.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
             parameters += stage.foreign.values()
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -260,7 +260,7 @@ class ForwardCall:
         program = self._programs[half]
         try:
             with self.calls.ranks.step(alone):
-                self.calls.ranks.run(program, inputs, context=self._context)
+                self.calls.ranks.run(program, inputs, variables=self._context)
             return
         except PeerFailure as failure:
             cause = failure.__cause__

@@ -27,11 +27,12 @@ from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
+from penstock.runtime.transport.threads import IN_MEMORY
 
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
 TRANSPORTS = ("threads", "shared", "distributed")
-VARIABLE = "PENSTOCK_TRANSPORT"
+TRANSPORT_VARIABLE = "PENSTOCK_TRANSPORT"
 
 
 def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
@@ -54,12 +55,12 @@ class World:
 
     capacity: int | None = None  # messages that a link between threads buffers: any number, or at most so many
 
-    def __init__(self, group: Any, size: int | None, timeout: float, way: str | None = None) -> None:
+    def __init__(self, group: Any, size: int | None, timeout: float, requested_transport: str | None = None) -> None:
         self.group = group
         self.size = size
         self.timeout = timeout
-        self.way = way  # the transport that was asked for, if one was
-        self.transport: DistributedTransport | None = None  # this process's, where ranks are processes
+        self.requested_transport = requested_transport  # by the user, if at all
+        self.transport: Transport | None = None  # this process's, where ranks are processes
         self._informed = False  # the other ranks know what this one was given
         self._one_host = True
 
@@ -71,7 +72,7 @@ class World:
     def wire(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
         if self.transport is None:
-            return "handed over in memory, without a copy"
+            return IN_MEMORY
         return self.transport.wire(source, target)
 
     @classmethod
@@ -125,10 +126,10 @@ class World:
     def _connect(self, device: torch.device | str | None) -> Transport:
         assert self.size is not None
         common: dict[str, Any] = {"coordinator": self.size - 1, "device": device}
-        if self.way == "distributed":
+        if self.requested_transport == "distributed":
             self.transport = DistributedTransport(self.group, self.timeout, **common)
         else:
-            strict = self.way == "shared"
+            strict = self.requested_transport == "shared"
             self.transport = SharedMemoryTransport(self.group, self.timeout, strict=strict, **common)
         return self.transport
 
@@ -200,15 +201,15 @@ class World:
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
         """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
-        watch = None if self.transport is None else self.transport.watch
-        if watch is None or watch.call:
+        transport = self.transport
+        if transport is None or transport.call:
             yield
             return
-        watch.call = call
+        transport.call = call
         try:
             yield
         finally:
-            watch.call = ""
+            transport.call = ""
 
 
 def _check_built(answers: Sequence[Any]) -> None:
@@ -222,8 +223,8 @@ def _choice(asked: str | None) -> tuple[str | None, str]:
     """The transport that was asked for, by argument or else by the environment, and how that was said."""
     said = f"transport={asked!r}"
     if asked is None:
-        asked = os.environ.get(VARIABLE, "").strip().lower() or None
-        said = f"{VARIABLE}={asked}"
+        asked = os.environ.get(TRANSPORT_VARIABLE, "").strip().lower() or None
+        said = f"{TRANSPORT_VARIABLE}={asked}"
     if asked not in (None, *TRANSPORTS):
         raise UsageError(f"{said}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
     return asked, said

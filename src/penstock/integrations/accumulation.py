@@ -28,6 +28,6 @@ def take_count(
 ) -> int:
     """Let the next step run in at most as many microbatches as its batch has rows: the last one may have few."""
     own = count_for(most, args, kwargs or {}, target, {})
-    count: int = pipe.deployment.replicas.same_count(lambda: own or most)
+    count: int = pipe.deployment.replication.same_count(lambda: own or most)
     pipe.deployment.programs.take(count)
     return count

@@ -66,7 +66,7 @@ class OptimizerState:
 
         def give(label: str) -> Any:
             value = own[label][2]
-            return self._pipe.deployment.replicas.whole(value).detach().cpu() if isinstance(value, Tensor) else value
+            return self._pipe.deployment.replication.whole(value).detach().cpu() if isinstance(value, Tensor) else value
 
         def take(label: str, value: Any) -> None:
             name, key = places[label]
@@ -107,7 +107,7 @@ class OptimizerState:
 
     def _part(self, value: Any, parameter: nn.Parameter) -> Any:
         is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-        return self._pipe.deployment.replicas.part_of(value, parameter) if is_alike else value
+        return self._pipe.deployment.replication.part_of(value, parameter) if is_alike else value
 
     @staticmethod
     def _saved(whole: Mapping[str, Any]) -> list[list[int]]:

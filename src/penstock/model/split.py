@@ -1,6 +1,6 @@
 """A model cut into stages, as the runtime sees it: parts, and which feeds which.
 
-Whatever way a model is cut, the result is one `Split`: a `ModulePart` for each stage and the
+Whatever way a model is cut, the result is one `Split`: a `StagePart` for each stage and the
 topology of the values that cross. A part is called with what arrived from each producing
 stage and answers with what each consuming stage gets; the runtime never looks inside. Here is
 the way that needs no look at the model: lists of stage modules, and `nn.Sequential` by position.

@@ -113,7 +113,7 @@ class GradScaler(torch.amp.GradScaler):
         some = bool(found)
         found = found or {found_inf.device: found_inf}  # a rank without gradients has no objection
         mine = (any(bool(each.item()) for each in found.values()), some, self.get_scale())
-        ranks = self._pipe.deployment.world.all_gather(CALL, self._pipe.deployment.replicas.all_gather(CALL, mine))
+        ranks = self._pipe.deployment.world.all_gather(CALL, self._pipe.deployment.replication.all_gather(CALL, mine))
         answers = [each for copies in ranks for each in copies]
         if not any(some for _, some, _ in answers):
             raise UsageError(

@@ -145,7 +145,7 @@ def carry_spread(pipe: Pipeline, tensors: Iterable[Any], get_mesh: Callable[...,
         driven = executor.replication
         executor.computations.hooks = ParallelHooks(driven if isinstance(driven, WrappedStages) else None, values)
         if not isinstance(driven, WrappedStages):
-            executor.replication = deployment.replicas = UserParallel()
+            executor.replication = deployment.replication = UserParallel()
 
 
 def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dict[str, AxisLink]:

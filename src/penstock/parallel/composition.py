@@ -15,7 +15,7 @@ from penstock.model.part import StagePart
 from penstock.parallel.mesh import Axes
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.parallel.tensor_parallel.tensor_plan import plan_of
-from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.replication import Replication
 from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
 from penstock.schedule.seen import passes_seen
 
@@ -114,7 +114,7 @@ class Composition:
                 numbers = all_gather(numbers, self.axes.mesh.get_group(axis))[0]
         return numbers
 
-    def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Alone:
+    def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Replication:
         """What runs beside the steps of this rank."""
         if self.axes.size("dp") > 1 or self.axes.size("tp") > 1 or self.shards:
             from penstock.parallel.compose import compose  # loads DTensor and FSDP
@@ -124,4 +124,4 @@ class Composition:
             from penstock.parallel.compose import compose_wrapped  # loads DTensor and FSDP
 
             return compose_wrapped(pipe)
-        return Alone()
+        return Replication()

@@ -35,7 +35,7 @@ from penstock.pipeline.batches import Call
 from penstock.runtime.backward.record import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
-from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.replication import Replication
 from penstock.runtime.loss.losses import check_loss, own_loss, read_loss
 from penstock.runtime.loss.module import module_of
 from penstock.runtime.loss.shares import BatchShares
@@ -168,7 +168,7 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precis
             each.begin_step()
         total: Tensor | None = None
         statistics = Statistics()  # of batch norms that see each batch once
-        shares = BatchShares(pipe.batches.weighing, batch, Alone(), training=True)
+        shares = BatchShares(pipe.batches.weighing, batch, Replication(), training=True)
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages

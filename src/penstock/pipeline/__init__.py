@@ -6,7 +6,7 @@ batches      a call's arguments as what each rank computes on, and reports as a 
 state        the model's values that this process owns, under the model's own names
 """
 
-from penstock.pipeline.face import Pipeline
+from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.batch.result import StepResult
 
 __all__ = ["Pipeline", "StepResult"]

@@ -88,7 +88,7 @@ class Batches:
         """Where the number of microbatches follows from the lengths in the batch: that number, agreed on by all."""
         if self.options.split is None:
             return None
-        return self.deployment.replicas.same_count(lambda: self._planned(call))
+        return self.deployment.replication.same_count(lambda: self._planned(call))
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -96,7 +96,7 @@ class Batches:
 
         Replicas reduce their gradients in the order of the schedule, which must then be the same for all of them.
         """
-        if self._plan is None or self.options.order == "given" or self.deployment.replicas.replicas > 1:
+        if self._plan is None or self.options.order == "given" or self.deployment.replication.replicas > 1:
             return None
         return self._plan.tokens
 
@@ -115,7 +115,7 @@ class Batches:
             found = deployment.world.agreed(call.name, wanted, "(rank, microbatches)")
             return deployment.programs.microbatches if found is None else found
 
-        return deployment.replicas.same_count(agreed)
+        return deployment.replication.same_count(agreed)
 
     def resolve(self, call: Call, count: int) -> dict[int, StepInput] | Refused:
         """What each local rank computes on, or why it cannot: the error that all ranks must hear."""
@@ -126,7 +126,7 @@ class Batches:
 
     def _resolve(self, call: Call, count: int) -> dict[int, StepInput]:
         deployment, training = self.deployment, call.training
-        ranks, replicas = deployment.ranks, deployment.replicas
+        ranks, replicas = deployment.ranks, deployment.replication
         if training:
             replicas.ready()  # before anything else can raise: the other copies may wait for its answer
         if self.state.without_values:
@@ -266,7 +266,7 @@ class Batches:
         self._compared.add(call.training)
         last = self.deployment.ranks.last
         output = None if last is None else last.computations.output()
-        return result_of(reports, self.deployment.replicas.replica_reports, output)
+        return result_of(reports, self.deployment.replication.replica_reports, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""

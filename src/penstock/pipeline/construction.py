@@ -41,7 +41,7 @@ class Construction:
         self._precision = precision_of(asked.precision)
         self.settings = {
             **alike(given),
-            "transport": self.world.way or "no choice",
+            "transport": self.world.requested_transport or "no choice",
             "precision": str(self._precision or "the caller's"),
         }
         speeds = asked.cut_options.speeds

@@ -11,7 +11,7 @@ from penstock.model.split import Holding, Split
 from penstock.optim.tied import TiedParameters
 from penstock.pipeline.programs import Programs
 from penstock.runtime.engine.ranks import LocalRanks
-from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.replication import Replication
 from penstock.runtime.state.randomness import Clock
 from penstock.schedule import Placement, Schedule
 
@@ -26,7 +26,7 @@ class Deployment:
     ranks: LocalRanks
     clock: Clock
     devices: dict[int, torch.device]
-    replicas: Alone = field(default_factory=Alone)
+    replication: Replication = field(default_factory=Replication)
     tied: TiedParameters = field(init=False)
 
     @property

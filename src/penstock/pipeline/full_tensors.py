@@ -43,9 +43,9 @@ class WholeValues:
         value = self.own[name]
         if not isinstance(value, Tensor):
             return value
-        value = self._deployment.replicas.whole(value)
+        value = self._deployment.replication.whole(value)
         if name not in self._parameters:
-            value = self._deployment.replicas.first_has(value)
+            value = self._deployment.replication.first_has(value)
         return value.detach().cpu()
 
 
@@ -92,14 +92,14 @@ def targets_of(deployment: Deployment, call: str, rank: int | None) -> list[int]
     ranks = deployment.schedule.ranks
     if rank is not None and not is_index(rank, ranks):
         raise UsageError(f"rank={rank!r}: pass one of the ranks 0 to {ranks - 1}, or None for all of them")
-    asked = deployment.world.all_gather(call, rank) + deployment.replicas.all_gather(call, rank)
+    asked = deployment.world.all_gather(call, rank) + deployment.replication.all_gather(call, rank)
     if any(other != rank for other in asked):
         raise UsageError(
             f"{call} was called with rank={rank} here and with {asked} on all; call it alike on every rank"
         )
     if rank is None or deployment.world.transport is None:
         return list(range(ranks))
-    return [rank] if deployment.replicas.leads else []
+    return [rank] if deployment.replication.leads else []
 
 
 def _bytes(value: Any) -> int:

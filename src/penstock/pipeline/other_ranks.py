@@ -66,7 +66,7 @@ class OtherRanks:
             for name, held in _held_by(holding):
                 if isinstance(held, Tensor) and id(held) not in own:
                     gone(held, Home(name, placement.rank_of(holding.stage), holding.stage))
-        for name, stage, old in deployment.replicas.replaced:
+        for name, stage, old in deployment.replication.replaced:
             gone(old, Home(name, placement.rank_of(stage), stage, sharded=True))
         for stage in here:
             deployment.split.parts[stage].settle()
@@ -89,7 +89,7 @@ class OtherRanks:
                 "there are gradients: an optimizer step would change each rank's own stages, but not the copies that "
                 "other ranks get; call zero_grad() before fill_model()"
             )
-        if any(deployment.world.all_gather(call, bool(deployment.replicas.replaced))):
+        if any(deployment.world.all_gather(call, bool(deployment.replication.replaced))):
             raise UsageError(
                 "the stages' parameters are sharded or spread over ranks, so the model itself holds parts only; load "
                 "pipe.full_state_dict() into a new model instead"

@@ -22,13 +22,13 @@ from penstock.model.split import Split
 from penstock.optim.tied import tied_places
 from penstock.pipeline.carry import carry
 from penstock.pipeline.other_ranks import held_on, owners_of
-from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.replication import Replication
 from penstock.runtime.state.batch_norm import whole_stages
 from penstock.runtime.transport import Transport
 from penstock.schedule import Placement, Timeline, align
 
 if TYPE_CHECKING:
-    from penstock.pipeline.face import Pipeline
+    from penstock.pipeline.pipeline import Pipeline
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
@@ -151,7 +151,7 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool
         return False
     if any(parameter.grad is not None for parameter in pipe.parameters()):
         raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
-    if type(deployment.replicas) is not Alone:
+    if type(deployment.replication) is not Replication:
         raise UsageError("a pipeline with replicas or spread tensors keeps its cut; make a new one with split_at=")
     deployment.ranks.changes.check()
     after = replace(before.recut(proposal.cuts), loss=before.loss)
@@ -164,6 +164,6 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool
     pipe.state.other_ranks.moved(deployment)
     deployment.ranks = deployment.ranks.successor(after, schedule.placement)
     deployment.put_on_devices()
-    deployment.ranks.watch()
+    deployment.ranks.track_changes()
     pipe.tie(tied_places(after))
     return True

@@ -59,7 +59,7 @@ class _Saving:
         self._weight_map: dict[str, str] = {}
         self._total = 0
         self._dtype: torch.dtype | None = None
-        replicas = state.deployment.replicas
+        replicas = state.deployment.replication
         self._writes = replicas.leads  # for this rank's copies, and for other parts of its tensors
         self._first = self._writes and 0 in state.deployment.ranks.executors
 
@@ -76,7 +76,7 @@ class _Saving:
         found = [
             (rank, *each) for rank, each in enumerate(self._deployment.world.all_gather(CALL, mine)) if each is not None
         ]
-        across = [each for each in self._deployment.replicas.all_gather(CALL, found[0] if found else None) if each]
+        across = [each for each in self._deployment.replication.all_gather(CALL, found[0] if found else None) if each]
         if across:
             rank, usage, words = across[0]
             if usage:

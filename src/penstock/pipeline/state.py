@@ -168,12 +168,12 @@ class ModelState:
             )
         # of a step that failed; else a value that a unit had before it would not count as new
         self.deployment.ranks.give_back()
-        part_of = self.deployment.replicas.part_of
+        part_of = self.deployment.replication.part_of
         for module, names in ((holding.module, holding.names) for holding in holdings):
             module.load_state_dict(
                 {name: part_of(state[names.get(name, name)], own) for name, own in module.state_dict().items()}
             )
-        self.deployment.replicas.loaded([state[name] for name, _ in self.named_parameters() if name in state])
+        self.deployment.replication.loaded([state[name] for name, _ in self.named_parameters() if name in state])
         self.loaded()
 
     def loaded(self) -> None:
@@ -224,7 +224,7 @@ class ModelState:
         counted = filter(self.deployment.tied.counts, self.parameters())
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         with self.deployment.world.calling("grad_norm()"):
-            norm = self.deployment.replicas.norm(gradients, order, foreach)
+            norm = self.deployment.replication.norm(gradients, order, foreach)
             return join_norms(self.deployment.world.all_gather("grad_norm()", norm), order)
 
     def train(self, mode: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""Training beyond the step: checkpoints that resume exactly, and the command's loop, which outlives its failures."""
+"""The training command: configuration, data, processes and the loop."""

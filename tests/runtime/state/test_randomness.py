@@ -189,7 +189,7 @@ def test_pipelines_on_two_threads_of_the_caller_do_not_disturb_each_other() -> N
 
 
 def test_the_room_is_for_one_that_draws_or_for_many_that_do_not() -> None:
-    room, inside, most = GeneratorLock(), [0, 0], [0, 0]
+    lock, inside, most = GeneratorLock(), [0, 0], [0, 0]
     clash = []
 
     def nobody(_: object) -> None:
@@ -197,7 +197,7 @@ def test_the_room_is_for_one_that_draws_or_for_many_that_do_not() -> None:
 
     def compute(draws: bool) -> None:
         for _ in range(200):
-            with room.alone(nobody) if draws else room.beside(nobody):
+            with lock.alone(nobody) if draws else lock.beside(nobody):
                 inside[draws] += 1
                 most[draws] = max(most[draws], inside[draws])
                 if inside[True] > 1 or (inside[True] and inside[False]):
@@ -205,7 +205,7 @@ def test_the_room_is_for_one_that_draws_or_for_many_that_do_not() -> None:
                 inside[draws] -= 1
 
     threads = [threading.Thread(target=compute, args=(number % 2 == 0,)) for number in range(6)]
-    with room.kept():
+    with lock.kept():
         for thread in threads:
             thread.start()
         for thread in threads:

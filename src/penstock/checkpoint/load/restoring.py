@@ -63,7 +63,7 @@ def fit_model(
         elif saved["dtype"] != _dtype_name(value):
             wrong.append(f"{name} is {saved['dtype']} in it and {_dtype_name(value)} in the model")
         else:
-            own = f"replica-{pipe.deployment.replicas.index:05d}.{name}"
+            own = f"replica-{pipe.deployment.replication.index:05d}.{name}"
             targets[own if own in tensors and replicas_alike else key] = value.detach()
     everything = set(_all_names(pipe))
     all_saved = (key.removeprefix("model.") for key in tensors if key.startswith("model."))

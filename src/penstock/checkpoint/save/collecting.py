@@ -85,7 +85,7 @@ def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
         "placement": [schedule.placement.rank_of(stage) for stage in range(schedule.stages)],
         "schedule": schedule.name or "its own",
         "microbatches": schedule.microbatches,
-        "replicas": pipe.deployment.replicas.replicas,
+        "replicas": pipe.deployment.replication.replicas,
         "replicate": pipe.composition.replicate,
         "tp": pipe.composition.axes.size("tp"),
     }

@@ -87,7 +87,7 @@ class Translated(Pipeline):
         """Let the program say when these wrappers of stages of a `Pipe` reduce: other modules than they wrap run."""
         from penstock.parallel.compose import drive  # loads FSDP
 
-        self.deployment.replicas = drive(self, wrapped)
+        self.deployment.replication = drive(self, wrapped)
 
     def carry_spread(self, stages: Sequence[_PipelineStageBase]) -> None:
         """Let DTensors cross between stages, over the meshes that these know."""

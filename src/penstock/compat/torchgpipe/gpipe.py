@@ -18,7 +18,7 @@ from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.errors import BalanceError, TooFewDevicesError, WrongTypeError
 from penstock.compat.torchgpipe.skip import verify_skippables
 from penstock.errors import ModelError, UsageError
-from penstock.gpipe import face
+from penstock.gpipe import gpipe
 from penstock.gpipe.arguments import as_devices
 from penstock.model.cut import cut_model
 from penstock.model.split import Split
@@ -44,7 +44,7 @@ def verify_module(module: Any) -> None:
         raise ModelError("layers of the model share a parameter; put them into one layer, or use penstock.GPipe")
 
 
-class GPipe(face.GPipe):
+class GPipe(gpipe.GPipe):
     """A model that runs as a pipeline, as with torchgpipe: `GPipe(nn.Sequential(a, b, c), balance=[1, 2], chunks=8)`.
 
     Args:

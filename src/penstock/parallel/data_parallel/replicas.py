@@ -27,7 +27,7 @@ from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal
 from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.replication import Alone, ReplicaReport, replica_report
+from penstock.runtime.engine.replication import ReplicaReport, Replication, replica_report
 from penstock.runtime.engine.report import StepReport, failure_of
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
@@ -35,7 +35,7 @@ from penstock.schedule import Action, Op, Schedule, insert_shards
 COMPARISONS = 2  # of what replicas measure by, and of what their batches weigh
 
 
-class Replicas(Alone):
+class Replicas(Replication):
     """This rank's part. `weighing`: when in a step its batch's weight is told, "before", "during" or "never"."""
 
     sets_aside = True

@@ -29,14 +29,14 @@ from penstock.errors import UsageError
 from penstock.optim.norms import PartialNorm, join_partial, norm_of
 from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
 from penstock.parallel.data_parallel.reduce import part_of
-from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.replication import Replication
 from penstock.schedule import Action, Op, Schedule
 
 _ENGINE = torch.autograd.Variable._execution_engine
 SETTINGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
 
 
-class UserParallel(Alone):
+class UserParallel(Replication):
     """One replica as far as the pipeline knows; its parameters may be DTensors of the user's."""
 
     def whole(self, value: Any) -> Any:

@@ -89,7 +89,7 @@ def _convolution_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Te
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The handlers: one for each function in the table; `None` says "not here: run it as it is".
+# The rules: one for each function in the table; `None` says "not here: run it as it is".
 
 
 class _Call:
@@ -103,34 +103,36 @@ class _Call:
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Any = None) -> None:
         self.func, self.args, self.kwargs, self.options = func, args, kwargs, options
 
-    def split(self, tape: DeferredWeights, x: Any, weight: Any, bias: Any, compute: Compute, formula: Formula) -> Any:
-        if not _open(tape, x, weight, bias):
+    def split(
+        self, deferred: DeferredWeights, x: Any, weight: Any, bias: Any, compute: Compute, formula: Formula
+    ) -> Any:
+        if not _may_defer(deferred, x, weight, bias):
             return None
         if not x.requires_grad:
-            return self._cut(tape, weight, bias)
-        deferred_bias = bias if bias is not None and tape.takes(bias) else None
+            return self._cut(deferred, weight, bias)
+        deferred_bias = bias if bias is not None and deferred.takes(bias) else None
         self.x, self.weight, self.bias = x, weight.detach(), bias if deferred_bias is None else deferred_bias.detach()
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            self.x, self.weight = cast(x, dtype), tape.cast(weight, dtype)
-            self.bias = self.bias if deferred_bias is None else tape.cast(deferred_bias, dtype)
+            self.x, self.weight = cast(x, dtype), deferred.cast(weight, dtype)
+            self.bias = self.bias if deferred_bias is None else deferred.cast(deferred_bias, dtype)
         output = compute(self)
-        return tape.keep(output, formula, self.x, weight, deferred_bias, self.options)
+        return deferred.keep(output, formula, self.x, weight, deferred_bias, self.options)
 
-    def _cut(self, tape: DeferredWeights, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    def _cut(self, deferred: DeferredWeights, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """The input has no gradient: nothing is due now, so all of it waits."""
         parameters: tuple[Tensor, ...] = (weight,)
         if bias is not None and bias.requires_grad:
-            if not tape.takes(bias):
+            if not deferred.takes(bias):
                 return None
             parameters = (weight, bias)
-        return tape.cut(parameters, self.func(*self.args, **self.kwargs))
+        return deferred.cut(parameters, self.func(*self.args, **self.kwargs))
 
 
 Compute: TypeAlias = Callable[[_Call], Tensor]
 
 
-def _open(tape: DeferredWeights, x: Any, weight: Any, bias: Any) -> bool:
+def _may_defer(deferred: DeferredWeights, x: Any, weight: Any, bias: Any) -> bool:
     """Whether a product may be taken apart here: that it may be at all, and that its weight is known to allow it."""
     if (
         not torch.is_grad_enabled()
@@ -139,9 +141,9 @@ def _open(tape: DeferredWeights, x: Any, weight: Any, bias: Any) -> bool:
         or _functorch_level() is not None
     ):
         return False
-    status = tape.parameters.status(weight)
-    if status is None and tape.note(weight):
-        tape.note(bias)
+    status = deferred.parameters.status(weight)
+    if status is None and deferred.note(weight):
+        deferred.note(bias)
     return status is True and bool(weight.requires_grad)
 
 
@@ -160,12 +162,12 @@ def _arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, 
     return found if len(found) == len(names) else None
 
 
-def _linear(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _linear(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _arguments(("input", "weight", "bias"), args, kwargs) if kwargs or len(args) != 3 else args
     if found is None or found[1].dim() != 2:
         return None
     x, weight, bias = found
-    return _Call(func, args, kwargs).split(tape, x, weight, bias, _linear_output, _linear_gradients)
+    return _Call(func, args, kwargs).split(deferred, x, weight, bias, _linear_output, _linear_gradients)
 
 
 def _linear_output(call: _Call) -> Tensor:
@@ -181,13 +183,13 @@ def _linear_output(call: _Call) -> Tensor:
     return output if bias is None else output + bias
 
 
-def _matmul(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _matmul(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2 or type(args[0]) not in PLAIN or type(args[1]) not in PLAIN:
         return None
     x, weight = args
     if weight.dim() != 2 or x.dim() < 2:
         return None
-    return _Call(func, args, kwargs).split(tape, x, weight, None, _matmul_output, _matmul_gradients)
+    return _Call(func, args, kwargs).split(deferred, x, weight, None, _matmul_output, _matmul_gradients)
 
 
 def _matmul_output(call: _Call) -> Tensor:
@@ -198,11 +200,11 @@ def _matmul_output(call: _Call) -> Tensor:
     return call.x.mm(call.weight).view(*x.shape[:-1], call.weight.shape[1])
 
 
-def _addmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _addmm(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 3:
         return None
     bias, x, weight = args
-    return _Call(func, args, kwargs).split(tape, x, weight, bias, _addmm_output, _matmul_gradients)
+    return _Call(func, args, kwargs).split(deferred, x, weight, bias, _addmm_output, _matmul_gradients)
 
 
 def _addmm_output(call: _Call) -> Tensor:
@@ -210,11 +212,11 @@ def _addmm_output(call: _Call) -> Tensor:
     return torch.addmm(call.bias, call.x, call.weight)
 
 
-def _bmm(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _bmm(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 2:
         return None
     x, weight = args
-    return _Call(func, args, kwargs).split(tape, x, weight, None, _bmm_output, _bmm_gradients)
+    return _Call(func, args, kwargs).split(deferred, x, weight, None, _bmm_output, _bmm_gradients)
 
 
 def _bmm_output(call: _Call) -> Tensor:
@@ -224,7 +226,7 @@ def _bmm_output(call: _Call) -> Tensor:
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
 
-def _convolution(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _convolution(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _arguments(_CONVOLUTION, args, kwargs)
     if found is None or (isinstance(found[4], str) and found[4] != "valid"):
         return None  # "same" may pad one side more than the other, by an operation of its own
@@ -232,7 +234,9 @@ def _convolution(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs
     count = weight.dim() - 2
     padding = None if isinstance(padding, str) else padding
     options = (_each(stride, count, 1), _each(padding, count, 0), _each(dilation, count, 1), groups or 1)
-    return _Call(func, args, kwargs, options).split(tape, x, weight, bias, _convolution_output, _convolution_gradients)
+    return _Call(func, args, kwargs, options).split(
+        deferred, x, weight, bias, _convolution_output, _convolution_gradients
+    )
 
 
 def _convolution_output(call: _Call) -> Tensor:
@@ -246,13 +250,13 @@ def _each(value: Any, count: int, default: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
 
 
-def _embedding(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) < 2 or not _open(tape, args[0], args[1], None):
+def _embedding(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) < 2 or not _may_defer(deferred, args[0], args[1], None):
         return None
-    return tape.cut((args[1],), func(*args, **kwargs))
+    return deferred.cut((args[1],), func(*args, **kwargs))
 
 
-def _attention(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attention(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`nn.MultiheadAttention` hands itself to the mode as one function; its products are inside.
 
     The function asks first whether a mode wants it and would be handed back for ever; so the same code runs with that
@@ -263,23 +267,23 @@ def _attention(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: 
     unasked = FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
-    with tape.mode():
+    with deferred.mode():
         return unasked(*args, **kwargs)
 
 
-def _inner_gradient(tape: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _inner_gradient(deferred: DeferredWeights, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward that differentiates needs the parameters in its graph: such a stage is not taken apart."""
-    if tape.uses:
+    if deferred.uses:
         raise ModelError(
-            f"a stage's forward calls {func.__qualname__} after {len(tape.uses)} of its operations were split into "
+            f"a stage's forward calls {func.__qualname__} after {len(deferred.uses)} of its operations were split into "
             f"input and weight gradients, and in earlier microbatches it did not; choose a schedule without W for it"
         )
-    tape.parameters.differentiates = True
+    deferred.parameters.differentiates = True
 
 
-Handler: TypeAlias = Callable[["DeferredWeights", Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule: TypeAlias = Callable[["DeferredWeights", Any, tuple[Any, ...], dict[str, Any]], Any]
 
-HANDLERS: dict[Any, Handler] = {
+RULES: dict[Any, Rule] = {
     F.linear: _linear,
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm), _matmul),
     torch.addmm: _addmm,

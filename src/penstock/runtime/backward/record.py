@@ -53,7 +53,7 @@ class GraphRecord:
         # by producing stage: the arrived tensors that want a gradient
         self.leaves = leaves = {stage: tensors_with_gradient(payload) for stage, payload in arrived.items()}
         self._unaligned: dict[int, Tensor] = {}  # by id of the leaf: gradients whose strides autograd would change
-        self._hooks = [_watch(leaf, self._unaligned) for group in leaves.values() for leaf in group]
+        self._hooks = [_hook_leaf(leaf, self._unaligned) for group in leaves.values() for leaf in group]
         self.roots: dict[int, list[GradientEdge]] = {}  # by consuming stage
         self.loss: GradientEdge | None = None
         self.extra: list[GradientEdge] = []
@@ -165,7 +165,7 @@ class _KeepGradient:
             self.unaligned[self.place] = gradient
 
 
-def _watch(leaf: Tensor, unaligned: dict[int, Tensor]) -> OrderedDict[int, _KeepGradient]:
+def _hook_leaf(leaf: Tensor, unaligned: dict[int, Tensor]) -> OrderedDict[int, _KeepGradient]:
     """As `register_hook` does, which takes three times as long."""
     hooks = OrderedDict(
         {

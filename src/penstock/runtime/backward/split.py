@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import RunError
 from penstock.runtime.backward.graph_leaves import uses_in_graph
-from penstock.runtime.backward.products import HANDLERS, PLAIN, Formula, Gradients, cast
+from penstock.runtime.backward.products import PLAIN, RULES, Formula, Gradients, cast
 
 # Weight gradients that wait together for one pass of accumulation: few passes for small weights, and never many bytes
 # of gradients beside the accumulated ones.
@@ -79,21 +79,21 @@ def _forget(parameters: weakref.ref[StageParameters], key: int, _: weakref.ref[T
         found._deferrable.pop(key, None)
 
 
-class Use:
+class DeferredProduct:
     """One product whose weight gradient is taken later. As a pre-hook of its node, it receives the gradient."""
 
-    __slots__ = ("bias", "formula", "options", "tape", "version", "weight", "x")
+    __slots__ = ("bias", "deferred", "formula", "options", "version", "weight", "x")
 
     def __init__(
         self,
-        tape: DeferredWeights,
+        deferred: DeferredWeights,
         formula: Formula,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         options: Any = None,
     ) -> None:
-        self.tape = tape
+        self.deferred = deferred
         self.formula = formula
         # An alias without history: holding the input must not hold the graph that made it.
         self.x: Tensor | None = x.detach()
@@ -105,7 +105,7 @@ class Use:
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         gradient = gradients[0]
         if gradient is not None:
-            self.tape.arrived(self, gradient)
+            self.deferred.arrived(self, gradient)
 
     def gradients(self, gradient: Tensor) -> Gradients:
         """Of the weight and the bias, from the input that was kept and the gradient that arrived."""
@@ -127,13 +127,13 @@ class Use:
         self.x = None
 
 
-class Cut:
+class DeferredSubgraph:
     """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
 
-    __slots__ = ("edge", "parameters", "tape")
+    __slots__ = ("deferred", "edge", "parameters")
 
-    def __init__(self, tape: DeferredWeights, parameters: tuple[Tensor, ...]) -> None:
-        self.tape = tape
+    def __init__(self, deferred: DeferredWeights, parameters: tuple[Tensor, ...]) -> None:
+        self.deferred = deferred
         self.edge: GradientEdge | None = None
         self.parameters = parameters
 
@@ -151,7 +151,7 @@ class _CutFunction(torch.autograd.Function):
     """The identity whose gradient stops here and waits. It hangs on an anchor, so that its backward runs at all."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], cut: Cut) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], cut: DeferredSubgraph) -> Tensor:
         ctx.cut = cut
         ctx.set_materialize_grads(False)
         return output[0]
@@ -159,11 +159,13 @@ class _CutFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
         if gradients[0] is not None:
-            ctx.cut.tape.arrived(ctx.cut, gradients[0])
+            ctx.cut.deferred.arrived(ctx.cut, gradients[0])
         return None, None, None
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)
+
+DeferredOperation = DeferredProduct | DeferredSubgraph
 
 
 class DeferredWeights:
@@ -171,8 +173,8 @@ class DeferredWeights:
 
     def __init__(self, parameters: StageParameters) -> None:
         self.parameters = parameters
-        self.uses: list[Use | Cut] = []
-        self._arrived: list[tuple[Use | Cut, Tensor]] = []
+        self.uses: list[DeferredOperation] = []
+        self._arrived: list[tuple[DeferredOperation, Tensor]] = []
         self._versions: list[int] = []  # of these gradients
         self._candidates: dict[int, Tensor] = {}
         self._seen: Counter[int] = Counter()
@@ -216,14 +218,14 @@ class DeferredWeights:
         self, output: Tensor, formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any
     ) -> Tensor:
         """A product whose weight gradient waits; `bias` where that of the bias does too."""
-        use = Use(self, formula, x, weight, bias, options)
+        use = DeferredProduct(self, formula, x, weight, bias, options)
         output.grad_fn.register_prehook(use)  # type: ignore[union-attr]
         self.uses.append(use)
         return output
 
     def cut(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """An operation on nothing but parameters: all of it waits."""
-        cut = Cut(self, parameters)
+        cut = DeferredSubgraph(self, parameters)
         self.uses.append(cut)
         return cut.apart(output)
 
@@ -249,7 +251,7 @@ class DeferredWeights:
             raise RunError(f"I needs a recorded forward and runs once; this microbatch is {self._phase}")
         self._phase = "in I"
 
-    def arrived(self, use: Use | Cut, gradient: Tensor) -> None:
+    def arrived(self, use: DeferredOperation, gradient: Tensor) -> None:
         if self._phase != "in I":
             raise RunError(f"a gradient reached a split operation outside of I, while {self._phase}")
         self._arrived.append((use, gradient))
@@ -275,8 +277,8 @@ class DeferredWeights:
                 "every tensor that is trained an nn.Parameter of its stage)"
             )
         self._versions = []
-        cuts = [(use, gradient) for use, gradient in arrived if isinstance(use, Cut)]
-        waiting = [(use, gradient) for use, gradient in reversed(arrived) if isinstance(use, Use)]
+        cuts = [(use, gradient) for use, gradient in arrived if isinstance(use, DeferredSubgraph)]
+        waiting = [(use, gradient) for use, gradient in reversed(arrived) if isinstance(use, DeferredProduct)]
         del arrived
         sums = _Sums()
         while waiting:
@@ -288,7 +290,10 @@ class DeferredWeights:
             use.free()
             del gradient, of_weight, of_bias
             if sums.bytes > BYTES_PER_PASS:
-                later: list[Use | Cut] = [*(use for use, _ in waiting), *(cut for cut, _ in cuts)]
+                later: list[DeferredOperation] = [
+                    *(use for use, _ in waiting),
+                    *(cut for cut, _ in cuts),
+                ]
                 sums.accumulate(still_due={id(p) for each in later for p in each.parameters})
         for cut, gradient in cuts:
             sums.join(cut, gradient)
@@ -317,7 +322,7 @@ class _Sums:
         self._gradients.append(gradient)
         self.bytes += gradient.nbytes
 
-    def join(self, cut: Cut, gradient: Tensor) -> None:
+    def join(self, cut: DeferredSubgraph, gradient: Tensor) -> None:
         assert cut.edge is not None, "a cut is joined once"
         self._roots.append(cut.edge)
         self._gradients.append(gradient)
@@ -342,15 +347,15 @@ class _Sums:
 class _Recording(TorchFunctionMode):
     """On during the forward of one microbatch, in the thread that runs it."""
 
-    def __init__(self, tape: DeferredWeights) -> None:
+    def __init__(self, deferred: DeferredWeights) -> None:
         super().__init__()
-        self._tape = tape
+        self._deferred = deferred
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         # The compiler inlines a mode into what it compiles; there, this one shall be nothing at all.
-        handler = None if torch.compiler.is_compiling() else HANDLERS.get(func)
-        if handler is not None:
-            output = handler(self._tape, func, args, kwargs or {})
+        rule = None if torch.compiler.is_compiling() else RULES.get(func)
+        if rule is not None:
+            output = rule(self._deferred, func, args, kwargs or {})
             if output is not None:
                 return output
         return func(*args, **kwargs) if kwargs else func(*args)

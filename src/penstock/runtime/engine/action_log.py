@@ -13,7 +13,7 @@ from penstock.schedule import Action, Op, Schedule, align
 
 LOG = logging.getLogger("penstock.actions")
 
-Entry = tuple[Callable[[Any, Any], Any], Any, Any]  # as the executor has them
+Entry = tuple[Callable[[Any, Any], Any], Any, Any]  # of a prepared program: a function and its two arguments
 
 
 def log_program(program: Schedule, rank: int) -> None:

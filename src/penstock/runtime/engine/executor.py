@@ -26,12 +26,12 @@ from torch.autograd import profiler
 from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers, different_batches, unlike
 from penstock.runtime.batch.fingerprint import Seen
-from penstock.runtime.engine.action_log import LOG, log_program, logged
+from penstock.runtime.engine.action_log import LOG, Entry, log_program, logged
 from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.replication import Alone
+from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of, what_went_wrong
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.transport import Transport
@@ -42,8 +42,6 @@ from penstock.schedule import Action, Op, Schedule, Span
 
 KEPT = 64  # programs that are prepared: batches of many sizes may each have their own
 TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
-
-Entry = tuple[Callable[[Any, Any], Any], Any, Any]
 
 
 class _Plan(NamedTuple):
@@ -64,7 +62,7 @@ class Executor:
         self.computations = Computations(stages, mailbox)
         self.stages = self.computations.stages
         self.mailbox = mailbox
-        self.replication = Alone()
+        self.replication = Replication()
         self.seen: Seen | None = None  # what this rank was given for the step
         self.readers: Readers | None = None  # which ranks need an argument of it
         self.transport = transport
@@ -108,9 +106,9 @@ class Executor:
         handler = self.handlers.get(action.op)
         if handler is not None:
             return handler, action, self.context
-        return self._default(action)
+        return self._default_entry(action)
 
-    def _default(self, action: Action) -> Entry:
+    def _default_entry(self, action: Action) -> Entry:
         op, stage, microbatch = action.op, action.stage, action.microbatch
         if op.is_transfer:
             channel = self.mailbox.channel(action)
@@ -121,19 +119,25 @@ class Executor:
             return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
             return self._shard, action, None
-        rank = self.computations
-        return {Op.F: rank.forward, Op.B: rank.backward, Op.I: rank.backward, Op.W: rank.weights}[op], stage, microbatch
+        computations = self.computations
+        function = {
+            Op.F: computations.forward,
+            Op.B: computations.backward,
+            Op.I: computations.backward,
+            Op.W: computations.weights,
+        }[op]
+        return function, stage, microbatch
 
     def run_default(self, action: Action) -> None:
         """Run one action as if no handler were registered."""
-        function, first, second = self._default(action)
+        function, first, second = self._default_entry(action)
         function(first, second)
 
     def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
         for part, (function, first, second) in parts:
             try:
                 if self.mailbox.waits is not None:
-                    self._watched(function, first, second, part)
+                    self._timed(function, first, second, part)
                 else:
                     function(first, second)
             except BaseException:
@@ -206,7 +210,7 @@ class Executor:
             log_program(plan.program, self.rank)
             entries = list(logged(self.rank, plan.actions, entries))
         if record or profiler._is_profiler_enabled:  # on any thread of this process
-            self._loop_watched(entries, record)
+            self._loop_timed(entries, record)
         else:
             news = self.transport.news
             for position, (function, first, second) in enumerate(entries):
@@ -227,7 +231,7 @@ class Executor:
         computations.join_outputs()
         computations.sum_losses()
 
-    def _loop_watched(self, plan: list[Entry], record: Begun | None) -> None:
+    def _loop_timed(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
         self.report.spans = [] if record else None
         self.mailbox.waits = ActionWait()
@@ -236,11 +240,11 @@ class Executor:
                 self._position = position
                 if self.transport.news:
                     raise copy(self.transport.news[0])
-                self._watched(function, first, second, action)
+                self._timed(function, first, second, action)
         finally:
             self.mailbox.waits = None
 
-    def _watched(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
+    def _timed(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
         outer, waits = self.mailbox.waits, ActionWait()
         self.mailbox.waits = waits
@@ -260,7 +264,7 @@ class Executor:
 
     def compute(self, part: Action) -> None:
         """Run one compute with the default code."""
-        function, stage, microbatch = self._default(part)
+        function, stage, microbatch = self._default_entry(part)
         try:
             function(stage, microbatch)
         except BaseException:

@@ -8,12 +8,12 @@ context variables.
 
 from __future__ import annotations
 
+import contextvars
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
-from contextvars import Context, copy_context
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ class LocalRanks:
         self._inside = False
         self._patience = GeneratorTimeout(transports)
         self._takes_turns = self._threads or stage_type.returns
-        self.turns = ThreadRandomness(GENERATOR_LOCK, clock.seed_for, self._patience.waits)
+        self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, clock.seed_for, self._patience.waits)
         self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
         self._transaction: Transaction | None = None
         self.executors: dict[int, Executor] = {}
@@ -81,7 +81,7 @@ class LocalRanks:
             stages = {
                 index: stage_type(
                     split.parts[index],
-                    self._turn(split.parts[index], devices.get(rank)),
+                    self._randomness(split.parts[index], devices.get(rank)),
                     is_last=index == split.stages - 1,
                     loss=split.loss.module if split.loss is not None and split.loss.stage == index else None,
                 )
@@ -96,16 +96,16 @@ class LocalRanks:
         self.last = next(has_last, None)  # the local executor that has the last stage
         self._workers: Workers | None = None
         self._model = split.model
-        self.watch()
+        self.track_changes()
 
-    def watch(self) -> None:
+    def track_changes(self) -> None:
         """From here on, what is done to the user's model is followed or refused."""
         self.changes = Changes(self._model, [stage.part for stage in self._stages()])
 
     def follow(self) -> None:
         """Before a step: what the user has set on the model reaches its stages."""
         if self.changes.follow():
-            self.turns.forget()
+            self.thread_randomness.forget()
 
     def successor(self, split: Split, placement: Placement) -> LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
@@ -115,17 +115,18 @@ class LocalRanks:
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
-    def _turn(self, part: StagePart, device: torch.device | None) -> StageRandomness:
+    def _randomness(self, part: StagePart, device: torch.device | None) -> StageRandomness:
         part.around = unit_stream
         if self._takes_turns:
-            return self.turns.of(part.index, part.stream, part.module, device)
+            return self.thread_randomness.of(part.index, part.stream, part.module, device)
         return seeded(self.clock, part.stream, device)
 
     @contextmanager
     def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:
         """Around a step: one at a time, with its own random numbers and precision.
 
-        `alone` is for the backward of a step whose forward ran by itself: which computes of it drew (`turns.alone`).
+        `alone` is for the backward of a step whose forward ran by itself: which computes of it drew
+        (`ThreadRandomness.alone`).
         """
         if self._inside:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
@@ -133,9 +134,9 @@ class LocalRanks:
         if "torch._dynamo" in sys.modules:
             may_compile()  # from now on, it is known when
         try:
-            with GENERATOR_LOCK.around_step(self._takes_turns) as room, self.precise():
+            with GENERATOR_LOCK.around_step(self._takes_turns) as lock, self.precise():
                 if self._takes_turns:
-                    self.turns.begin(room, alone)
+                    self.thread_randomness.begin(lock, alone)
                 yield
         finally:
             self._inside = False
@@ -146,20 +147,20 @@ class LocalRanks:
         given: Mapping[int, StepInput] | Refused,
         *,
         record: Begun | None = None,
-        context: Context | None = None,
+        variables: contextvars.Context | None = None,
     ) -> list[StepReport]:
         """The program on all local ranks, inside of `step()`; every rank's report, or the one failure that ended it.
 
-        `context` has the context variables that workers see; without it, those of the caller.
+        `variables` are the context variables that workers see; without any, those of the caller.
         """
         if self._threads:
             if isinstance(given, Refused):
                 raise given.error
-            return self._run_threads(program, given, record, context or copy_context())
+            return self._run_threads(program, given, record, variables or contextvars.copy_context())
         ((rank, executor),) = self.executors.items()
         run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
         try:
-            return run() if context is None else context.copy().run(run)
+            return run() if variables is None else variables.copy().run(run)
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
 
@@ -195,7 +196,7 @@ class LocalRanks:
         return found or {"cpu"}
 
     def _run_threads(
-        self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, context: Context
+        self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, variables: contextvars.Context
     ) -> list[StepReport]:
         if self._workers is None:
             self._workers = Workers(list(self.executors))
@@ -216,14 +217,14 @@ class LocalRanks:
         errors: list[BaseException] = []
         try:
             for rank, executor in self.executors.items():
-                futures[rank] = self._workers.submit(rank, partial(context.copy().run, work, executor))
+                futures[rank] = self._workers.submit(rank, partial(variables.copy().run, work, executor))
             wait(futures.values(), return_when=FIRST_EXCEPTION)
             errors = _errors(futures.values())
             if not errors:
                 return futures[0].result()
             self._leave(futures)
             errors = _errors(futures.values())
-            raise whole_again(min(errors, key=_rank_of_error))  # by `reset`: threads have no link to lose
+            raise whole_again(min(errors, key=_precedence))  # by `reset`: threads have no link to lose
         except BaseException as error:
             if not errors:  # Ctrl-C: stop the ranks, then leave
                 self.transports[0].abort(PeerFailure(0, f"stopped by {type(error).__name__}"))
@@ -329,7 +330,7 @@ def _errors(futures: Iterable[Future[list[StepReport]]]) -> list[BaseException]:
     return [error for future in futures if future.done() and (error := future.exception()) is not None]
 
 
-def _rank_of_error(error: BaseException) -> int:
+def _precedence(error: BaseException) -> int:
     """Of the errors of several ranks: sys.exit() before all, then the one that knows its cause as an exception."""
     if not isinstance(error, PeerFailure):
         return 0

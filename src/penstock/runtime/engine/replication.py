@@ -2,8 +2,8 @@
 
 A pipeline may be one of several that train the same model on batches of their own (replicas), each stage's
 parameters may be spread over them (sharded), and each tensor over further ranks. What a rank does about that hangs
-on a few moments of a step: the sharding actions of its program, the weight of its batch, the end. `Alone` is the
-answer where there is nothing to do; `penstock.parallel` has the others. The executor never asks which it has.
+on a few moments of a step: the sharding actions of its program, the weight of its batch, the end. `Replication` is the
+answer where there is nothing to do; `penstock.parallel` has its subclasses. The executor never asks which it has.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], 
     return StepResult(None if total is None else loss_values([total])[0], loss_values(losses), extra, output)
 
 
-class Alone:
-    """One replica, whose stages are whole."""
+class Replication:
+    """What a rank does about copies of its stages; this base does nothing: one replica, whose stages are complete."""
 
     replicas = 1
     index = 0  # of this replica

@@ -57,15 +57,17 @@ _NOTHING = nullcontext()
 
 
 class Stage:
-    """A part of the model on its rank. `turn` wraps a compute in its random numbers."""
+    """A part of the model on its rank. `randomness` wraps a compute in its random numbers."""
 
     returns = False  # whether its output goes back to the user's graph, and the output's gradient comes from there
 
-    def __init__(self, part: StagePart, turn: StageRandomness, *, is_last: bool, loss: nn.Module | None = None) -> None:
+    def __init__(
+        self, part: StagePart, randomness: StageRandomness, *, is_last: bool, loss: nn.Module | None = None
+    ) -> None:
         self.part = part
         self.module = part.module
         self.holds = part.module if loss is None else StageAndLoss(part.module, loss)
-        self.turn = turn
+        self.randomness = randomness
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
         self.memory = StageMemory(part, self.holds)
@@ -93,7 +95,7 @@ class Stage:
 
     def begin_step(self, microbatches: int) -> None:
         """A program begins, on so many microbatches."""
-        self._seeds = () if self.turn.seeds is None else self.turn.seeds(microbatches)
+        self._seeds = () if self.randomness.seeds is None else self.randomness.seeds(microbatches)
         self.fresh.begin_step()
         self.gathering = self.gathers
 
@@ -156,17 +158,17 @@ class Stage:
         return results
 
     def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
-        turn = self._random_numbers(given.microbatch)
+        numbers = self._random_numbers(given.microbatch)
         phase, recording = Phase(kind, given.microbatch, self.statistics), None
         if given.split:
             record.deferred = DeferredWeights(self._parameters)
             recording = record.deferred.recording()
         outer, NOW.phase = NOW.phase, phase
         try:
-            if turn is None and self.precision is None:  # the plain way, without managers that do nothing
+            if numbers is None and self.precision is None:  # the plain way, without managers that do nothing
                 emitted, loss = self._compute(given, recording)
             else:
-                with turn or _NOTHING, _NOTHING if self.precision is None else self.precision():
+                with numbers or _NOTHING, _NOTHING if self.precision is None else self.precision():
                     emitted, loss = self._compute(given, recording)
         finally:
             NOW.phase = outer
@@ -175,10 +177,10 @@ class Stage:
         return emitted, loss, phase.extra
 
     def _random_numbers(self, microbatch: int) -> Any:
-        """Those of one forward: seeded at once, or a turn to enter, where ranks share the generator."""
-        if self.turn.seeds is None:
-            return self.turn.forward(microbatch)
-        self.turn.forward(self._seeds[microbatch])
+        """Those of one forward: seeded at once, or a context to enter, where ranks share the generator."""
+        if self.randomness.seeds is None:
+            return self.randomness.forward(microbatch)
+        self.randomness.forward(self._seeds[microbatch])
         return None
 
     def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
@@ -219,10 +221,10 @@ class Stage:
         if split and record.deferred is not None:
             record.deferred.begin_input()
             self._waiting[microbatch] = record.deferred
-        turn = None if self.turn.backward is None else self.turn.backward(microbatch)
+        numbers = None if self.randomness.backward is None else self.randomness.backward(microbatch)
         outer, NOW.phase = NOW.phase, Phase("backward", microbatch, self.statistics)
         try:
-            with turn or _NOTHING:
+            with numbers or _NOTHING:
                 return record.backward(gradients, loss_seed, extra_seed, self._runs_backward())
         finally:
             NOW.phase = outer

@@ -133,14 +133,14 @@ class GeneratorLock:
 
     @contextmanager
     def around_step(self, takes_turns: bool) -> Iterator[GeneratorLock]:
-        """This room; or, in a compute that has it, one for a pipeline inside that compute, which has it no less.
+        """This lock; or, in a compute that has it, one for a pipeline inside that compute, which has it no less.
 
         Without `takes_turns` the one rank of this process has it for the whole step.
         """
         quietly = getattr(_holding, "quietly", None)
-        room = self if quietly is None else GeneratorLock(quietly)
-        with room.kept(), nullcontext() if takes_turns else held(quietly=False):
-            yield room
+        lock = self if quietly is None else GeneratorLock(quietly)
+        with lock.kept(), nullcontext() if takes_turns else held(quietly=False):
+            yield lock
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -159,7 +159,7 @@ class GeneratorLock:
                     torch.set_rng_state(self._users)
 
     def _wait(self, is_taken: Callable[[], bool], waits: WhileWaiting) -> None:
-        """Until there is room; `waits` hears from time to time who is inside, and gives up by raising."""
+        """Until it is free; `waits` hears from time to time who is inside, and gives up by raising."""
         try:
             while is_taken():
                 if not self._changed.wait(BEAT):
@@ -260,8 +260,8 @@ class ThreadRandomness:
     inside may draw again.
     """
 
-    def __init__(self, room: GeneratorLock, seed_for: Callable[[int, int], int], waits: WhileWaiting) -> None:
-        self._room = room
+    def __init__(self, lock: GeneratorLock, seed_for: Callable[[int, int], int], waits: WhileWaiting) -> None:
+        self._lock = lock
         self._waits = waits
         self._seed_for = seed_for  # (microbatch, stage)
         self._modules: dict[int, list[torch.nn.Module]] = {}
@@ -274,12 +274,12 @@ class ThreadRandomness:
         """For the computes of a stage."""
         self._modules[stage] = list(module.modules())
         return StageRandomness(
-            partial(self._turn, stage, stream, device, "F"), partial(self._turn, stage, stream, device, "B")
+            partial(self._around, stage, stream, device, "F"), partial(self._around, stage, stream, device, "B")
         )
 
-    def begin(self, room: GeneratorLock, alone: Iterable[tuple[int, int]] = ()) -> None:
+    def begin(self, lock: GeneratorLock, alone: Iterable[tuple[int, int]] = ()) -> None:
         """Before a step, or the second half of one: `alone` is then what the first half left."""
-        self._room = room
+        self._lock = lock
         self._modes = {stage: tuple([m.training for m in modules]) for stage, modules in self._modules.items()}
         self.alone = set(alone)
 
@@ -293,11 +293,13 @@ class ThreadRandomness:
         return any(self._draws.get((stage, modes), False) for stage, modes in self._modes.items())
 
     @contextmanager
-    def _turn(self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int) -> Iterator[None]:
+    def _around(
+        self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int
+    ) -> Iterator[None]:
         forward, known = kind == "F", (stage, self._modes[stage])
         takes = (self._suspect or self._draws.get(known, True)) if forward else (stage, microbatch) in self.alone
-        if takes and not self._room.quiet:
-            with self._room.alone(self._waits):
+        if takes and not self._lock.quiet:
+            with self._lock.alone(self._waits):
                 seed_generators(self._seed_for(microbatch, stream), device)
                 self.alone.add((stage, microbatch))
                 before = None if not forward or known in self._draws else torch.get_rng_state()
@@ -306,7 +308,7 @@ class ThreadRandomness:
                 if before is not None:
                     self._draws[known] = _drawn.drew or not torch.equal(before, torch.get_rng_state())
             return
-        with self._room.beside(self._waits) as moved:
+        with self._lock.beside(self._waits) as moved:
             yield
             drew = moved()
         if drew:

@@ -67,6 +67,10 @@ class Transport(ABC):
         list may be opened between steps; the same list again costs nothing.
         """
 
+    @abstractmethod
+    def wire(self, source: int, target: int) -> str:
+        """What carries values from one rank to another, in words."""
+
     # -- one message, by the number of its channel; see the ends of `channel`
 
     def post(self, channel: int, microbatch: int) -> None:
@@ -103,7 +107,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small plain value (see `messages/plain`) to every rank and get every rank's. ChannelEnds the step.
+        """Give a small plain value (see `messages/plain`) to every rank and get every rank's. Ends the step.
 
         If any rank has lost a peer, all ranks raise the same `PeerFailure` instead; so they do where they are in
         different calls.

@@ -38,6 +38,8 @@ from penstock.runtime.transport.failure.compiling import last_compiled
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 
+IN_MEMORY = "handed over in memory, without a copy"  # how values travel here
+
 
 class ThreadMessage(NamedTuple):
     step: int
@@ -239,6 +241,9 @@ class ThreadTransport(Transport):
             {i: ThreadIncoming(edge, wire, self) for i, (edge, wire) in both if edge.target_rank == self.rank},
             {i: ThreadOutgoing(edge, wire, self) for i, (edge, wire) in both if edge.source_rank == self.rank},
         )
+
+    def wire(self, source: int, target: int) -> str:
+        return IN_MEMORY
 
     def check_not_broken(self) -> None:
         """Raise the loss that has broken the group, if one has."""

@@ -29,13 +29,13 @@ _HOLDING: set[CodeType] = set()
 _WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 
 
-def finaliser(function: _Function) -> _Function:
-    """Mark a function that Python calls when something dies."""
+def uninterrupted(function: _Function) -> _Function:
+    """Mark a function that Ctrl-C must not interrupt.
+
+    That is one that moves a message, or that Python calls when something dies.
+    """
     _HOLDING.add(function.__code__)
     return function
-
-
-uninterrupted = finaliser  # a function that moves a message, which is sent and taken as a whole
 
 
 def _must_end(frame: FrameType | None) -> bool:

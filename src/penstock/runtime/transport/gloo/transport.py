@@ -164,7 +164,6 @@ class DistributedTransport(Transport):
         return None
 
     def wire(self, source: int, target: int) -> str:
-        """What carries values from one rank to another, in words."""
         return f"torch.distributed ({self._backend_name})"
 
     @uninterrupted

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from penstock.runtime.transport.failure.forks import EPOCH
-from penstock.runtime.transport.failure.interrupts import finaliser
+from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Frame, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
@@ -186,7 +186,7 @@ class _Lease(weakref.ref[memoryview]):
     words: memoryview
 
 
-@finaliser
+@uninterrupted
 def _give_back(lease: _Lease) -> None:
     if EPOCH[0] == lease.epoch:  # a fork's copy of the tensor is not the tensor
         lease.words[0] = FREE

@@ -2,15 +2,18 @@
 
 Every packet stands by itself, so that an interrupt between two of them leaves nothing half said::
 
-    DATA     a message of a channel: which block it lies in and which layout it has
-    FAILURE  a message whose place a failure takes, in the text of that number
-    THROUGH_GLOO      a message that comes through torch.distributed
-    BLOCK    a new block, its memory attached; RETIRED: one that will not be used again
-    LAYOUT   a part of a layout's text, FORGET: all layouts so far; FAILED: a part of a failure's text
-    POSTS    the words in which the receiver counts its posted receives, attached
-    EXCHANGE   a part of what a rank has to say in the exchange that ends the step of that number
-    WAKE    wakes a sender that waits for such a word
-    BYE      the last packet: what closes after it has not died
+    DATA          a message of a channel: which block it lies in and which layout it has
+    FAILURE       a message whose place a failure takes, in the text of that number
+    THROUGH_GLOO  a message that comes through torch.distributed
+    BLOCK         a new block, its memory attached
+    RETIRED       a block that will not be used again
+    LAYOUT        a part of a layout's text
+    FORGET        all layouts so far are forgotten
+    FAILED        a part of a failure's text
+    POSTS         the words in which the receiver counts its posted receives, attached
+    EXCHANGE      a part of what a rank has to say in the exchange that ends the step of that number
+    WAKE          wakes a sender that waits for such a word
+    BYE           the last packet: what closes after it has not died
 
 Packets of all channels come in one order, and are filed by channel when they are read. Whoever waits for one rank
 still reads what all others send, every few milliseconds: a packet that lies unread would in the end fill its socket
@@ -44,7 +47,10 @@ from penstock.runtime.transport.shared_memory.blocks import InBlock, Ring, map_m
 
 DATA, FAILURE, THROUGH_GLOO, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
 
-HEAD = struct.Struct("<IIQQIIII")  # as `Fields`
+HEAD = struct.Struct("<IIQQIIII")
+# What its fields are. NUMBER: of the block, or of the text. KEY: the channel and its program; of other packets, a size
+# or a program.
+KIND, NUMBER, KEY, STEP, ORDINAL, MICROBATCH, LAYOUT_NUMBER, CHECKSUM = range(8)
 TEXT_BYTES = 32 * 1024  # of a text in one packet
 LAYOUTS = 128  # that each end remembers of the other's
 NO_BLOCK = 0xFFFF_FFFF
@@ -62,9 +68,7 @@ class Gone(Exception):
     """The other end of the socket is closed."""
 
 
-# kind, number (of the block, or of the text), key (the channel and its program; of other packets: a size or a
-# program), step, ordinal, microbatch, number of the layout, checksum of the layout
-Fields = tuple[int, ...]
+Fields = tuple[int, ...]  # of a head
 Filed = tuple[Fields, Layout | None]
 
 
@@ -171,11 +175,11 @@ class Connection:
             self.gone = True
             raise Gone
         fields = HEAD.unpack_from(self._buffers[0])
-        kind = fields[0]
+        kind = fields[KIND]
         if kind == DATA:
-            self.queues[fields[2]].append((fields, self._layouts[fields[6]]))
+            self.queues[fields[KEY]].append((fields, self._layouts[fields[LAYOUT_NUMBER]]))
         elif kind in (FAILURE, THROUGH_GLOO):
-            self.queues[fields[2]].append((fields, None))
+            self.queues[fields[KEY]].append((fields, None))
         else:
             self._note(fields, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
         return True

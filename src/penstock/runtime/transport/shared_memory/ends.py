@@ -29,10 +29,15 @@ from penstock.runtime.transport.gloo.outgoing import GlooOutgoing
 from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.shared_memory.blocks import USED, allocate, build_plain, map_memory
 from penstock.runtime.transport.shared_memory.connection import (
+    CHECKSUM,
     DATA,
     FAILURE,
     HEAD,
+    KIND,
+    MICROBATCH,
     NO_BLOCK,
+    ORDINAL,
+    STEP,
     THROUGH_GLOO,
     WAKE,
     Connection,
@@ -65,7 +70,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
         self._queue = self._connection.queues[key]
         self._words = words
         self._place = place
-        self._total = 0  # posted so through_gloo
+        self._total = 0  # posted so far
 
     def _post(self, microbatch: int) -> None:
         """One more may come."""
@@ -105,22 +110,22 @@ class SharedIncoming(QueuedIncoming[Filed]):
         filed = self._queue.popleft()
         fields, layout = filed
         if (
-            fields[5] != expected
-            or fields[4] != ordinal
-            or fields[3] != self._operations.step
-            or (layout is not None and layout.checksum != fields[7])
+            fields[MICROBATCH] != expected
+            or fields[ORDINAL] != ordinal
+            or fields[STEP] != self._operations.step
+            or (layout is not None and layout.checksum != fields[CHECKSUM])
         ):
             self._refuse(expected, ordinal, filed)
-        if fields[0] == THROUGH_GLOO:
+        if fields[KIND] == THROUGH_GLOO:
             self._gloo.post(expected)
         return filed
 
     def _refuse(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
         fields, layout = filed
         due = f"microbatch {expected}, number {ordinal} of step {self._operations.step}"
-        text = f"microbatch {fields[5]}, number {fields[4]} of step {fields[3]}"
-        if layout is not None and layout.checksum != fields[7]:
-            text += f" in another layout (checksum {fields[7]:#x}, not {layout.checksum:#x})"
+        text = f"microbatch {fields[MICROBATCH]}, number {fields[ORDINAL]} of step {fields[STEP]}"
+        if layout is not None and layout.checksum != fields[CHECKSUM]:
+            text += f" in another layout (checksum {fields[CHECKSUM]:#x}, not {layout.checksum:#x})"
         error = wrong_message(self.edge, due, text)
         failure = PeerFailure(self._operations.rank, f"MessageError: {error}", stage=self.edge.target_stage)
         self._operations.abort(failure)
@@ -149,7 +154,7 @@ class SharedOutgoing(Outgoing):
         self._connection = connections[through_gloo.edge.target_rank]
         self._operations = operations
         self._key = key
-        self._total = 0  # sent so through_gloo
+        self._total = 0  # sent so far
         self._sent_through_gloo = 0  # of this step
         self._program = program
         self._place = place

@@ -131,7 +131,6 @@ class SharedMemoryTransport(DistributedTransport):
             raise UsageError(text)
 
     def wire(self, source: int, target: int) -> str:
-        """What carries values from one rank to another, in words."""
         other = target if source == self.rank else source
         reason = self._meeting.place(source).apart(self._meeting.place(target))
         if self.rank in (source, target) and reason is None:

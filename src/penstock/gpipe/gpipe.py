@@ -1,4 +1,4 @@
-"""The face of GPipe: a module that is called like the one it wraps, and runs as a pipeline forward and backward.
+"""`GPipe`: a module that is called like the one it wraps, and runs as a pipeline forward and backward.
 
 All in one process. `GPipe` holds the wrapped model's own tables of layers, parameters and buffers, not copies of them:
 names, state, modes and moves are the model's, and the model stays usable by itself. The cut is made when it can be:
@@ -233,7 +233,7 @@ class GPipe(nn.Module):
         calls = Calls(split, self.chunks, self.checkpoint, devices, self._dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
             part.module.to(device)
-        calls.ranks.watch()
+        calls.ranks.track_changes()
         return calls
 
     def _what_is_cut(self) -> tuple[Any, ...]:

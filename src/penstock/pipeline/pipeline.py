@@ -1,4 +1,4 @@
-"""The face of Penstock: a model, a schedule, and `step`.
+"""`Pipeline`: a model, a schedule, and `step`.
 
 A `Pipeline` joins the layers below and adds no mechanism of its own: the model is cut (model), the schedule is built,
 lowered and proved (schedule), and its ranks run it (runtime). One training step is: split the batch, run the program
@@ -134,9 +134,9 @@ class Pipeline:
             deployment.put_on_devices()
             world.agree(self.facts(), deployment.clock)
             tied = tied_places(cut)  # before anything takes the place of a parameter
-            deployment.replicas = self.composition.build(self, tied)
+            deployment.replication = self.composition.build(self, tied)
             world.built()
-        deployment.ranks.watch()  # shards, or values for what had none, have taken the place of parameters
+        deployment.ranks.track_changes()  # shards, or values for what had none, have taken the place of parameters
         self.tie(tied)
         with world.calling("Pipeline()"):
             deployment.tied.make_equal()
@@ -157,7 +157,7 @@ class Pipeline:
         deployment.tied = TiedParameters(deployment.split, deployment.placement, transport, tied)
         if transport is not None:
             (executor,) = deployment.ranks.executors.values()
-            replicated = deployment.replicas.replicas > 1
+            replicated = deployment.replication.replicas > 1
             watch_leaves(executor.stages, deployment.split, deployment.placement, self.loss_fn, replicated)
         self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
 
@@ -242,7 +242,7 @@ class Pipeline:
             if not self.state.other_ranks.checked:
                 self.state.other_ranks.check(deployment)
             self._take_count(self.batches.take_lengths(call))
-            with self._transaction(training=True, set_aside=deployment.replicas.sets_aside):
+            with self._transaction(training=True, set_aside=deployment.replication.sets_aside):
                 begun = None if self._recorder is None else self._recorder.begin()
                 with deployment.tied.summed() if deployment.tied.groups else nullcontext():
                     reports = self._run(self.program, call, begun)
@@ -263,7 +263,7 @@ class Pipeline:
     def _run(self, program: Schedule, call: Call, record: Begun | None = None) -> list[StepReport]:
         """One program on the local ranks, among the replicas of this pipeline."""
         deployment = self.deployment
-        with deployment.replicas.step(program, call.training) as replica:
+        with deployment.replication.step(program, call.training) as replica:
             with deployment.ranks.step():
                 given = self.batches.resolve(call, program.microbatches)
                 reports = deployment.ranks.run(program, given, record=record)
@@ -307,7 +307,7 @@ class Pipeline:
         deployment = self.deployment
         with deployment.world.stepping(call.name):
             self._begin()
-            program = deployment.programs.inference(self.batches.count(call), deployment.replicas.lowered)
+            program = deployment.programs.inference(self.batches.count(call), deployment.replication.lowered)
             with self._transaction(training=False) as before:
                 with deployment.ranks.evaluating(holding.module for holding in deployment.holdings()):
                     reports = self._run(program, call)
@@ -579,7 +579,7 @@ class Pipeline:
     def close(self) -> None:
         """End worker threads and connections. The model keeps its values."""
         self._closed = True
-        self.deployment.replicas.close()
+        self.deployment.replication.close()
         self.deployment.ranks.close()
 
     def _check_open(self) -> None:

@@ -328,7 +328,7 @@ def test_an_error_surfaces_as_it_is_with_its_place(kind: type[BaseException]) ->
     with pytest.raises(kind, match="no such luck") as caught:
         pipe(x)
     assert caught.value.__notes__ == ["raised in stage 1 of 3, forward of microbatch 1 of 3 (1F1)"]
-    assert any(entry.name == "forward" and "test_face" in str(entry.path) for entry in caught.traceback)
+    assert any(entry.name == "forward" and "test_gpipe_module" in str(entry.path) for entry in caught.traceback)
     broken.kind = None
     pipe(x).sum().backward()
     torch.testing.assert_close(pipe(x), pipe.module(x))

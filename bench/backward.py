@@ -25,7 +25,7 @@ from report import Column, bench
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.backward.split import DeferredWeights, StageParameters, backward_full, backward_input
+from penstock.runtime.backward.split import DeferredWeights, StageParameters
 
 
 def convolutions() -> nn.Sequential:
@@ -44,7 +44,7 @@ def plain(model: nn.Module, x: Tensor, gradient: Tensor) -> list[float]:
     start = time.perf_counter()
     y = model(x)
     middle = time.perf_counter()
-    backward_full([y], [gradient])
+    torch.autograd.backward(y, gradient)
     return [middle - start, time.perf_counter() - middle]
 
 
@@ -54,7 +54,9 @@ def ours(model: nn.Module, x: Tensor, gradient: Tensor, parameters: StageParamet
     with deferred.recording():
         y = model(x)
     forward = time.perf_counter()
-    backward_input([y], [gradient], deferred)
+    deferred.learn([y])
+    deferred.begin_input()
+    torch.autograd.backward(y, gradient)
     inputs = time.perf_counter()
     deferred.run()
     return [forward - start, inputs - forward, time.perf_counter() - inputs]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from importlib import import_module
 
 import pytest
 from hypothesis import given, settings
@@ -351,6 +352,16 @@ def test_published_costs_with_several_stages_a_rank_idle_little(name: str) -> No
 def test_large_pipelines_have_a_good_answer(ranks: int, microbatches: int) -> None:
     found = search_report(ranks, microbatches, Costs(11.0, 11.0, 8.0, hop=0.4), ranks, effort=10)
     assert found.gap < 0.02
+
+
+def test_where_an_order_takes_long_few_families_are_built_and_little_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (8, 32, Costs(11.0, 11.0, 8.0, hop=0.4), 8)
+    sizes = {"stages_per_rank": (2, 3, 4), "placements": "loop", "seconds": 0}
+    every = search_report(*arguments, **sizes)
+    monkeypatch.setattr(import_module("penstock.schedule.search.hunt"), "LARGE", 0)
+    few = search_report(*arguments, **sizes)
+    assert few.value <= 1.005 * simulate(build("interleaved-zb", 8, 32, 4), stage_costs(arguments[2], 4)).makespan
+    assert sum(tried.orders for tried in few.tried) < 0.2 * sum(tried.orders for tried in every.tried)
 
 
 def test_pairs_that_save_time_are_valued_and_found() -> None:

@@ -36,7 +36,7 @@ class Effort:
         """Search until the budget is spent or nothing can be better."""
         promising = sorted(self.hunts, key=lambda hunt: hunt.bound)
         for hunt in promising:  # a promise, so whatever the budget: never worse than any family
-            if hunt.bound < self.best.value * (1 - ROUNDING):
+            if hunt.can_beat(self.best.value):
                 for _ in hunt.families(lambda: self.best.value):
                     self._tell()
         for hunt in promising:

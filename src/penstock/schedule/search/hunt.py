@@ -92,20 +92,30 @@ class Hunt:
     def families(self, best: Callable[[], float]) -> Iterator[None]:
         """Every builder's schedule for this placement, as it is and with W filled in anew.
 
-        On a large pipeline those are left out whose first microbatches say that they are no match for `best`.
+        On a large pipeline the family whose first microbatches do best comes first, and those are left out whose first
+        microbatches say that they are no match for `best`.
         """
+        known = list(self._known())
+        estimates = {family.name: self._estimate(family, self.problem.ranks) if self.large else 0.0 for family in known}
+        for family in sorted(known, key=lambda family: estimates[family.name]):
+            if estimates[family.name] < math.inf and estimates[family.name] <= best() * MARGIN:
+                self.begin(self._rows(family, self.problem))
+                yield
+
+    def _known(self) -> Iterator[Family]:
+        """The families for this placement, each order once."""
         problem, per_rank = self.problem, self.stages_per_rank
         for family in reversed(FAMILIES.values()):  # the zero-bubble ones, which do best, are the later ones
             if family.name == "forward-only" or (family.layout == "v" and per_rank != 2):
                 continue
             if (family.layout == "block" and per_rank > 1) or (family.name in SAME_ALONE and per_rank == 1):
                 continue  # the same as another one
-            if family.placed(problem.ranks, per_rank) != problem.placement:
-                continue
-            if self.large and self._estimate(family, problem.ranks) > best() * MARGIN:
-                continue
-            self.begin(self._rows(family, problem))
-            yield
+            if family.placed(problem.ranks, per_rank) == problem.placement:
+                yield family
+
+    def can_beat(self, value: float) -> bool:
+        """May there be a better order here, and on a large pipeline one that is better by enough to look for it?"""
+        return self.bound * (MARGIN if self.large else 1.0) < value * (1 - ROUNDING)
 
     def begin(self, orders: Orders) -> None:
         """Try a complete order as it is, and with W filled in anew."""

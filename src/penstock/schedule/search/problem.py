@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.columns import Columns
 from penstock.schedule.dependencies import Value, needs
 from penstock.schedule.lowering.align import align
 from penstock.schedule.placement import Placement
@@ -30,7 +32,8 @@ __all__ = ["ROUNDING", "Orders", "Problem", "stage_costs"]
 
 ROUNDING = 1e-9  # relative: sums of thirds
 Orders = list[list[int]]  # of each rank, its actions in order, as numbers
-OPS = (Op.F, Op.I, Op.W)
+OPS = FORWARD, _, WEIGHT = (Op.F, Op.I, Op.W)
+FULL = Op.B
 SHARED = ("forward", "input", "weight", "activation", "held", "kept")
 
 
@@ -108,7 +111,7 @@ class Problem:
         self.least_room = self._spread([*self.most, *self.input_room, *given_back])
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:
-        return [value for value in by_place for _ in range(self.microbatches)]
+        return [each for value in by_place for each in repeat(value, self.microbatches)]
 
     def _links(self) -> tuple[list[int], list[tuple[float, float, int]]]:
         home, stages, count = self.placement.by_stage, self.stages, self.microbatches
@@ -124,10 +127,11 @@ class Problem:
                         way = (home[source], home[stage])
                         times = self.costs.wire(min(source, stage), max(source, stage), way)
                         wire[maker] = (*times, home[source] * self.ranks + home[stage])
-        feeds, wires = [], []
+        feeds: list[int] = []
+        wires: list[tuple[float, float, int]] = []
         for place in range(3 * stages):
             by = shift[place] * count
-            feeds += [x + by if by else -1 for x in range(place * count, (place + 1) * count)]
+            feeds += range(place * count + by, (place + 1) * count + by) if by else repeat(-1, count)
             wires += [wire[place]] * count
         return feeds, wires
 
@@ -144,15 +148,15 @@ class Problem:
         for row in rows:
             order: list[int] = []
             for action in row:
-                for stage, op, microbatch, _, _ in action.parts():
+                for stage, op, microbatch, _, _ in (action,) if action.pair is None else action.parts():
                     x = stage * count + microbatch
-                    if op is Op.F:
+                    if op is FORWARD:
                         order.append(x)
-                    elif op is Op.W:
+                    elif op is WEIGHT:
                         order.append(x + 2 * half)
                     else:
                         order.append(x + half)
-                        if op is Op.B:
+                        if op is FULL:
                             order.append(x + 2 * half)
             found.append(order)
         return found
@@ -167,7 +171,7 @@ class Problem:
         """The aligned schedule of complete orders."""
         return align(
             Schedule(
-                [[self.action(x) for x in order] for order in orders],
+                self._columns(orders),
                 placement=self.placement,
                 microbatches=self.microbatches,
                 topology=self.topology,
@@ -177,3 +181,16 @@ class Problem:
                 passes=(),
             )
         )
+
+    def _columns(self, orders: Orders) -> Columns:
+        """Complete orders as columns, without an object for each action."""
+        import numpy as np
+
+        lengths = tuple(map(len, orders))
+        starts = np.array([0, *accumulate(lengths)])
+        numbers = np.fromiter(chain.from_iterable(orders), dtype=np.int64, count=int(starts[-1]))
+        third, rest = np.divmod(numbers, self.size)
+        stage, microbatch = (part.astype(np.int32) for part in np.divmod(rest, self.microbatches))
+        position = (np.arange(len(numbers)) - np.repeat(starts[:-1], lengths)).astype(np.int32)
+        op = np.array(OPS, dtype=np.int8)[third]
+        return Columns(lengths, starts, position, stage, op, microbatch, np.full(len(numbers), -1, dtype=np.int32))

@@ -108,8 +108,10 @@ class JsonLines:
 def _parsed(line: bytes, place: Place) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{place} is no JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{place} is not valid JSON: {error.msg} at column {error.colno}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{place} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{place} holds a {type(found).__name__}; each line is an object with the row's columns")
     return found

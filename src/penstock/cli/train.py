@@ -14,6 +14,7 @@ import typer
 from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent
+from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import functions_in
@@ -59,9 +60,11 @@ def train(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
-    config, _ = read_config(items)
+    config, path = read_config(items)
     if resume and fresh:
         raise UsageError("--resume continues the run, --fresh removes it; give one of them")
+    if not dry_run:
+        check_paths(config, "the configuration" if path is None else str(path))
     raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh))
 
 

@@ -175,10 +175,10 @@ def test_a_chat_without_answers_says_which_roles_it_has(tmp_path: Path) -> None:
     encoder = Encoder(load_config(None, [f"data.source={path}", f"data.tokenizer={tmp_path / 'model'}"]).data)
     values = {"messages": [{"role": "user", "content": "Hello"}, {"role": "user", "content": "Bye"}]}
     path.write_text("")
-    with pytest.raises(UsageError, match="no answer in it .its roles are user; answers are those of assistant"):
+    with pytest.raises(UsageError, match=r"no answer in it .its roles are user; answers are those of assistant"):
         encoder.encode(Record(values, Place(JsonLines(path), 0), 1))
     strange = Record({"conversations": []}, Place(JsonLines(path), 0), 1)
-    with pytest.raises(UsageError, match='write "conversations" of .from, value. as "messages"'):
+    with pytest.raises(UsageError, match=r'write "conversations" of .from, value. as "messages"'):
         Encoder(encoder.options).encode(strange)
 
 

@@ -15,8 +15,9 @@ from penstock.train.data.batches import open_data
 from penstock.train.data.chat import encode_chat
 from penstock.train.data.documents import Encoder
 from penstock.train.data.records import JsonLines, Place, Record
-from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.data.vocabulary import check_vocabulary
+from penstock.train.generation.words import Bytes, Tokens
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -180,6 +181,19 @@ def test_a_chat_without_answers_says_which_roles_it_has(tmp_path: Path) -> None:
     strange = Record({"conversations": []}, Place(JsonLines(path), 0), 1)
     with pytest.raises(UsageError, match=r'write "conversations" of .from, value. as "messages"'):
         Encoder(encoder.options).encode(strange)
+
+
+def test_a_question_is_written_up_to_where_the_answer_begins(tmp_path: Path) -> None:
+    saved(tmp_path / "chats", TURNS + PROMPT)
+    words = Tokens(str(tmp_path / "chats"), "")
+    opened = open_tokenizer(str(tmp_path / "chats"))
+    wanted = opened.spans("<|user|>Hello<|end|><|assistant|>").ids
+    assert words.encode_question("Hello") == wanted
+    saved(tmp_path / "plain", None)
+    with pytest.raises(UsageError, match="has no chat template"):
+        Tokens(str(tmp_path / "plain"), "").encode_question("Hello")
+    with pytest.raises(UsageError, match="this model reads bytes; give --prompt"):
+        Bytes().encode_question("Hello")
 
 
 def test_rows_of_text_prompts_and_chats(tmp_path: Path) -> None:

@@ -77,6 +77,12 @@ def _renamed(message: Any) -> str:
     )
 
 
+def question_of(tokenizer: Tokenizer, text: str) -> str:
+    """A user's question as the template writes it, up to where the assistant's answer begins."""
+    check_chats(tokenizer)
+    return _written(tokenizer, [{"role": "user", "content": text}], "--chat", prompt=True)
+
+
 def roles_in(messages: Any) -> list[str]:
     """The roles of a chat that was checked, each once."""
     return list(dict.fromkeys(str(message["role"]) for message in messages))

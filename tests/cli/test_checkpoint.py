@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
+from penstock.cli.checkpoint import _auto_class
 
 
 def penstock_command(*arguments: object, code: int = 0) -> str:
@@ -153,3 +154,11 @@ def test_an_export_of_a_plain_model_has_no_config(tmp_path: Path) -> None:
     penstock_command("export", tmp_path / "it", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     pipe.close()
+
+
+def test_the_class_that_loads_an_export_follows_its_configuration(tmp_path: Path) -> None:
+    assert _auto_class(tmp_path) == "AutoModel"
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert _auto_class(tmp_path) == "AutoModelForCausalLM"
+    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
+    assert _auto_class(tmp_path) == "AutoModel"

@@ -26,6 +26,7 @@ BAD_USAGE = {
     "eval output=nowhere": "there is no nowhere; give a run's folder",
     "generate nowhere": "there is no nowhere; give a run's folder",
     "generate nowhere --temperature hot": "'hot' is not a number",
+    "generate nowhere --prompt a --chat b": "give one of them",
     "generate nowhere --tokens 0": "0 is too small",
     "show zbv2": "did you mean zb-v?",
     "show": "Missing argument",

@@ -57,7 +57,7 @@ def test_a_run_outlives_a_raise_a_kill_and_a_full_disk(tmp_path: Path, wanted: l
         assert "File too large" in causes[2]
         from_step = [int(Path(incident["checkpoint"]).name[-8:]) for incident in incidents]
         assert all(step <= most for step, most in zip(from_step, (4, 10, 14), strict=True))  # a save may be under way
-        for line in (*causes, "restart 1 of 3", f"going on from step {from_step[0]}"):
+        for line in (*causes, "restart 1 of 3", f"resuming from step {from_step[0]}"):
             assert line in run.log
         assert "Traceback" not in run.log
         assert_whole(run.output)
@@ -79,7 +79,7 @@ def test_ctrl_c_finishes_the_step_saves_and_the_run_goes_on(tmp_path: Path, want
         assert gone(processes)
     with job(tmp_path, "training.steps=24", "checkpoint.every=0", plan(), "--resume") as run:
         assert run.wait() == 0, run.log
-        assert f"going on from step {stopped}" in run.log
+        assert f"resuming from step {stopped}" in run.log
         assert run.losses == wanted
 
 
@@ -199,7 +199,7 @@ def test_under_torchrun_as_on_two_hosts_a_killed_rank_changes_nothing(
             agent.wait()
     said = "\n".join((tmp_path / f"host{host}.txt").read_text() for host in range(2))
     assert codes == [0, 0], said
-    assert "going on from step" in said
+    assert "resuming from step" in said
     assert "exitcode: -9" in said  # rank 0 says that rank 1 failed, unless torchrun's agent ends it first
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["loss"] for line in lines] == wanted

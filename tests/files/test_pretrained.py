@@ -75,5 +75,8 @@ def test_a_folder_without_weights_or_with_a_wrong_index_is_refused(tmp_path: Pat
     with pytest.raises(UsageError, match="not a file of the same folder"):
         PretrainedFolder(tmp_path)
     index.write_text('{"weight_map": {"a": "gone.safetensors"}}')
-    with pytest.raises(UsageError, match=r"gone\.safetensors cannot be read"):
+    with pytest.raises(UsageError, match=r"gone\.safetensors: there is no such file"):
+        PretrainedFolder(tmp_path)
+    (tmp_path / "gone.safetensors").write_bytes(b"\x40" + b"\0" * 7 + b'{"a"')
+    with pytest.raises(UsageError, match=r"gone\.safetensors \(12 bytes\) cannot be read, .*; copy it again"):
         PretrainedFolder(tmp_path)

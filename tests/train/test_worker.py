@@ -21,7 +21,7 @@ from penstock.train.launch.stopping import Stop, asking
 from penstock.train.loop import Trainer
 from penstock.train.run.metrics import read_metrics
 from penstock.train.run.run_folder import RunFolder
-from penstock.train.worker import Job, train_here
+from penstock.train.worker import Job, changed_since, train_here
 
 TINY = [
     "data.sequence=16",
@@ -149,3 +149,11 @@ def test_signals_of_one_request_are_not_two_and_a_fork_can_be_ended() -> None:
         child.terminate()
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
+
+
+def test_what_does_not_fit_a_checkpoint_is_named_by_its_key(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert changed_since(folder, TrainConfig()) == []
+    folder.keep_config(load_config(None, ["lora.rank=8"]))
+    assert changed_since(folder, load_config(None, ["lora.rank=16"])) == ["lora.rank 8 -> 16"]
+    assert changed_since(folder, load_config(None, [])) == ["lora.rank 8 -> 0"]

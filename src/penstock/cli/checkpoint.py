@@ -5,6 +5,7 @@ Listing and verifying read text and bytes, so they answer without torch; what lo
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -167,7 +168,17 @@ def export(
     if done.adapter:
         write(f"load it with PeftModel.from_pretrained(model, {str(Path(out))!r}); --merge writes the model with it")
     if done.huggingface:
-        write(f"load them with AutoModel.from_pretrained({str(Path(out))!r}), or the class that config.json names")
+        write(f"load them with {_auto_class(Path(out))}.from_pretrained({str(Path(out))!r})")
+
+
+def _auto_class(folder: Path) -> str:
+    """The class of transformers that loads the model with what its configuration names, such as a language model."""
+    try:
+        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, json.JSONDecodeError):
+        return "AutoModel"
+    causal = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named or ())
+    return "AutoModelForCausalLM" if causal else "AutoModel"
 
 
 def _bytes_of(text: str) -> int:

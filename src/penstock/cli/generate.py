@@ -22,6 +22,10 @@ Place = Annotated[
 Prompts = Annotated[
     list[str] | None, typer.Option("--prompt", help="What the text begins with; several times for several texts.")
 ]
+Chat = Annotated[
+    list[str] | None,
+    typer.Option("--chat", metavar="TEXT", help="A question, written by the tokenizer's chat template; as --prompt."),
+]
 Count = Annotated[int, typer.Option("--tokens", "-n", parser=whole(1), metavar="N", help="Tokens to add to each.")]
 Temperature = Annotated[str, typer.Option(help="0: always the likeliest token; 1: as the model says.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always the likeliest token, as --temperature 0.")]
@@ -41,6 +45,7 @@ Threads = Annotated[
 def generate(
     place: Place = "runs/gpt",
     prompts: Prompts = None,
+    questions: Chat = None,
     count: Count = 300,
     temperature: Temperature = "0.8",
     greedy: Greedy = False,
@@ -60,7 +65,9 @@ def generate(
         "top_p": None if top_p is None else _number("--top-p", top_p),
         "seed": seed,
     }
-    begins = prompts or ["def "]
+    if prompts and questions:
+        raise UsageError("--prompt is continued as it is, --chat is a question to be answered; give one of them")
+    begins = questions or prompts or ["def "]
     with working("loading"):
         # small operations of numpy only wait for each other on several cores
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -69,9 +76,10 @@ def generate(
 
         sampling = Sampling(**options)  # type: ignore[arg-type]
         writer = open_writer(find_checkpoint(place), threads)
-    pieces = _pieces(writer, begins, count, sampling)
+    encode = writer.words.encode_question if questions else writer.words.encode
+    pieces = _pieces(writer, [encode(begin) for begin in begins], count, sampling)
     if len(begins) == 1 and not as_json:
-        sys.stdout.write(begins[0])
+        sys.stdout.write("" if questions else begins[0])
         for _, text in pieces:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -84,13 +92,13 @@ def generate(
         write_json([{"prompt": begin, "text": text} for begin, text in zip(begins, texts, strict=True)])
         return
     for number, (begin, text) in enumerate(zip(begins, texts, strict=True), 1):
-        write(f"--- {number}\n{begin}{text}")
+        write(f"--- {number}\n{begin}{chr(10) if questions else ''}{text}")
 
 
-def _pieces(writer: Any, prompts: list[str], count: int, sampling: Any) -> Any:
+def _pieces(writer: Any, prompts: list[list[int]], count: int, sampling: Any) -> Any:
     """(row, text) as they come."""
     readers = [writer.words.reader() for _ in prompts]
-    for row, token in writer.continue_rows([writer.words.encode(prompt) for prompt in prompts], count, sampling):
+    for row, token in writer.continue_rows(prompts, count, sampling):
         yield row, "" if token == writer.words.end else readers[row].add(token)
     for row, reader in enumerate(readers):
         yield row, reader.finish()

@@ -14,6 +14,7 @@ import typer
 from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent
+from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import functions_in
@@ -36,6 +37,8 @@ Trust = Annotated[
 Resume = Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run in `output`.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
 
+Verbose = Annotated[bool, typer.Option("--verbose", help="Also show how the same run starts on several hosts.")]
+
 
 def read_config(items: list[str] | None) -> tuple[TrainConfig, Path | None]:
     """The configuration that the arguments mean, checked; and its file."""
@@ -50,7 +53,12 @@ def read_config(items: list[str] | None) -> tuple[TrainConfig, Path | None]:
 
 @guarded
 def train(
-    items: Items = None, dry_run: DryRun = False, trust: Trust = False, resume: Resume = False, fresh: Fresh = False
+    items: Items = None,
+    dry_run: DryRun = False,
+    trust: Trust = False,
+    resume: Resume = False,
+    fresh: Fresh = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train a model as a pipeline: a byte-level GPT on Python's own library, or what a configuration says.
 
@@ -59,10 +67,12 @@ def train(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
-    config, _ = read_config(items)
+    config, path = read_config(items)
     if resume and fresh:
         raise UsageError("--resume continues the run, --fresh removes it; give one of them")
-    raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh))
+    if not dry_run:
+        check_paths(config, "the configuration" if path is None else str(path))
+    raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh, verbose))
 
 
 def _dry_run(config: TrainConfig, trust: bool) -> int:
@@ -82,7 +92,7 @@ def _dry_run(config: TrainConfig, trust: bool) -> int:
     return 0
 
 
-def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> int:
+def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, verbose: bool) -> int:
     folder = RunFolder(Path(config.output))
     resume_command = shlex.join(["penstock", "train", *items, "--resume"])
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -94,7 +104,8 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool) -> 
         from penstock.train.launch.launch import launch, torchrun_command  # loads torch
         from penstock.train.worker import Job
 
-        write(f"on several hosts, on each with its NUMBER from 0: {torchrun_command(config, items)}\n")
+        if verbose:
+            write(f"on several hosts, on each with its NUMBER from 0: {torchrun_command(config, items)}\n")
         return launch(Job(config, resume_command, resume), _say)
     finally:
         lock.free()

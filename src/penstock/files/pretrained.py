@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter, name_without_adapter
 from penstock.files.tensors import TYPES
+from penstock.files.weights import INDEX, WEIGHTS, no_weights
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 PIECE = 4 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
 ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
 SHOWN = 8  # names in an error
@@ -40,11 +39,6 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def has_weights(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has safetensors under the names that transformers gives them."""
-    return any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX))
 
 
 class PretrainedFolder:
@@ -113,12 +107,12 @@ class PretrainedFolder:
         missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
         unknown = _without((name for name in self.tensors if name not in state), ignored)
-        if missing or unknown or wrong:
+        kinds = {"missing": missing, "unknown": unknown, "of another shape": wrong}
+        if any(kinds.values()):
             raise UsageError(
-                f"{self.folder} does not have the weights of {type(model).__name__}: {_listed('missing', missing)}; "
-                f"{_listed('unknown', unknown)}; {_listed('of another shape', wrong)}. Its config.json must be that of "
-                f"the weights; a folder that from_pretrained() converts while it loads is written anew by the "
-                f'save_pretrained() of the loaded model; model.init = "random" starts without weights'
+                f"{self.folder} does not have the weights of {type(model).__name__}: {_listed(kinds)}. Its config.json "
+                f"must be that of the weights; a folder that from_pretrained() converts while it loads must first be "
+                f'saved again with save_pretrained() of the loaded model; model.init = "random" starts without weights'
             )
         for name, buffer in state.items():
             if not isinstance(buffer, nn.Parameter):
@@ -145,10 +139,7 @@ class PretrainedFolder:
         if (self.folder / self._file).is_file() or self._file != WEIGHTS:
             return [self._file]
         if not (self.folder / INDEX).is_file():
-            raise UsageError(
-                f"{self.folder} has neither {WEIGHTS} nor {INDEX}, so there are no weights to load; write them by "
-                f'save_pretrained(), or choose random ones with model.init = "random"'
-            )
+            raise UsageError(no_weights(self.folder))
         try:
             named = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -162,7 +153,13 @@ class PretrainedFolder:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise UsageError(f"{self.folder / file} cannot be read: {error}") from error
+            path = self.folder / file
+            if not path.is_file():
+                raise UsageError(f"{path}: there is no such file; copy it again") from error
+            raise UsageError(
+                f"{path} ({path.stat().st_size:,} bytes) cannot be read, as if it were incomplete: {error}; copy it "
+                f"again"
+            ) from error
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int | None]]:
@@ -180,6 +177,10 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
 
 
-def _listed(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{what} {', '.join(names[:SHOWN]) or 'none'}{more}"
+def _listed(kinds: Mapping[str, list[str]]) -> str:
+    """The names of each kind that has any."""
+    return "; ".join(
+        f"{what} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+        for what, names in kinds.items()
+        if names
+    )

@@ -13,8 +13,8 @@ import torch
 from penstock.errors import UsageError
 from penstock.files import TOKENIZER_FILES
 from penstock.files.adapters import ADAPTER_CONFIG
-from penstock.files.pretrained import INDEX, WEIGHTS
 from penstock.files.tensors import TensorEntry, write_file
+from penstock.files.weights import INDEX, WEIGHTS
 
 
 def parts_of(entries: Sequence[TensorEntry], most: int | None) -> list[list[TensorEntry]]:

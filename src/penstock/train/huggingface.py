@@ -6,7 +6,6 @@ pipeline is cut from its shapes, and then each rank reads the tensors of its own
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter
-from penstock.files.pretrained import PretrainedFolder, has_weights
+from penstock.files.pretrained import PretrainedFolder
+from penstock.files.weights import has_weights
 from penstock.model.lazy import is_lazy, lazy
+from penstock.train.config.paths import no_configuration
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.lora import adapter_values, has_adapters
@@ -131,11 +132,7 @@ def _configuration(config: TrainConfig) -> Any:
             f"random weights: leave model.init out, or name a folder that save_pretrained() has written"
         )
     if name not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3) or ["llama", "gpt2", "qwen2"]
-        raise UsageError(
-            f'model.source: transformers has no configuration "{name}", and there is no folder of that name with a '
-            f"config.json; near: {', '.join(near)}"
-        )
+        raise UsageError(no_configuration(name, list(CONFIG_MAPPING)))
     return AutoConfig.for_model(name, **options)
 
 

@@ -6,6 +6,7 @@ seed and on the name of the parameter, and not on the order in which ranks make 
 
 from __future__ import annotations
 
+import difflib
 import math
 import zlib
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from penstock.files.pretrained import PretrainedFolder
 from penstock.model.lazy import is_lazy, lazy
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
+
+SHOWN = 8  # names in an error
 
 
 def has_adapters(config: TrainConfig) -> bool:
@@ -41,13 +44,24 @@ def add_adapters(config: TrainConfig, model: nn.Module) -> nn.Module:
         with lazy() if without_values else nullcontext():
             inject_adapter_in_model(settings, model)
     except ValueError as error:
-        raise UsageError(f"lora.targets: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"lora.targets: {unmatched_target(config, model) or str(error).splitlines()[0]}") from None
     if not without_values:
         fill = adapter_values(config)
         for name, parameter in model.named_parameters():
             if is_adapter(name):
                 fill(name, parameter)
     return model
+
+
+def unmatched_target(config: TrainConfig, model: nn.Module) -> str:
+    """The error about a target that no layer's name ends in, with near names; empty where each target has a layer."""
+    names = [name for name, _ in model.named_modules() if name]
+    layers = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
+    for target in config.lora.targets:
+        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in names):
+            near = difflib.get_close_matches(target, layers, SHOWN, 0.4) or layers[:SHOWN]
+            return f"{target!r} is the name of no layer of the model; among its linear layers are {', '.join(near)}"
+    return ""
 
 
 def adapter_values(config: TrainConfig) -> Callable[[str, Tensor], Any]:

@@ -28,7 +28,6 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.checkpoint.checkpointer import Checkpointer
-from penstock.checkpoint.disk.manifest import BEST, best_of, newest_first
 from penstock.checkpoint.disk.plain_files import create, read_plain, write_whole
 from penstock.checkpoint.generators import seed_generators
 from penstock.checkpoint.load.loading import Loaded
@@ -41,7 +40,6 @@ from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.data.packing_check import check_packing
@@ -51,16 +49,16 @@ from penstock.train.huggingface import check_base, left_out
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
-from penstock.train.loop import Ending, Trainer
+from penstock.train.loop import Trainer
 from penstock.train.nonfinite import NonFinite
 from penstock.train.optim import build_optimizer
 from penstock.train.rate import build_rate, follow_config, options_of
+from penstock.train.run.closing import closing_words
 from penstock.train.run.flops import utilisation
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.outlets import open_outlets
-from penstock.train.run.progress import Progress, of_time
+from penstock.train.run.progress import Progress
 from penstock.train.run.run_folder import RunFolder, write_json
-from penstock.train.run.run_page import save_run_page
 
 FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
@@ -165,7 +163,9 @@ def train_here(job: Job, stop: Stop) -> int:
         if checkpointer.latest() is not None:
             options = options_of(optimizer)
             averages = None if average is None else average.tensors
-            loaded = _load(checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data, averages=averages)
+            loaded = _load(
+                job, checkpointer, pipe, optimizer, scheduler=rate, scaler=scaler, data=data, averages=averages
+            )
             check_base(config, loaded.extra.get("base"))
             follow_config(config, optimizer, rate, options)
             if average is not None:
@@ -193,7 +193,8 @@ def train_here(job: Job, stop: Stop) -> int:
                 metrics.close()
         checkpointer.close()
         if first:
-            progress.say(_where(job, folder, ending, checkpointer.latest(), monotonic() - began))
+            seconds = monotonic() - began
+            progress.say(closing_words(config, folder, ending, checkpointer.latest(), seconds, job.resume_command))
         pipe.close()
     return INTERRUPTED if ending.stopped else 0
 
@@ -210,20 +211,22 @@ def _first_lines(
     elif not start:
         yield "from the beginning: there is no complete checkpoint"
     if start:
-        yield f"going on from step {start}: {checkpointer.latest()}"
+        yield f"resuming from step {start}: {checkpointer.latest()}"
         if notes:
             yield f"note: changed since that checkpoint: {', '.join(notes)}"
     if changed := getattr(data, "changed", ""):
         yield f"note: {changed}; losses will not be those of a run that was never stopped"
 
 
-def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:
+def _load(job: Job, checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: Any) -> Loaded:
     try:
         loaded = checkpointer.load(pipe, optimizer, **parts)
     except CheckpointError as error:  # of another model or optimizer; a damaged one would have been passed over
+        changed = changed_since(RunFolder(Path(job.config.output)), job.config)
+        keys = f"\nchanged since that checkpoint: {', '.join(changed)}" if changed else ""
         raise UsageError(
-            f"{error}\nto go on, the configuration must be of the same model, optimizer and precision; --fresh starts "
-            f"over"
+            f"{error}{keys}\nto resume, the configuration must have the same model, adapters, optimizer and precision; "
+            f"--fresh starts over"
         ) from error
     if not isinstance(loaded.config, dict) or not isinstance(loaded.extra, dict) or "skips" not in loaded.extra:
         raise UsageError(
@@ -233,12 +236,22 @@ def _load(checkpointer: Checkpointer, pipe: Pipeline, optimizer: Any, **parts: A
     return loaded
 
 
+def changed_since(folder: RunFolder, config: TrainConfig) -> list[str]:
+    """The keys that decide what a checkpoint holds, and that are not as they were when the run was last started."""
+    try:
+        before = json.loads(read_plain(folder.root / "config.json"))
+    except (OSError, json.JSONDecodeError):
+        return []
+    after = to_document(config)
+    return [words for name in ("model", "lora", "optimizer") for words in changes(before.get(name), after[name], name)]
+
+
 def _changed(before: Any, config: TrainConfig) -> list[str]:
     """What the numbers depend on, beside the layout, and is not as it was."""
     after = to_document(config)
     return [
         words
-        for name in ("seed", "model", "data", "loss", "optimizer", "training")
+        for name in ("seed", "model", "lora", "data", "loss", "optimizer", "training")
         for words in changes(before.get(name), after[name], name)
     ]
 
@@ -299,42 +312,6 @@ def log_as(config: TrainConfig, rank: int) -> None:
         stream=sys.stderr,
         force=True,
     )
-
-
-# -- the end
-
-
-def _where(job: Job, folder: RunFolder, ending: Ending, checkpoint: Path | None, seconds: float) -> str:
-    """The last lines of a run: what came of it, and where its results are."""
-    page = save_run_page(folder)
-    numbers = f"loss {ending.loss:.4f}" if ending.loss is not None else "nothing left to do"
-    if ending.validation is not None:
-        numbers += f", validation {ending.validation:.4f}"
-    head = "stopped" if ending.stopped else "done"
-    lines = ["", f"{head}: step {ending.step}, {numbers}, {of_time(seconds)}"]
-    if ending.early:
-        lines.append(f"ended early: {ending.early}")
-    lines.append(f"checkpoint  {checkpoint}")
-    best = best_of(newest_first(folder.checkpoints)[0])
-    if best is not None:
-        lines.append(f"best        {best} ({folder.root}/{BEST} names it)")
-    lines.append(f"metrics     {folder.metrics}")
-    if page is not None:
-        lines.append(f"timeline    {page}")
-    if ending.stopped:
-        lines.append(f"go on       {job.resume_command}")
-    else:
-        lines += _what_next(job.config, folder)
-    return "\n".join(lines)
-
-
-def _what_next(config: TrainConfig, folder: RunFolder) -> Iterator[str]:
-    """The commands that make something of a run that is complete."""
-    huggingface = config.model.source.startswith(HUGGINGFACE)
-    if (config.model.source == "gpt" or huggingface) and (config.data.tokenizer or config.data.tokens == "bytes"):
-        yield f"try it      penstock generate {folder.root} --prompt 'def '"
-    if huggingface:
-        yield f"export      penstock checkpoint export {folder.root} FOLDER"
 
 
 def read_note(path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,8 @@ from penstock.errors import UsageError
 from penstock.train.config.read import load_config
 from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import IterableBatches, TokenBatches, open_data
-from penstock.train.data.tokens import find_files, read_tokens, stdlib_files
+from penstock.train.data.paths import find_files
+from penstock.train.data.tokens import read_tokens, stdlib_files
 
 
 def opened(*changes: str) -> DataBatches:
@@ -103,11 +104,11 @@ def test_files_are_found_once_each_and_missing_ones_are_named(tmp_path: Path) ->
         find_files([str(tmp_path)])
 
 
-@pytest.mark.parametrize("content", [b"", b"short"])
-def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(("content", "words"), [(b"", "short.txt is empty"), (b"short", "one row takes 129")])
+def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="one row takes 129"):
+    with pytest.raises(UsageError, match=words):
         opened(f"data.source={path}")
 
 

@@ -126,7 +126,7 @@ def test_rows_that_do_not_fit(rows: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{oops", "bad.jsonl, line 3 is no JSON"),
+        ("{oops", "bad.jsonl, line 3 is not valid JSON: Expecting property name enclosed in double quotes at column 2"),
         ("[1, 2]", "bad.jsonl, line 3 holds a list"),
         ('{"input_ids": [7]}', "bad.jsonl, line 3 has nothing to learn: 1 tokens"),
         ('{"input_ids": []}', "line 3 has nothing to learn: 0 tokens"),

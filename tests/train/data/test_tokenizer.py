@@ -15,8 +15,9 @@ from penstock.train.data.batches import open_data
 from penstock.train.data.chat import encode_chat
 from penstock.train.data.documents import Encoder
 from penstock.train.data.records import JsonLines, Place, Record
-from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.data.vocabulary import check_vocabulary
+from penstock.train.generation.words import Bytes, Tokens
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -145,6 +146,54 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
     for messages, words in (([], "an empty list"), ("a", "a str"), ([{"role": "user"}], "message 0 is")):
         with pytest.raises(UsageError, match=words):
             encode_chat(tokenizer, messages, True, "here")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "content": None}, "here: the content of message 1 is null; it takes a text"),
+        ({"role": "assistant", "content": 4}, "here: the content of message 1 is a int"),
+        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "the chat template does not mention tool_calls"),
+        ({"from": "gpt", "value": "Well"}, r"must be rewritten: \{.messages"),
+    ],
+)
+def test_a_content_that_is_no_text_is_refused(tmp_path: Path, message: dict[str, Any], words: str) -> None:
+    tokenizer = saved(tmp_path, TURNS + PROMPT)
+    for answers in (True, False):
+        with pytest.raises(UsageError, match=words):
+            encode_chat(tokenizer, [CHAT[0], message], answers, "here")
+
+
+def test_a_template_that_knows_tool_calls_decides_about_them(tmp_path: Path) -> None:
+    template = TURNS.replace("{{ m.content }}", "{{ m.content or m.tool_calls[0] }}") + PROMPT
+    calling = {"role": "assistant", "content": None, "tool_calls": ["Well"]}
+    assert "Well" in learned(saved(tmp_path, template), [CHAT[0], calling])[0]
+
+
+def test_a_chat_without_answers_says_which_roles_it_has(tmp_path: Path) -> None:
+    saved(tmp_path / "model", TURNS + PROMPT)
+    path = tmp_path / "chats.jsonl"
+    encoder = Encoder(load_config(None, [f"data.source={path}", f"data.tokenizer={tmp_path / 'model'}"]).data)
+    values = {"messages": [{"role": "user", "content": "Hello"}, {"role": "user", "content": "Bye"}]}
+    path.write_text("")
+    with pytest.raises(UsageError, match=r"no answer in it .its roles are user; answers are those of assistant"):
+        encoder.encode(Record(values, Place(JsonLines(path), 0), 1))
+    strange = Record({"conversations": []}, Place(JsonLines(path), 0), 1)
+    with pytest.raises(UsageError, match=r'write "conversations" of .from, value. as "messages"'):
+        Encoder(encoder.options).encode(strange)
+
+
+def test_a_question_is_written_up_to_where_the_answer_begins(tmp_path: Path) -> None:
+    saved(tmp_path / "chats", TURNS + PROMPT)
+    words = Tokens(str(tmp_path / "chats"), "")
+    opened = open_tokenizer(str(tmp_path / "chats"))
+    wanted = opened.spans("<|user|>Hello<|end|><|assistant|>").ids
+    assert words.encode_question("Hello") == wanted
+    saved(tmp_path / "plain", None)
+    with pytest.raises(UsageError, match="has no chat template"):
+        Tokens(str(tmp_path / "plain"), "").encode_question("Hello")
+    with pytest.raises(UsageError, match="this model reads bytes; give --prompt"):
+        Bytes().encode_question("Hello")
 
 
 def test_rows_of_text_prompts_and_chats(tmp_path: Path) -> None:

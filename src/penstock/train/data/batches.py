@@ -21,7 +21,7 @@ from penstock.runtime.state.randomness import seed_of
 from penstock.train.config.settings import Data, TrainConfig
 from penstock.train.config.source import call_source, is_function
 from penstock.train.data.batch import DataBatch, DataBatches
-from penstock.train.data.records import ROWS, holds_rows
+from penstock.train.data.paths import ROWS, holds_rows
 from penstock.train.data.row_batches import open_row_batches
 from penstock.train.data.tokenizer import open_tokenizer
 from penstock.train.data.tokens import Tokens, read_tokens

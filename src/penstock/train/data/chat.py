@@ -32,7 +32,7 @@ def check_chats(tokenizer: Tokenizer) -> None:
 
 def encode_chat(tokenizer: Tokenizer, messages: Any, answers: bool, place: object) -> tuple[list[int], list[bool]]:
     """The tokens of a chat, and for each whether it is learned: the answers, or all."""
-    _check_messages(messages, place)
+    _check_messages(messages, place, tools="tool_calls" in _template(tokenizer))
     if not answers:
         ids = tokenizer.spans(_written(tokenizer, messages, place)).ids
         return ids, [True] * len(ids)
@@ -41,13 +41,51 @@ def encode_chat(tokenizer: Tokenizer, messages: Any, answers: bool, place: objec
     return _by_beginnings(tokenizer, messages, place)
 
 
-def _check_messages(messages: Any, place: object) -> None:
+def _check_messages(messages: Any, place: object, *, tools: bool) -> None:
+    """Refuse what a template would write as something else, such as "None" for a content of null.
+
+    A message that calls tools may have no content, where the template knows of `tools`.
+    """
     if not isinstance(messages, (list, tuple)) or not messages:
         what = "an empty list" if messages in ([], ()) else f"a {type(messages).__name__}"
         raise UsageError(f"{place}: messages is {what}; it takes a list of {{role, content}}")
     for number, message in enumerate(messages):
-        if not isinstance(message, dict) or "role" not in message or "content" not in message:
-            raise UsageError(f"{place}: message {number} is {str(message)[:60]!r}; it takes a role and a content")
+        calls = isinstance(message, dict) and bool(message.get("tool_calls"))
+        if not isinstance(message, dict) or "role" not in message or not ("content" in message or calls):
+            raise UsageError(
+                f"{place}: message {number} is {str(message)[:60]!r}; it takes a role and a content{_renamed(message)}"
+            )
+        content = message.get("content")
+        if isinstance(content, (str, list)) or (content is None and calls and tools):
+            continue
+        if content is None and calls:
+            raise UsageError(
+                f"{place}: message {number} has tool_calls and no content, and the chat template does not mention "
+                f"tool_calls; take a template that writes them, or leave the row out"
+            )
+        shown = "null" if content is None else f"a {type(content).__name__}"
+        raise UsageError(f"{place}: the content of message {number} is {shown}; it takes a text, or a list of parts")
+
+
+def _renamed(message: Any) -> str:
+    """A hint for chats that name their parts `from` and `value`."""
+    if not isinstance(message, dict) or not {"from", "value"} <= set(message):
+        return ""
+    return (
+        '. Rows with {from, value} must be rewritten: {"messages": [{"role": "user", "content": ...}, '
+        '{"role": "assistant", "content": ...}]}, with "human" as "user" and "gpt" as "assistant"'
+    )
+
+
+def question_of(tokenizer: Tokenizer, text: str) -> str:
+    """A user's question as the template writes it, up to where the assistant's answer begins."""
+    check_chats(tokenizer)
+    return _written(tokenizer, [{"role": "user", "content": text}], "--chat", prompt=True)
+
+
+def roles_in(messages: Any) -> list[str]:
+    """The roles of a chat that was checked, each once."""
+    return list(dict.fromkeys(str(message["role"]) for message in messages))
 
 
 def _template(tokenizer: Tokenizer) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.train.config.settings import Data
-from penstock.train.data.chat import check_chats, encode_chat
+from penstock.train.data.chat import ASSISTANT, check_chats, encode_chat, roles_in
 from penstock.train.data.records import Record
 from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.loss import IGNORED
@@ -121,9 +121,15 @@ class Encoder:
         for name, columns in COLUMNS.items():
             if all(self._name(column) in record.values for column in columns):
                 return name
+        remedy = 'data.columns = { text = "..." } says which column is meant'
+        if "conversations" in record.values:
+            remedy = (
+                'write "conversations" of {from, value} as "messages" of {role, content}; where they have role and '
+                'content already, set data.columns = { messages = "conversations" }'
+            )
         raise UsageError(
             f"{record.place} has the columns {', '.join(record.values) or 'none'}; rows need messages, prompt and "
-            f'completion, input_ids, or text; data.columns = {{ text = "..." }} says which column is meant'
+            f"completion, input_ids, or text; {remedy}"
         )
 
     def _take(self, name: str) -> None:
@@ -170,6 +176,9 @@ class Encoder:
         self.tally.empty += 1
         if self.options.empty == "error":
             why = "no answer in it" if count > 1 else f"{count} tokens, and one needs another to predict"
+            if count > 1 and self._format == "messages":
+                roles = roles_in(record.values[self._name("messages")])
+                why += f" (its roles are {', '.join(roles)}; answers are those of {ASSISTANT})"
             raise UsageError(f'{record.place} has nothing to learn: {why}; data.empty = "drop" leaves such rows out')
 
     def _fitted(self, document: Document, record: Record) -> Iterator[Document]:

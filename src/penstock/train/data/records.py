@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import UsageError
-from penstock.train.config.settings import Data
 from penstock.train.config.source import call_source, is_function
-from penstock.train.data.tokens import find_paths
+from penstock.train.data.paths import JSON_LINES, find_paths
 
-JSON_LINES = (".jsonl", ".ndjson")
-ROWS = (*JSON_LINES, ".parquet", ".arrow")
 CHUNK = 256  # rows of a Parquet file that are made into Python's values at a time
 
 
@@ -51,21 +48,6 @@ class Record(NamedTuple):
     values: dict[str, Any]
     place: Place
     after: int
-
-
-def holds_rows(data: Data) -> bool:
-    """Whether `data.source` names rows, and not text or batches; of a function, `data.format` says so."""
-    source = data.source
-    if isinstance(source, str) and is_function(source):
-        return data.format != "auto"
-    patterns = [source] if isinstance(source, str) else source
-    return bool(patterns) and all(
-        pattern.lower().endswith(ROWS) or _is_saved(Path(pattern).expanduser()) for pattern in patterns
-    )
-
-
-def _is_saved(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("state.json", "dataset_info.json", "dataset_dict.json"))
 
 
 def open_rows(key: str, source: str | Sequence[str], options: dict[str, Any]) -> list[RowFile]:
@@ -108,8 +90,10 @@ class JsonLines:
 def _parsed(line: bytes, place: Place) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{place} is no JSON: {error}") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{place} is not valid JSON: {error.msg} at column {error.colno}") from None
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{place} is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise UsageError(f"{place} holds a {type(found).__name__}; each line is an object with the row's columns")
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
+from penstock.train.config.paths import no_tokenizer
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -121,10 +122,7 @@ def _open_file(path: Path) -> Any:
 
 def _open_folder(path: Path) -> Any:
     if not path.is_dir():
-        raise UsageError(
-            f'data.tokenizer: there is no folder or file "{path}"; name one that tokenizer.save_pretrained has '
-            f"written, or a {FILE} (nothing is downloaded)"
-        )
+        raise UsageError(no_tokenizer(str(path)))
     try:
         from transformers import AutoTokenizer  # optional, and slow to load
     except ImportError:

@@ -7,12 +7,11 @@ with the tokens that it began with.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import sysconfig
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
+from penstock.train.data.paths import find_files
 from penstock.train.data.tokenizer import Tokenizer
 
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}
@@ -67,32 +67,6 @@ def stdlib_files() -> list[Path]:
     if not found:
         raise UsageError(f"this Python keeps no source files in {root}; set data.source to text files of your own")
     return found
-
-
-def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The files of names and globs, each once, in the order of the patterns and then of the names."""
-    return _found(
-        patterns,
-        "data.source",
-        os.path.isfile,
-        'give files or globs such as "texts/**/*.txt", "stdlib", or "module:function"',
-    )
-
-
-def find_paths(patterns: Sequence[str], key: str) -> list[Path]:
-    """As `find_files`, but of rows, which may be folders."""
-    return _found(patterns, key, os.path.exists, 'give files or globs such as "chats/*.jsonl"')
-
-
-def _found(patterns: Sequence[str], key: str, fits: Callable[[str], bool], remedy: str) -> list[Path]:
-    found: dict[Path, None] = {}
-    for pattern in patterns:
-        here = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        paths = [Path(name) for name in here if fits(name)]
-        if not paths:
-            raise UsageError(f"{key}: {pattern!r} {'is a folder' if here else 'matches no file'}; {remedy}")
-        found |= dict.fromkeys(paths)
-    return list(found)
 
 
 def _from_text(files: Sequence[Path]) -> Tokens:

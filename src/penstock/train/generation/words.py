@@ -23,6 +23,9 @@ class Words(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
 
+    def encode_question(self, text: str) -> list[int]:
+        """The tokens of a question to a model that was trained on chats."""
+
     def reader(self) -> Reader:
         """What turns tokens into text as they come."""
 
@@ -44,6 +47,9 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape") or b"\n")
+
+    def encode_question(self, text: str) -> list[int]:
+        raise UsageError("--chat needs a tokenizer with a chat template, and this model reads bytes; give --prompt")
 
     def reader(self) -> Reader:
         return _ByteReader()
@@ -74,6 +80,11 @@ class Tokens:
         if not found and self.end is None:
             raise UsageError("an empty prompt needs a token that ends texts, to begin after it; give a prompt")
         return found or [self.end or 0]
+
+    def encode_question(self, text: str) -> list[int]:
+        from penstock.train.data.chat import question_of
+
+        return self._own.encode(question_of(self._own, text), special=False)
 
     def reader(self) -> Reader:
         return _TokenReader(self._own)

@@ -214,7 +214,7 @@ def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
     if result.is_failed():
         if agent.stopping and not agent.reason:
             return INTERRUPTED
-        say(f"{agent.reason}\nthe ranks' own words are in {folder.logs}")
+        say(f"{agent.reason}\nwhat each rank wrote is in {folder.logs}")
         return 2 if agent.usage else 1
     return max((int(code) for code in result.return_values.values()), default=0)
 

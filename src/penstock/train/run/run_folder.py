@@ -60,7 +60,8 @@ class RunFolder:
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output is {self.root}, which is a file; name a folder")
         begun = self.root.is_dir() and any((self.root / name).exists() for name in (*OWN, *OWN_FOLDERS))
-        if begun and not (resume or fresh):
+        failed_start = begun and self._is_failed_start()
+        if begun and not (resume or fresh or failed_start):
             raise UsageError(
                 f"{self.root} has a run already; add --resume to go on from its newest checkpoint, --fresh to remove "
                 f"it and start over, or output=... to write elsewhere"
@@ -77,7 +78,7 @@ class RunFolder:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             lock.take()
-            if fresh:
+            if fresh or (failed_start and not resume and self._is_failed_start()):  # still, now that it is locked
                 self._clear()
             self.checkpoints.mkdir(exist_ok=True)
             if not resume:
@@ -88,6 +89,20 @@ class RunFolder:
                 f"output is {self.root}, where nothing can be written: {error.strerror} ({error.filename})"
             ) from None
         return lock
+
+    def _is_failed_start(self) -> bool:
+        """Whether a run ended here before its first step: it left its configuration, no figures and no checkpoint.
+
+        A config.json of something else, such as a model, is not the remainder of a run.
+        """
+        try:
+            kept = json.loads(read_plain(self.root / "config.json"))
+        except (OSError, ValueError):
+            return False
+        if not isinstance(kept, dict) or not {"pipeline", "training", "output"} <= set(kept):
+            return False
+        has_figures = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return not has_figures and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
 
     def keep_config(self, config: TrainConfig) -> None:
         """What the run is trained with from now on."""

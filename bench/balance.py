@@ -28,8 +28,8 @@ from report import Column, bench
 from torch import Tensor, nn
 
 import penstock
+from penstock.model.balance.partition import counts_of, partition
 from penstock.model.balance.profile import Weight, crossing_of, piece_weights, profile_layers
-from penstock.model.balance.proposal import counts_of, partition
 from penstock.schedule import Placement, build
 
 SLACK = 0.02  # measured times that differ by less are equal: the bytes decide

@@ -62,6 +62,7 @@ PAGES = {  # what the side bar shows, in order; README.md is the page above all 
     "Look up": ["docs/reference/index", "docs/glossary"],
     "Project": ["CHANGELOG", "CONTRIBUTING", "ARCHITECTURE", "SECURITY"],
 }
+FILE = re.compile(r"<!-- file: (?P<name>[\w.-]+) -->\n```(?P<language>\w+)\n")
 MARK = re.compile(r"<!-- generated: (?P<name>\w+) -->")
 FIRST = """<!doctype html>
 <meta charset="utf-8">
@@ -76,11 +77,12 @@ def toctree(entries: list[str], caption: str = "") -> str:
 
 
 def complete(app: Any, name: str, source: list[str]) -> None:
-    """Add what only the site has to a page: tables of contents, and tables from the code."""
+    """Add what only the site has to a page: tables of contents, names of files, and tables from the code."""
     if name == root_doc:
         source[0] += "".join(toctree(entries, caption) for caption, entries in PAGES.items())
     elif name.endswith("/index"):  # such a page lists its folder: the side bar has the same pages in the same order
         source[0] += toctree([page for pages in sidebar.groups(source[0]).values() for page in pages])
+    source[0] = FILE.sub("```{code-block} \\g<language>\n:caption: \\g<name>\n\n", source[0])
     if MARK.search(source[0]):
         app.env.note_reread()  # the code may have changed, though the page has not
         source[0] = MARK.sub(lambda mark: generated.TABLES[mark["name"]](), source[0])

@@ -579,6 +579,35 @@ def deferred_receives(rank: int) -> None:
         check(*made_so, (rank == 0, rank == last), rows=6)
 
 
+class Fused(nn.Module):
+    """One parameter that its state lists as two, as fused attention layers do, and a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(2, HIDDEN))
+        self.register_buffer("cache", torch.ones(HIDDEN), persistent=False)
+        self.register_state_dict_post_hook(self._parted)
+
+    @staticmethod
+    def _parted(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}one"], state[f"{prefix}two"] = state.pop(f"{prefix}both").unbind()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.both[0] + self.both[1] * self.cache
+
+
+def states_that_list_other_names(rank: int) -> None:
+    """Ranks told each other what the state lists, and took the parameters of others for something else."""
+    modules = [made(Fused), made(Fused)]
+    x, target = data()
+    TOTAL(modules[1](modules[0](x)), target).backward()
+    part = copy.deepcopy(modules[rank])
+    part.zero_grad()
+    schedule = Schedule1F1B(PipelineStage(part, rank, 2, DEVICE), 4, loss_fn=TOTAL, scale_grads=False)
+    run(schedule, x, target, (rank == 0, rank == 1))
+    torch.testing.assert_close(part.both.grad, modules[rank].both.grad)
+
+
 class Fails(nn.Module):
     broken = True
 
@@ -668,7 +697,7 @@ PROGRAMS = [
     forward_only, by_name, by_mark, by_hand, own_orders, through_files, custom_functions, weight_functions, specs,
     keywords_of_other_sizes,
     accumulates, ragged, buffers, evaluates, shares_weights, wrapped_pipe, deferred_receives, fails_and_goes_on,
-    few_microbatches,
+    few_microbatches, states_that_list_other_names,
 ]  # fmt: skip
 
 

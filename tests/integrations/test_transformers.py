@@ -112,7 +112,12 @@ def test_losses_weights_metrics_and_files_are_those_of_a_trainer_without_a_pipel
         {},  # all defaults, a last batch of two rows
         {"args": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3}, "pipeline": {"microbatches": 2}},
         {
-            "args": {"label_smoothing_factor": 0.1, "eval_strategy": "epoch", "optim": "adafactor"},
+            "args": {
+                "label_smoothing_factor": 0.1,
+                "eval_strategy": "epoch",
+                "optim": "adafactor",
+                "gradient_accumulation_steps": 2,
+            },
             "model": {"tie_word_embeddings": True},
             "pipeline": {"schedule": "zb-v", "microbatches": 4},
         },

@@ -128,7 +128,7 @@ def test_nested_sequentials_and_names_used_again_one_after_the_other() -> None:
     [
         ([Stash(), nn.Tanh()], "no layer pops 'a'"),
         ([nn.Tanh(), Pop()], "a Pop on stage 1 pops 'a', which no layer before it stashes"),
-        ([Stash(), Stash(), Pop()], "a Stash on stage 0 stashes 'a', which waits"),
+        ([Stash(), Stash(), Pop()], "a Stash on stage 0 stashes 'a', which was stashed before"),
     ],
 )
 def test_pairs_that_do_not_match_are_refused_when_the_model_is_cut(layers: list[nn.Module], message: str) -> None:

@@ -106,7 +106,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest() -> None:
         build("1f2b", 2, 2)
     assert str(caught.value) == (
         "there is no schedule '1f2b'; did you mean 1f1b? (known: gpipe, 1f1b, looped-bfs, interleaved-1f1b, zb-h1, "
-        "zb-h2, interleaved-zb, zb-v, v-half, v-min, dualpipe-v, forward-only, auto)"
+        "zb-h2, interleaved-zb, group-interleaved, zb-v, v-half, v-min, dualpipe-v, forward-only, auto)"
     )
     with pytest.raises(UsageError, match=r"no schedule 'qqqqqq' \(known: gpipe"):
         build("qqqqqq", 2, 2)

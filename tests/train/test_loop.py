@@ -190,12 +190,11 @@ def test_accumulated_passes_are_one_step_of_the_whole_batch(tmp_path: Path, text
     from penstock.train.data.batches import open_data
 
     data = open_data(config)
-    model, loss = build_model(config)
-    assert loss is not None
+    model, _ = build_model(config)
     values = []
     for number in range(2):
         batch = data.at(number)
-        value = loss(model(*batch.args), batch.target)
+        value = nn.functional.cross_entropy(model(*batch.args).flatten(0, 1), batch.target.flatten())
         (value / 2).backward()
         values.append(value.item())
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

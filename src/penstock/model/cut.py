@@ -18,12 +18,13 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.balance.partition import counts_of
 from penstock.model.balance.profile import Weight, crossing_of, profile_layers
-from penstock.model.balance.proposal import counts_of
 from penstock.model.balance.request import Balancing
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
-from penstock.model.split import Split, more_than_its_layers, split_model
+from penstock.model.replay.cut import split_by_replay
+from penstock.model.split import Split, layers_of, more_than_its_layers, split_model
 
 Example = tuple[Any, ...] | Mapping[str, Any]
 
@@ -72,7 +73,7 @@ def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split
     """Layers a stage where the names are layers of an `nn.Sequential`: no look at an input is needed for that."""
     if not isinstance(model, nn.Sequential):
         return None
-    layers = [name for name, layer in model._modules.items() if layer is not None]
+    layers = [name for name, _ in layers_of(model)]
     if not set(split_at) <= set(layers):
         return None  # a place inside of a layer
     if stages is not None and stages != len(split_at) + 1:
@@ -98,7 +99,7 @@ def _by_position(
         if weighed:
             raise UsageError("balance= by weight needs stages=, and either an nn.Sequential or example=")
         return split_model(model, stages, balance.counts, skips)
-    layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    layers = layers_of(model)
     if balance.runs and (example is None or isinstance(example, Mapping)):
         raise UsageError(f"balance={balance.how!r} measures the layers with an input: pass example=(x,)")
     weights = profile_layers(
@@ -139,7 +140,7 @@ def _by_example(
     method: str,
 ) -> Split:
     refusals: list[str] = []
-    for way, cut in (("replay", _replay), ("graph", partial(_graph, method == "auto"))):
+    for way, cut in (("replay", split_by_replay), ("graph", partial(_graph, method == "auto"))):
         if method in ("auto", way):
             try:
                 found = cut(model, stages, example, balance, split_at)
@@ -153,16 +154,10 @@ def _by_example(
     raise ModelError("the model cannot be cut as it is:\n  " + "\n  ".join(refusals))
 
 
-def _replay(*arguments: Any) -> Split:
-    from penstock.model.replay.cut import split_by_replay
-
-    return split_by_replay(*arguments)
-
-
 def _graph(
     fallback: bool, model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
 ) -> Split:
-    from penstock.model.export.cut import split_by_graph
+    from penstock.model.export.cut import split_by_graph  # loads torch.export, which few models need
 
     if fallback and is_lazy(model):
         raise ModelError(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.model.original.settings import Change, Settings
+from penstock.model.use_names import dotted_name
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE_MODEL = 2**32  # the stream of a model that is replayed: the same in all its stages
@@ -28,7 +29,7 @@ class Names(dict[str, str]):
     def __missing__(self, name: str) -> str:
         head, _, rest = name.partition(".")
         if head in self._within:
-            return ".".join(filter(None, (self._within[head], rest)))
+            return dotted_name(self._within[head], rest)
         return self._prefix + name
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -98,5 +99,5 @@ def state_names(module: nn.Module) -> list[str]:
     """
     found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for place, holder in module.named_modules(remove_duplicate=False):
-        found += [f"{place}.{name}" if place else name for name, _ in holder._buffers.items()]
+        found += [dotted_name(place, name) for name, _ in holder._buffers.items()]  # of a scripted one, no dict
     return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))

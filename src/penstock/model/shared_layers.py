@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
+from penstock.model.use_names import dotted_name
 
 
 def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
@@ -25,7 +26,7 @@ def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[st
     for index, module in enumerate(modules):
         for name, layer in module.named_modules():
             if isinstance(layer, _BatchNorm) and layer.track_running_stats and layer.training:
-                whole = names[index][f"{name}.running_mean" if name else "running_mean"].removesuffix(".running_mean")
+                whole = names[index][dotted_name(name, "running_mean")].removesuffix(".running_mean")
                 first, known = where.setdefault(id(layer), (index, whole))
                 if first != index:
                     raise ModelError(
@@ -62,7 +63,7 @@ class SharedLayers:
             new = _state(layer) if layer.training else old
             changed = [name for name in {**old, **new} if not _same(old.get(name), new.get(name))]
             if changed:
-                name = f"{place}.{changed[0]}" if place else changed[0]
+                name = dotted_name(place, changed[0])
                 kind = f"buffer {self._names[name]}" if changed[0] in layer._buffers else f"attribute {changed[0]}"
                 raise ModelError(
                     f"stages {self._index} and {other} have one {type(layer).__name__}, which changes its {kind} at "

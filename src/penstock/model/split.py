@@ -19,9 +19,9 @@ from torch import nn
 
 from penstock.errors import FallbackWarning, ModelError
 from penstock.model.declared_skips import SkipRoutes, find_routes
-from penstock.model.original.origin import origin_of
 from penstock.model.part import OUTPUT, Names, StagePart, state_names
 from penstock.model.shared_layers import SharedLayers, refuse_shared_norms
+from penstock.model.transformers_models import origin_of
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
 
@@ -172,6 +172,11 @@ class Split:
         return self.weights[bounds[stage] : bounds[stage + 1]] if self.weights else ()
 
 
+def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
+    """Its layers in order, by name; one that stands there twice, such as a ReLU used everywhere, twice."""
+    return [(name, layer) for name, layer in model._modules.items() if layer is not None]
+
+
 def more_than_its_layers(model: Any) -> str:
     """What a container does beside calling its layers in turn, and what a cut by position would leave out."""
     if not isinstance(model, (nn.Sequential, nn.ModuleList)):
@@ -200,9 +205,7 @@ def split_model(
             f"nn.Sequential(*model) to go by its layers alone"
         )
     if isinstance(model, nn.Sequential):
-        # not named_children(), which leaves out a layer that stands there twice, such as one ReLU used everywhere
-        layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
-        groups = _groups(layers, stages, balance)
+        groups = _groups(layers_of(model), stages, balance)
         modules: list[nn.Module] = [nn.Sequential(OrderedDict(group)) for group in groups]
         for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):  # what hangs on the container itself
             modules[0].__dict__[table] = getattr(model, table)

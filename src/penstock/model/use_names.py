@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterable
 
 
-def dotted_name(holder: str, name: str) -> str:
+def dotted_name(*parts: str) -> str:
     """The dotted name of something inside a module; the model itself is called ``."""
-    return f"{holder}.{name}" if holder else name
+    return ".".join(filter(None, parts))
 
 
 def name_and_use(place: str) -> tuple[str, int]:

@@ -127,8 +127,8 @@ def unmatched(pattern: Any, names: Sequence[str], aliases: Mapping[str, str]) ->
         tied = [name for name in aliases if fnmatchcase(name, pattern)]
         if tied:
             return f"{text}; {tied[0]} is tied to {aliases[tied[0]]} and goes by that name"
-    wanted = pattern if isinstance(pattern, str) else getattr(pattern, "pattern", "")
-    near = difflib.get_close_matches(str(wanted), names, SHOWN, 0.3) or list(names[:SHOWN])
+    sought = pattern if isinstance(pattern, str) else getattr(pattern, "pattern", "")
+    near = difflib.get_close_matches(str(sought), names, SHOWN, 0.3) or list(names[:SHOWN])
     return f"{text}; among them are {', '.join(near)}" if near else f"{text}, since it has none"
 
 

@@ -61,6 +61,14 @@ def join_norms(norms: Iterable[PartialNorm | None], order: float) -> Tensor:
     return total.to(reduce(torch.promote_types, (dtype for _, dtype in known)))
 
 
+def join_partial(norms: Sequence[PartialNorm | None], order: float) -> PartialNorm | None:
+    """The same where there may be no gradients at all: then None."""
+    if all(each is None for each in norms):
+        return None
+    total = join_norms(norms, order)
+    return total.item(), total.dtype
+
+
 def check_finite(total: Tensor, order: float) -> None:
     """On every rank alike, since all have the same total."""
     if not torch.isfinite(total):

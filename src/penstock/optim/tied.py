@@ -71,7 +71,7 @@ class TiedParameters:
         """All copies take the value of the first rank's; once, before the first step."""
         if self.groups:
             with torch.no_grad():
-                own = [None if parameter is None else _here(parameter) for parameter, _ in self.groups]
+                own = [None if parameter is None else _local(parameter) for parameter, _ in self.groups]
                 for (parameter, ranks), values in zip(self.groups, self._share(own), strict=True):
                     if parameter is None or values is None:
                         continue
@@ -79,7 +79,7 @@ class TiedParameters:
                         _check_alike(parameter, value)
                     first = values[ranks[0]]
                     assert first is not None
-                    _here(parameter).copy_(first)
+                    _local(parameter).copy_(first)
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -99,11 +99,11 @@ class TiedParameters:
             raise
         mine: list[Tensor | None] = [None] * len(self.groups)
         for number, parameter in own:
-            mine[number] = None if parameter.grad is None else _here(parameter.grad)
+            mine[number] = None if parameter.grad is None else _local(parameter.grad)
         added = self._share(mine)
         for (number, parameter), earlier in zip(own, before, strict=True):
             parts = added[number] or {}
-            total = None if earlier is None else _here(earlier)
+            total = None if earlier is None else _local(earlier)
             for rank in sorted(parts):
                 part = parts[rank]
                 if part is not None:
@@ -135,7 +135,7 @@ class TiedParameters:
 
 
 def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
-    mine = _here(parameter)
+    mine = _local(parameter)
     if value is not None and mine.shape != value.shape:
         raise ModelError(
             f"a parameter that is tied across ranks has {tuple(mine.shape)} on one and {tuple(value.shape)} on "
@@ -143,7 +143,7 @@ def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
         )
 
 
-def _here(tensor: Tensor) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     """Of a tensor that is spread over ranks, the part of this one."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part.detach()
@@ -154,5 +154,5 @@ def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     if not hasattr(parameter, "_local_tensor"):
         return value
     made = torch.empty_like(parameter)
-    _here(made).copy_(value)
+    _local(made).copy_(value)
     return made.detach()

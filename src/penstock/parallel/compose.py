@@ -187,7 +187,7 @@ def _sharded(executor: Executor, composition: Composition, places: Sequence[Sequ
     parts = {index: stage.part for index, stage in executor.stages.items()}
     for part in parts.values():
         part.before_sharding()
-    whole = _whole({index: part.module for index, part in parts.items()}, places)
+    whole = _unsharded_parameters({index: part.module for index, part in parts.items()}, places)
     check_shardable(parts, composition.precision is not None, whole)
     return Sharder(executor, composition.axes.mesh["dp"], composition.window, composition.precision, whole)
 
@@ -202,7 +202,9 @@ def _store_host(mesh: Any) -> PeerFailure | None:
     return PeerFailure(at.get("pp", 0), cause, replica=at.get("dp", 0), shard=at.get("tp"))
 
 
-def _whole(modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int, str]]]) -> set[nn.Parameter]:
+def _unsharded_parameters(
+    modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int, str]]]
+) -> set[nn.Parameter]:
     """What is not sharded: parameters that several stages hold, scalars, and what has no numbers."""
     tied = {
         modules[stage].get_parameter(name)

@@ -121,7 +121,7 @@ class Composition:
 
             return compose(pipe, self, places)
         if self.wrapped:
-            from penstock.parallel.compose import compose_wrapped
+            from penstock.parallel.compose import compose_wrapped  # loads DTensor and FSDP
 
             return compose_wrapped(pipe)
         return Alone()

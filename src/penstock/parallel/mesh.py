@@ -64,10 +64,10 @@ def _start_world(sizes: dict[str, int]) -> None:
     if dist.is_initialized():
         return
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        wanted = prod(size for size in sizes.values() if size != -1)
+        needed = prod(size for size in sizes.values() if size != -1)
         raise UsageError(
-            f"{_product(sizes)} needs {wanted} processes, but this process runs alone; start it with "
-            f"torchrun --nproc-per-node {wanted}, or leave mesh= out to run all ranks in one process"
+            f"{_product(sizes)} needs {needed} processes, but this process runs alone; start it with "
+            f"torchrun --nproc-per-node {needed}, or leave mesh= out to run all ranks in one process"
         )
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 

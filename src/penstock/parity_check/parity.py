@@ -29,7 +29,7 @@ from penstock.model.part import OUTPUT
 from penstock.model.split import Split
 from penstock.optim.precision import Precision
 from penstock.parity_check.tensor_trace import Trace, watching_stages
-from penstock.parity_check.uncut import check_close, compare_whole, largest, uncut
+from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
 from penstock.runtime.backward.record import FreshGradients
@@ -61,8 +61,8 @@ class Parity:
         compared: How many tensors were compared.
     """
 
-    output: float  # of stages
-    loss: float  # extra losses among them
+    output: float
+    loss: float
     gradient: float
     buffer: float
     compared: int
@@ -102,16 +102,7 @@ def parity(
     Raises:
         ParityError: The two differ; the message names the first stage, microbatch and tensor where they do.
     """
-    if isinstance(model, Pipeline) or not isinstance(pipeline, Mapping):
-        raise UsageError(
-            "parity() makes its own Pipeline: pass the model, and the other arguments as a dict: "
-            "parity(model, x, target=y, pipeline={'stages': 2, 'microbatches': 4, 'loss_fn': loss_fn})"
-        )
-    if pipeline.get("batch_options", BatchOptions()).batch_norm == "exact":
-        raise UsageError(
-            "parity() goes microbatch by microbatch, and BatchOptions(batch_norm='exact') normalises the batch as a "
-            "whole; compare such a pipeline with the plain model on the whole batch"
-        )
+    _check_arguments(model, pipeline)
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
     options.pop("parallel_options", None)  # in one process there is one pipeline
     cut = {name: pipeline[name] for name in CUTS if name in pipeline}
@@ -137,12 +128,25 @@ def parity(
         if whole is not None:
             alone = Trace(whole)
             _run_plain(pipe, whole, batch, alone, single_loss_fn)
-            compare_whole(plain, expected.summed(), alone.summed(), tolerance)
+            compare_uncut(plain, expected.summed(), alone.summed(), tolerance)
         for step in range(STEPS):
             with found.watching(step), watching_stages(pipe, found):
                 result = pipe.step(*args, target=target, loss_kwargs=loss_kwargs, **kwargs)
             found.keep_step(result.loss)
     return _compare(pipe, expected, found, tolerance)
+
+
+def _check_arguments(model: Any, pipeline: Any) -> None:
+    if isinstance(model, Pipeline) or not isinstance(pipeline, Mapping):
+        raise UsageError(
+            "parity() makes its own Pipeline: pass the model, and the other arguments as a dict: "
+            "parity(model, x, target=y, pipeline={'stages': 2, 'microbatches': 4, 'loss_fn': loss_fn})"
+        )
+    if pipeline.get("batch_options", BatchOptions()).batch_norm == "exact":
+        raise UsageError(
+            "parity() goes microbatch by microbatch, and BatchOptions(batch_norm='exact') normalises the batch as a "
+            "whole; compare such a pipeline with the plain model on the whole batch"
+        )
 
 
 def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, loss_fn: Any) -> None:

@@ -32,7 +32,7 @@ def uncut(split: Split, model: Any, cut: Mapping[str, Any]) -> Split | None:
     return cut_model(model, 1, example=cut["example"], options=CutOptions(method="replay"))
 
 
-def compare_whole(
+def compare_uncut(
     split: Split,
     cut: Mapping[tuple[int, str], Tensor],
     whole: Mapping[tuple[int, str], Tensor],

@@ -9,12 +9,14 @@ from penstock.schedule.proof.certificate import Certificate
 from penstock.schedule.proof.verify import faults, verify
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search import (
+    CurvePoint,
     Found,
     FoundCut,
     Hosts,
     Layer,
     order_microbatches,
     search,
+    search_curve,
     search_report,
     stage_costs,
 )
@@ -29,6 +31,7 @@ __all__ = [
     "Action",
     "Certificate",
     "Costs",
+    "CurvePoint",
     "Family",
     "Found",
     "FoundCut",
@@ -55,6 +58,7 @@ __all__ = [
     "order_microbatches",
     "parse",
     "search",
+    "search_curve",
     "search_report",
     "simulate",
     "stage_costs",

@@ -37,9 +37,12 @@ class WeightAverage:
         """Take the weights of a step into the average."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
-        for name, parameter in self._parameters.items():
-            average = _here(self.tensors[name])
-            average.lerp_(_here(parameter).to(average.dtype), 1 - decay)
+        averages = [_here(self.tensors[name]) for name in self._parameters]
+        if averages:
+            weights = [
+                _here(each).to(average.dtype) for each, average in zip(self._parameters.values(), averages, strict=True)
+            ]
+            torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()
     def begin(self, loaded: Collection[str]) -> None:

@@ -165,8 +165,9 @@ class Trainer:
         passes = self.config.training.accumulate
         loss, tokens = 0.0, 0
         batches = [self.data.at(self.step * passes + number) for number in range(passes)]
+        shares = self._shares(batches)
         self._mark, run = 0, 0
-        for batch, share in zip(batches, self._shares(batches), strict=True):
+        for batch, share in zip(batches, shares, strict=True):
             tokens += batch.tokens
             self._mark = batch.mark(self._mark)
             if math.isfinite(loss):  # else the step is lost
@@ -176,7 +177,7 @@ class Trainer:
         norm = self._clip()
         lr = self.optimizer.param_groups[-1]["lr"]  # of those without a rate of their own
         if not math.isfinite(loss) or not (math.isfinite(norm) or self._scale_falls(norm)):
-            self._not_finite(loss, norm, batches[run - 1])
+            self._not_finite(loss, norm, batches[run - 1], shares[run - 1])
         elif self.scaler is not None:
             self.scaler.step(self.optimizer)  # which leaves out what overflowed
         else:
@@ -218,7 +219,7 @@ class Trainer:
         mine = self._mine(batch)
         return self.pipe.step(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
 
-    def _not_finite(self, loss: float, norm: float, batch: DataBatch) -> None:
+    def _not_finite(self, loss: float, norm: float, batch: DataBatch, share: dict[str, Any]) -> None:
         """A step that must not reach the weights: left out, or the end."""
         self.skips += 1
         what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")
@@ -228,7 +229,7 @@ class Trainer:
             return
         if self.scaler is not None:
             self.scaler.update()
-        where = find_culprit(self.pipe, lambda: self._pass(batch, self._shares([batch])[0]))
+        where = find_culprit(self.pipe, lambda: self._pass(batch, share))
         often = f" in {self.skips} steps in a row" if self.skips > 1 else ""
         raise NonFinite(
             f"step {self.step + 1}: {what}{often}. First bad: {where}. The newest checkpoint is from before it; lower "

@@ -238,7 +238,7 @@ def _changed(before: Any, config: TrainConfig) -> list[str]:
     after = to_document(config)
     return [
         words
-        for name in ("seed", "model", "data", "optimizer", "training")
+        for name in ("seed", "model", "data", "loss", "optimizer", "training")
         for words in changes(before.get(name), after[name], name)
     ]
 

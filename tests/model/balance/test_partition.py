@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import combinations
 
 import pytest
@@ -9,11 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.balance.proposal import (
-    counts_of,
-    partition,
-)
-from penstock.schedule import Placement
+from penstock.model.balance.partition import counts_of, in_flight, partition
+from penstock.schedule import Placement, build, simulate
 
 
 @settings(max_examples=100, deadline=None)
@@ -54,3 +53,19 @@ def test_a_rank_half_as_fast_gets_half_as_much():
 def test_what_cannot_be_cut_is_refused_with_numbers(arguments, options, says):
     with pytest.raises((ModelError, UsageError), match=says):
         partition(*arguments, **options)
+
+
+def test_nothing_of_it_needs_torch():
+    code = "import sys, penstock.model.balance.partition; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_in_flight_counts_what_a_stage_holds_at_its_ranks_peak():
+    assert in_flight(build("gpipe", 3, 5)) == [5, 5, 5]
+    assert in_flight(build("1f1b", 3, 5)) == [3, 2, 1]
+    assert in_flight(build("forward-only", 3, 5)) == [1, 1, 1]
+    for name in ("zb-v", "interleaved-1f1b"):
+        schedule = build(name, 4, 8, 2)
+        held, peaks = in_flight(schedule), simulate(schedule).peak_activations
+        for rank in range(4):
+            assert sum(held[stage] for stage in schedule.placement.stages_of(rank)) == peaks[rank]

@@ -13,6 +13,7 @@ from torch import nn
 import penstock
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance import measure
+from penstock.model.balance.partition import counts_of, partition
 from penstock.model.balance.profile import (
     Weight,
     crossing_of,
@@ -22,7 +23,6 @@ from penstock.model.balance.profile import (
     profile_layers,
     weights_by_name,
 )
-from penstock.model.balance.proposal import counts_of, partition
 from penstock.model.replay.recording.example_run import record
 from penstock.model.replay.recording.units import find_units
 

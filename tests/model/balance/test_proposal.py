@@ -1,40 +1,14 @@
-"""A better cut after a run, and how many microbatches a stage holds."""
+"""A better cut after a run: here a simulated one, so that the times are known."""
 
 from __future__ import annotations
-
-import subprocess
-import sys
 
 import pytest
 
 from penstock.errors import UsageError
-from penstock.model.balance.proposal import (
-    in_flight,
-    propose,
-    stage_times,
-)
+from penstock.model.balance.proposal import propose, stage_times
 from penstock.schedule import Costs, Placement, build, simulate
 from penstock.schedule.timing.timeline import Timeline
 from tests.model.balance.loads import loads_of
-
-
-def test_nothing_of_it_needs_torch():
-    code = "import sys, penstock.model.balance.proposal; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_in_flight_counts_what_a_stage_holds_at_its_ranks_peak():
-    assert in_flight(build("gpipe", 3, 5)) == [5, 5, 5]
-    assert in_flight(build("1f1b", 3, 5)) == [3, 2, 1]
-    assert in_flight(build("forward-only", 3, 5)) == [1, 1, 1]
-    for name in ("zb-v", "interleaved-1f1b"):
-        schedule = build(name, 4, 8, 2)
-        held, peaks = in_flight(schedule), simulate(schedule).peak_activations
-        for rank in range(4):
-            assert sum(held[stage] for stage in schedule.placement.stages_of(rank)) == peaks[rank]
-
-
-# -- from a run: here a simulated one, so that the times are known
 
 
 def run_of(times, name="1f1b", ranks=None, **options) -> Timeline:

@@ -8,10 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.model.balance.proposal import (
-    counts_of,
-    partition,
-)
+from penstock.model.balance.partition import counts_of, partition
 from penstock.schedule import Placement
 from tests.model.balance.loads import loads_of
 

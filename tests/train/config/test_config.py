@@ -38,6 +38,13 @@ def test_the_example_is_valid_and_what_make_train_runs() -> None:
     assert re.search(r"^train:.*\n\t.*penstock train examples/train/gpt.toml", (ROOT / "Makefile").read_text(), re.M)
 
 
+def test_all_examples_are_valid() -> None:
+    paths = sorted((ROOT / "examples/train").glob("*.toml"))
+    assert len(paths) >= 3
+    for path in paths:
+        check_consistent(load_config(path))
+
+
 def test_the_command_line_changes_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "seed = 3\n[training]\nsteps = 5\n")
     changes = [
@@ -146,6 +153,13 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
         (["model.source=llama"], 'huggingface:NAME" such as "huggingface:llama"'),
         (["data.tokens=uint16"], "set model.options.vocabulary"),
         (["data.source=[]"], "data.source is empty"),
+        (["data.packing=true", "data.max_tokens=256"], "data.max_tokens is for padded rows"),
+        (["data.max_tokens=10"], "10, fewer than the 128 tokens that one row may have"),
+        (["data.max_tokens=256"], "needs a model that takes attention_mask"),
+        (["data.tokenizer=t", "data.tokens=uint16"], "numbers that need no data.tokenizer"),
+        (["loss.options={a=1}"], "loss.options are for loss.function"),
+        (["loss.function=mine"], 'loss.function is "mine"; a function is written'),
+        (["loss.function=m:f", "loss.router=0.1"], "loss.router is for the built-in loss"),
         (["output="], "output is empty"),
     ],
 )

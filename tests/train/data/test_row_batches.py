@@ -167,6 +167,32 @@ def test_columns_that_are_not_there(rows: Path, settings: list[str], words: str)
         opened(rows, *settings)
 
 
+OWN = """
+class Again:
+    def __iter__(self):
+        return ({"input_ids": [n] * 3} for n in range(6))
+
+def listed(count): return [{"input_ids": [n] * 3} for n in range(count)]
+def odd(): return [1]
+def once(): return iter([])
+"""
+
+
+def test_rows_of_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rows.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = ["data.format=input_ids", "data.shuffle=false", "data.streaming=true", "data.window=1"]
+    for name in (["own_rows:Again"], ["own_rows:listed", "data.options.count=6"]):
+        data, resumed = (opened(Path(name[0]), *settings, *name[1:]) for _ in range(2))
+        assert seen(data.at(0)) == [[0], [1], [2], [3]]
+        resumed.load_state_dict(data.state_dict())
+        assert seen(data.at(1)) == seen(resumed.at(1)) == [[4], [5], [0], [1]]
+    for name, words in (("odd", "own_rows:odd, row 0 is a int"), ("once", "returned an iterator")):
+        with pytest.raises(UsageError, match=words):
+            opened(Path(f"own_rows:{name}"), "data.format=input_ids")
+
+
 def test_keys_of_rows_are_refused_without_rows() -> None:
     with pytest.raises(UsageError, match=r"data.packing is for rows, and data.source has none"):
         open_data(load_config(None, ["data.packing=true"]))

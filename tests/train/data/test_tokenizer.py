@@ -73,9 +73,13 @@ def learned(tokenizer: Tokenizer, messages: Any) -> list[str]:
 
 def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    fast().save(str(path))
+    made = fast()
+    made.enable_truncation(2)  # as some files have it: tokens would be lost without a word
+    made.enable_padding(length=30)
+    made.save(str(path))
     tokenizer = Tokenizer(str(path), "<|end|>")
     ids = tokenizer.encode("Hello")
+    assert tokenizer.decode(next(tokenizer.encode_all(["Hello Good day"]))) == "Hello Good day"
     assert tokenizer.of_transformers is None
     assert tokenizer.decode(ids) == "Hello"
     assert tokenizer.ended(ids) == tokenizer.ended(tokenizer.ended(ids)) == [*ids, 0]
@@ -107,8 +111,13 @@ def test_text_and_the_built_in_gpt_follow_the_tokenizer(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [1, 300]}\n')
     numbers = load_config(None, [f"data.source={rows}", "data.validation=0"])
-    with pytest.raises(UsageError, match="hold the token 300, the model knows 256"):
+    with pytest.raises(UsageError, match="hold the token 300; the model knows 256"):
         check_vocabulary(numbers, build_model(numbers)[0], open_data(numbers))
+    streamed = load_config(None, [f"data.source={rows}", "data.streaming=true"])
+    later = open_data(streamed)
+    check_vocabulary(streamed, build_model(streamed)[0], later)
+    with pytest.raises(UsageError, match="hold the token 300"):
+        later.at(0)
 
 
 @pytest.mark.parametrize("template", [TURNS + PROMPT, MARKED], ids=["by beginnings", "marked"])
@@ -117,6 +126,7 @@ def test_the_answers_of_a_chat_are_learned_with_their_ends(tmp_path: Path, templ
     assert learned(tokenizer, CHAT) == ["Good day<|end|>", "Well<|end|>"]
     ids, marks = encode_chat(tokenizer, CHAT, False, "here")
     assert all(marks)
+    assert ids == tokenizer.of_transformers.apply_chat_template(CHAT, tokenize=True, return_dict=True)["input_ids"]
     assert tokenizer.of_transformers.decode(ids) == tokenizer.of_transformers.apply_chat_template(CHAT, tokenize=False)
 
 

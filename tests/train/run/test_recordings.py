@@ -57,7 +57,7 @@ def test_the_median_step_is_shown_and_outliers_are_named(tmp_path: Path, monkeyp
     assert document["typical"] == 30
     first, which, outliers = recorded_notes(folder)
     assert first.startswith("This machine has 2 cores for 4 ranks, so ranks take turns")
-    assert which.startswith("The timeline is of step 30, the median of 5 recorded steps")
+    assert which.startswith("The timeline is of step 30, the nearest to the median of 5 recorded steps")
     assert outliers == "Outliers among them: step 20 (7.5 times the median), step 50 (4.2 times the median)."
     folder.metrics.write_text(
         '{"step": 1, "loss": 3.0, "memory": [5000000, 7000000], "tokens_per_second": 10, "mfu": 0.125}\n'
@@ -74,9 +74,10 @@ def test_the_median_step_is_shown_and_outliers_are_named(tmp_path: Path, monkeyp
 def test_a_run_that_goes_on_keeps_the_steps_of_before(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     recorded(folder, [step_of(1.0), step_of(2.0), step_of(3.0)])
-    recorded(folder, [step_of(4.0), step_of(4.0)], start=20)  # step 30 is done again
+    recorded(folder, [step_of(4.0), step_of(1.8)], start=20)  # step 30 is done again
     assert [entry.step for entry in read_recorded(folder)[0]] == [10, 20, 30, 40]
     assert read_recorded(folder)[0][2].makespan == step_of(4.0).makespan
+    assert read_recorded(folder)[1]["typical"] == 40  # of those at hand the nearest to 1.8, the median of all four
 
 
 def test_advice_that_other_steps_do_not_lead_to_is_doubted(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def compare(
 ) -> None:
     """Build and price every family side by side.
 
-    --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb); the others have
-    one large stage per rank, or the two of a V.
+    --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb,
+    group-interleaved); the others have one large stage per rank, or the two of a V.
     """
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,10 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json
 from penstock.cli.schedules.costs import amount
+from penstock.cli.schedules.curve import refuse_with_curve, show_curve
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described, identity
 from penstock.errors import UsageError
-from penstock.schedule import Costs, Found, search_report
+from penstock.schedule import Costs, Found, search_curve, search_report
 from penstock.view.figures import percent
 
 Time = Annotated[
@@ -57,6 +59,11 @@ Objective = Annotated[str, typer.Option(metavar="makespan|span", help="span: the
 Seed = Annotated[int, typer.Option(metavar="N", help="Where the random numbers start.")]
 Save = Annotated[str | None, typer.Option(metavar="FILE", help="Write the schedule to a .csv or .json file.")]
 Draw = Annotated[bool, typer.Option("--draw", help="Draw the schedule.")]
+Curve = Annotated[
+    bool,
+    typer.Option("--curve", help="Search at many caps, and draw idle time against memory; --memory lists the caps."),
+]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: write a page, one file, no network.")]
 
 
 @guarded
@@ -80,6 +87,8 @@ def search(
     seed: Seed = 0,
     save: Save = None,
     draw: Draw = False,
+    curve: Curve = False,
+    html: Html = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best schedule under costs and a memory cap.
@@ -95,14 +104,39 @@ def search(
     read: dict[str, Any] = {name: _each(f"--{name}", text) for name, text in given.items() if text is not None}
     costs = Costs(hop=amount("--hop", hop), **read)
     limit = amount("--seconds", seconds)
+    kinds = tuple(name.strip() for name in placements.split(","))
+    caps = None if memory is None else _each("--memory", memory)
+    if curve:
+        refuse_with_curve(
+            {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective == "span"}
+        )
+        with _Bar(limit if effort is None else effort) as bar:
+            points = search_curve(
+                ranks,
+                microbatches,
+                costs,
+                (caps,) if isinstance(caps, float) else caps,
+                sizes,
+                kinds,
+                seconds=limit,
+                effort=effort,
+                seed=seed,
+                progress=bar,
+            )
+        show_curve(points, ranks, microbatches, html, as_json)
+        return
+    if html is not None:
+        raise UsageError(
+            "--html writes the page of a curve; give --curve as well, or see one schedule with penstock view"
+        )
     with _Bar(limit if effort is None else effort) as bar:
         found = search_report(
             ranks,
             microbatches,
             costs,
-            None if memory is None else _each("--memory", memory),
+            caps,
             sizes,
-            tuple(name.strip() for name in placements.split(",")),
+            kinds,
             seconds=limit,
             effort=effort,
             objective=objective,  # type: ignore[arg-type]  # refused there

@@ -172,27 +172,36 @@ def build_stage(
 
 
 class RemoteStage(nn.Module):
-    """Stands for a stage of another rank: its names, shapes and dtypes, without memory."""
+    """Stands for a stage of another rank: its names, shapes and dtypes, without memory.
 
-    def __init__(self, held: Sequence[Held], wrapped_in: frozenset[str]) -> None:
+    What it has and what its state lists may differ: hooks of a module may save one parameter as three tensors.
+    """
+
+    def __init__(self, held: Held, wrapped_in: frozenset[str]) -> None:
         super().__init__()
         self.wrapped_in = wrapped_in
-        known: dict[int, Tensor] = {}
-        for name, shape, dtype, trained, key in held:
-            tensor = known.get(key)
-            if tensor is None:
-                if trained is None:
-                    tensor = torch.zeros((), dtype=dtype).expand(shape)  # a buffer has values; these take no room
-                else:
-                    tensor = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=trained)
-                known[key] = tensor
-            hang(self, name, tensor)
+        parameters, self._listed = held
+        known: dict[int, nn.Parameter] = {}
+        for name, shape, dtype, trained, key in parameters:
+            if key not in known:
+                known[key] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=trained)
+            hang(self, name, known[key])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ModelError("this stage lives on another rank")
 
+    def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """What the stage's own state lists; values that are no parameters take no room."""
+        own = dict(self.named_parameters(remove_duplicate=False))
+        found = {} if destination is None else destination
+        for name, shape, dtype in self._listed:
+            value = own[name] if name in own else torch.zeros((), dtype=dtype).expand(shape)
+            found[prefix + name] = value if keep_vars else value.detach()
+        return found
 
-Held = tuple[str, tuple[int, ...], torch.dtype, bool | None, int]  # name, shape, dtype, trained (None: buffer), which
+
+HeldParameter = tuple[str, tuple[int, ...], torch.dtype, bool, int]  # name, shape, dtype, trained, which
+Held = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # and what the state lists
 
 
 def hang(root: nn.Module, name: str, tensor: Tensor) -> None:
@@ -208,19 +217,16 @@ def hang(root: nn.Module, name: str, tensor: Tensor) -> None:
         root.register_buffer(leaf, tensor)
 
 
-def _held(module: nn.Module) -> list[Held]:
-    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
-    return [
-        (
-            name,
-            tuple(value.shape),
-            value.dtype,
-            value.requires_grad if isinstance(value, nn.Parameter) else None,
-            id(value),
-        )
-        for name, value in state.items()
-        if isinstance(value, Tensor)
+def _held(module: nn.Module) -> Held:
+    parameters = [
+        (name, tuple(value.shape), value.dtype, value.requires_grad, id(value))
+        for name, value in module.named_parameters(remove_duplicate=False)
     ]
+    state: Mapping[str, Any] = module.state_dict(keep_vars=True)
+    listed = [
+        (name, tuple(value.shape), value.dtype) for name, value in state.items() if isinstance(value, Tensor)
+    ]  # and no state of another kind
+    return parameters, listed
 
 
 def all_stages(

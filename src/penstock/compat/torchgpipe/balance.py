@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat.torchgpipe.errors import WrongTypeError
 from penstock.errors import UsageError
 from penstock.model.balance.measure import measure
-from penstock.model.balance.proposal import counts_of, partition
+from penstock.model.balance.partition import counts_of, partition
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.declared_skips import use_skips
 from penstock.model.random_states import random_state, restore_random

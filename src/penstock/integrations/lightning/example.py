@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from penstock.checkpoint.generators import restore_generators, states_of_generators
 from penstock.errors import UsageError
+from penstock.integrations.first_rows import first_rows
 
 __all__ = ["example_batch", "rows_of"]
 
@@ -26,10 +26,7 @@ def example_batch(trainer: Trainer, rows: int) -> Any:
             f"the model is cut with a batch of its data, and a {type(loader).__name__} cannot provide one; pass "
             f"PipelineStrategy(example=batch), with a batch as a step gets it"
         )
-    before = states_of_generators()
-    batch = next(iter(DataLoader(loader.dataset, batch_size=rows, collate_fn=loader.collate_fn)))
-    restore_generators(before)
-    return batch
+    return first_rows(loader.dataset, rows, loader.collate_fn)
 
 
 def rows_of(batch: Any) -> int:

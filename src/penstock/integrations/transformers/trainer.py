@@ -20,9 +20,9 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
-from penstock.checkpoint.generators import restore_generators, states_of_generators
 from penstock.errors import UsageError
 from penstock.integrations.accumulation import AccumulationScale, take_count
+from penstock.integrations.first_rows import first_rows
 from penstock.integrations.optimizer_state import OptimizerState
 from penstock.integrations.transformers.accelerator import ReplicaAccelerator
 from penstock.integrations.transformers.checks import check_optimizer, check_options, check_use
@@ -124,12 +124,9 @@ class PipelineTrainer(Trainer):
         return pipe
 
     def _example(self, dataset: Any, rows: int) -> dict[str, Any]:
-        """The first rows of the data, as the model gets them; random numbers stay as they were."""
+        """The first rows of the data, as the model gets them."""
         collate = self._get_collator_with_removed_columns(self.data_collator)
-        before = states_of_generators()
-        batch = next(iter(DataLoader(dataset, batch_size=rows, collate_fn=collate)))
-        restore_generators(before)
-        inputs, _ = self._loss.apart(self._prepare_inputs(batch))
+        inputs, _ = self._loss.apart(self._prepare_inputs(first_rows(dataset, rows, collate)))
         return inputs
 
     # -- training

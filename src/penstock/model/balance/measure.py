@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.random_states import random_state, restore_random
+from penstock.model.replay.recording.marks import Storages
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.undo import patched, undone
 
@@ -72,27 +72,20 @@ def measure(
 
 
 class _Ledger:
-    """Which storages are counted already; a copy made here counts as what it is a copy of.
-
-    Storages are known by address, and held weakly: the address is not used again, the memory is.
-    """
+    """Which storages are counted already; a copy made here counts as what it is a copy of."""
 
     def __init__(self, counted: Sequence[Tensor]) -> None:
-        self._known: list[StorageWeakRef] = []
+        self._storages = Storages()
         self._origin: dict[int, int] = {}
         self._counted = {self._of(tensor) for tensor in counted}
 
     def _of(self, tensor: Tensor) -> int:
-        weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._known.append(weak)
-        key: int = weak.cdata
+        key = self._storages.key(tensor)
         return self._origin.get(key, key)
 
     def copied(self, original: Tensor, twin: Tensor) -> None:
         """`twin` stands for `original`."""
-        origin = self._of(original)
-        self._of(twin)
-        self._origin[self._known[-1].cdata] = origin
+        self._origin[self._storages.key(twin)] = self._of(original)
 
     def count(self, saved: Sequence[Tensor]) -> int:
         """The bytes of those that were not counted before."""
@@ -225,19 +218,19 @@ def _clock() -> Iterator[Callable[[], float]]:
     Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
     """
     try:
-        told = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        int(os.pread(told, 100, 0).split()[1])
+        schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        int(os.pread(schedstat, 100, 0).split()[1])
     except (OSError, ValueError, IndexError):
-        told = -1
+        schedstat = -1
 
     def now() -> float:
         if torch.cuda.is_available():  # not run here: no GPU
             torch.cuda.synchronize()
-        waited = int(os.pread(told, 100, 0).split()[1]) * 1e-9 if told >= 0 else 0.0
+        waited = int(os.pread(schedstat, 100, 0).split()[1]) * 1e-9 if schedstat >= 0 else 0.0
         return perf_counter() - waited
 
     try:
         yield now
     finally:
-        if told >= 0:
-            os.close(told)
+        if schedstat >= 0:
+            os.close(schedstat)

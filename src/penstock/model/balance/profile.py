@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.measure import REPEATS, ROUNDS, Measured, measure
 from penstock.model.declared_skips import use_skips
-from penstock.model.replay.recording.unit_calls import Recording
-from penstock.model.use_names import similar_names
+from penstock.model.replay.recording.unit_calls import ForwardRecording
+from penstock.model.use_names import dotted_name, similar_names
 
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states per parameter
 WAYS = ("parameters", "time", "memory")
@@ -83,7 +83,7 @@ def profile_layers(
 
 def profile_calls(
     model: nn.Module,
-    recording: Recording,
+    recording: ForwardRecording,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
@@ -140,10 +140,9 @@ def _check_real(pieces: Sequence[tuple[str, nn.Module]]) -> None:
     for name, module in pieces:
         for inner, parameter in module.named_parameters():
             if parameter.is_meta:
-                full = ".".join(filter(None, (name, inner)))
                 raise ModelError(
-                    f"{full} is on the meta device, where nothing can be measured; pass balance='parameters', counts "
-                    f"or weights by name"
+                    f"{dotted_name(name, inner)} is on the meta device, where nothing can be measured; pass "
+                    f"balance='parameters', counts or weights by name"
                 )
 
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 from typing import Any
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.balance.partition import in_flight, partition
 from penstock.model.balance.profile import WAYS, Agree, Weight, piece_weights
-from penstock.model.balance.proposal import in_flight, partition
 from penstock.schedule.schedule import Schedule
 
 SLACK = 0.02  # measured times within this share of each other count as equal

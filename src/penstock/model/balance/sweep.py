@@ -24,7 +24,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.model.balance.partition import ROUNDING, Ends, PartitionProblem
+from penstock.model.balance.problem import ROUNDING, Ends, PartitionProblem
 
 STEPS = 600_000  # of a sweep over everything: less than a second
 LOCAL_STEPS = 20_000  # of one that moves boundaries near where they are
@@ -60,7 +60,8 @@ def _start(problem: PartitionProblem) -> Ends:
 
 def _settle(sweep: _Sweep, best: Ends) -> tuple[Ends, bool]:
     """Sweep over everything, with limits close to what cannot be at first, until nothing better is found."""
-    problem, refuted, tries = sweep.problem, sweep.problem.floor, TRIES
+    problem, refuted = sweep.problem, sweep.problem.floor
+    tries: Sequence[float] = TRIES
     while (high := problem.largest(best)) > problem.floor * (1 + ROUNDING):
         for share in tries:
             limit = min(refuted + share * (high - refuted), high * BETTER)

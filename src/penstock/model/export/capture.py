@@ -23,7 +23,14 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
 from penstock.errors import ModelError
-from penstock.model.export.containers import Arguments, Template, is_channels_last, put_together, settled, take_apart
+from penstock.model.export.containers import (
+    Arguments,
+    Template,
+    as_contiguous,
+    is_channels_last,
+    put_together,
+    take_apart,
+)
 from penstock.model.export.effects import Effects, Where, nothing_lost
 from penstock.model.export.nondeterminism import Draws
 
@@ -149,7 +156,7 @@ def _capture(
     tensors: list[Any] = []
     named = take_apart(arguments.named(args, kwargs), "input", tensors)
     # of its own memory: of a slice, torch.export would capture the strides and the sizes of the whole
-    tensors = [settled(tensor).detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    tensors = [as_contiguous(tensor).detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     form = arguments.form(args, kwargs)
     outputs: list[Template] = []
     where = Where(model)

@@ -66,7 +66,7 @@ def put_together(template: Template, values: Sequence[Any]) -> Any:
     return unflatten(leaves, template.structure)
 
 
-def settled(tensor: Any) -> Any:
+def as_contiguous(tensor: Any) -> Any:
     """With strides that follow from its sizes: a slice of something larger as a tensor of its own."""
     if not isinstance(tensor, Tensor) or tensor.is_contiguous() or is_channels_last(tensor):
         return tensor

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.balance.request import stage_count
-from penstock.model.default_inputs import default_inputs
 from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
 from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
@@ -18,8 +17,9 @@ from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageS
 from penstock.model.export.proof import runs
 from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
-from penstock.model.original.origin import origin_of
 from penstock.model.split import Split
+from penstock.model.transformers_models import default_inputs, origin_of
+from penstock.model.use_names import dotted_name
 
 
 def split_by_graph(
@@ -88,7 +88,7 @@ def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> 
     first = {id(tensors[name]): index for name, index in reversed(stage_of.items())}
     last = 0
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = [f"{prefix}.{leaf}" if prefix else leaf for leaf in (*module._parameters, *module._buffers)]
+        own = [dotted_name(prefix, leaf) for leaf in (*module._parameters, *module._buffers)]
         own = [name for name in own if name in tensors]
         last = next((stage_of[name] for name in own if name in stage_of), last)
         for name in own:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from penstock.errors import ModelError
-from penstock.model.balance.proposal import counts_between, partition
+from penstock.model.balance.partition import counts_between, partition
 from penstock.model.balance.request import first_pieces
 from penstock.model.export.capture import PREFIX
 from penstock.model.export.operations import Values, size_in_bytes

@@ -24,6 +24,7 @@ from torch.nn.modules import module as nn_module
 
 from penstock.errors import ModelError
 from penstock.model.replay.recording.undo import contents_of, refill
+from penstock.model.use_names import dotted_name
 
 # the last two are nn.LSTM's own copies of its parameters, which follow when those are exchanged for fakes
 INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}
@@ -36,7 +37,7 @@ class _Taken:
     """In the place of an attribute that the forward is said to write before it reads it."""
 
     def __init__(self, owner: str, name: str) -> None:
-        self.__dict__["_where"] = f"{owner}.{name}" if owner else name
+        self.__dict__["_where"] = dotted_name(owner, name)
 
     def _read(self, *_: Any, **__: Any) -> Any:
         raise ModelError(
@@ -115,10 +116,10 @@ class Effects:
                 if new is old:
                     continue
                 if old is None or new is None or isinstance(old, nn.Parameter) or old.shape != new.shape:
-                    full = f"{name}.{leaf}" if name else leaf
                     raise ModelError(
-                        f"the model's forward replaces {full} by something that is not a buffer of the same shape; "
-                        f"a captured graph cannot do that. Keep its shape, or pass a list of stage modules"
+                        f"the model's forward replaces {dotted_name(name, leaf)} by something that is not a buffer of "
+                        f"the same shape; a captured graph cannot do that. Keep its shape, or pass a list of stage "
+                        f"modules"
                     )
                 old.copy_(new.detach())
                 table[leaf] = old

@@ -33,7 +33,7 @@ _TODAY = frozenset({"now", "utcnow", "today"})
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
-def _hidden(where: str, what: str) -> ModelError:
+def _refusal(where: str, what: str) -> ModelError:
     """For a forward that reads something which a graph would have built in."""
     return ModelError(
         f"{where} reads {what}, and a captured graph would keep what it read in the capture, for ever; draw with torch "
@@ -63,7 +63,7 @@ def watched_calls(where: Where) -> Iterator[None]:
             if collects:
                 gc.enable()
     if found:
-        raise _hidden(*found[0])
+        raise _refusal(*found[0])
 
 
 def _source(called: Any) -> str:
@@ -105,4 +105,4 @@ class Draws:
             if not self._moved:
                 return result
         put_back(self._usual)
-        raise _hidden(type(self._model).__name__, f"random numbers of {' and '.join(sorted(self._moved))}")
+        raise _refusal(type(self._model).__name__, f"random numbers of {' and '.join(sorted(self._moved))}")

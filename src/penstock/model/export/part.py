@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.export.capture import Capture, capture
-from penstock.model.export.containers import Arguments, is_channels_last, put_together, settled, take_apart
+from penstock.model.export.containers import Arguments, as_contiguous, is_channels_last, put_together, take_apart
 from penstock.model.export.cut_places import GraphCut, find_cuts
 from penstock.model.export.operations import Values
 from penstock.model.export.proof import prove, runs
@@ -119,7 +119,7 @@ class GraphPrograms:
     def _at(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
         tensors: list[Any] = []
         plain = take_apart(self._arguments.named(args, kwargs), "input", tensors).key()
-        tensors = [settled(tensor) for tensor in tensors]
+        tensors = [as_contiguous(tensor) for tensor in tensors]
         sizes = tuple((tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor)) for tensor in tensors)
         if modes in self._refused:
             raise ModelError(self._refused[modes])

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.export.capture import Capture
-from penstock.model.export.containers import Arguments, Template, put_together, settled, take_apart
+from penstock.model.export.containers import Arguments, Template, as_contiguous, put_together, take_apart
 from penstock.model.export.effects import Where
 from penstock.model.export.nondeterminism import Draws, watched_calls
 from penstock.model.export.stage_graphs import StageGraph
@@ -41,7 +41,7 @@ def prove(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Refuse a graph that is not what the model computes."""
-    form, (named, tensors) = arguments.form(args, kwargs), _apart(arguments, args, kwargs)
+    form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
 
     def plain(given: Sequence[Any]) -> Outcome:
         return _run_plain(model, lambda: arguments.call(model, form, _filled(named, given)))
@@ -72,7 +72,7 @@ def prove(
 
 def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the model runs on the example as it is now; clocks or random numbers that are not torch's are refused."""
-    form, (named, tensors) = arguments.form(args, kwargs), _apart(arguments, args, kwargs)
+    form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
     try:
         draws = Draws(model, capture=False)
         draws.never(lambda: _run_plain(model, lambda: arguments.call(model, form, _filled(named, tensors)), draws))
@@ -83,10 +83,10 @@ def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Ma
     return True
 
 
-def _apart(arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Template, list[Any]]:
+def _input_tensors(arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Template, list[Any]]:
     tensors: list[Any] = []
     named = take_apart(arguments.named(args, kwargs), "input", tensors)
-    return named, [settled(tensor) for tensor in tensors]
+    return named, [as_contiguous(tensor) for tensor in tensors]
 
 
 def _filled(named: Template, tensors: Sequence[Any]) -> Any:

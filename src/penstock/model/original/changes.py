@@ -25,6 +25,7 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.model.original.settings import Change, Settings
 from penstock.model.part import StagePart
+from penstock.model.use_names import dotted_name
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SCRIPTED = torch.jit.ScriptModule  # compiled: nothing in it can be exchanged
@@ -95,8 +96,7 @@ class Changes:
                 (self._patched.discard if same else self._patched.add)(id(module))
 
     def _where(self, module: nn.Module, inner: str = "") -> str:
-        name = self._names[id(module)]
-        return ".".join(filter(None, (name, inner))) or "the model"
+        return dotted_name(self._names[id(module)], inner) or "the model"
 
 
 def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -106,7 +106,7 @@ def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
         return
     for place, root in enumerate(model or ()):
         for name, module in root.named_modules(remove_duplicate=False):
-            yield f"{place}.{name}" if name else str(place), module
+            yield dotted_name(str(place), name), module
 
 
 Where = Callable[..., str]

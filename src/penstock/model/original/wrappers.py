@@ -41,9 +41,9 @@ def refuse_compiled_model(model: Any) -> None:
 
 def wrappings(module: nn.Module) -> frozenset[str]:
     """How a stage is wrapped for data parallelism, as a whole or in parts of it; empty where it is not."""
-    told: frozenset[str] | None = getattr(module, "wrapped_in", None)  # of a module that stands for one elsewhere
-    if told is not None:
-        return told
+    declared: frozenset[str] | None = getattr(module, "wrapped_in", None)  # of a module that stands for one elsewhere
+    if declared is not None:
+        return declared
     sharded: Any = getattr(sys.modules.get(FSDP_MODULE), "FSDPModule", ())
     kinds = {FSDP: sharded, DDP: DistributedDataParallel}
     return frozenset(name for name, kind in kinds.items() if any(isinstance(each, kind) for each in module.modules()))

@@ -9,21 +9,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.balance.partition import counts_between
 from penstock.model.balance.profile import Weight, profile_calls
-from penstock.model.balance.proposal import counts_between
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
-from penstock.model.default_inputs import default_inputs
 from penstock.model.lazy import is_lazy
-from penstock.model.original.origin import origin_of
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
 from penstock.model.replay.recording.example_run import record
-from penstock.model.replay.recording.unit_calls import Leaf, Recording
+from penstock.model.replay.recording.unit_calls import ForwardRecording, Leaf
 from penstock.model.replay.recording.units import find_units, smaller_units
 from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.split import Split
+from penstock.model.transformers_models import default_inputs, origin_of
 from penstock.model.use_names import name_and_use, similar_names
 
 
@@ -56,7 +55,7 @@ def split_by_replay(
 def _assemble(
     model: nn.Module,
     units: list[str],
-    recording: Recording,
+    recording: ForwardRecording,
     weights: Sequence[Weight],
     cuts: Sequence[int],
     defaults: Mapping[str, Any],
@@ -97,7 +96,7 @@ def _recorded(
     split_at: Sequence[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[list[str], Recording]:
+) -> tuple[list[str], ForwardRecording]:
     """The units and their calls; where too few calls are made, larger units are opened and it is run again."""
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
     units = find_units(model, split_at)
@@ -116,7 +115,7 @@ def _recorded(
         units = smaller
 
 
-def _too_few(model: nn.Module, units: list[str], recording: Recording, count: int, stages: int) -> ModelError:
+def _too_few(model: nn.Module, units: list[str], recording: ForwardRecording, count: int, stages: int) -> ModelError:
     """The model calls too few units with parameters, and all of them were opened."""
     names = ", ".join(unit or "the model as a whole" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
     if not count:
@@ -134,7 +133,7 @@ def _too_few(model: nn.Module, units: list[str], recording: Recording, count: in
     )
 
 
-def _with_full_caches(once: Callable[[], Recording]) -> Recording:
+def _with_full_caches(once: Callable[[], ForwardRecording]) -> ForwardRecording:
     """A recording that is refused is made once more: a unit that fills a cache of the process leaks a tensor.
 
     Later runs find the cache full (`functools.lru_cache`). Without this, a model would be cut in one way if it is the
@@ -162,7 +161,7 @@ def _repeated(model: nn.Module, parts: Sequence[ReplayPart]) -> dict[str, str]:
 
 def _cuts(
     modules: dict[str, nn.Module],
-    recording: Recording,
+    recording: ForwardRecording,
     weights: Sequence[Weight],
     stages: int,
     balance: Balancing,
@@ -177,12 +176,12 @@ def _cuts(
     return balance.cuts(stages, weights, starts[1:], _crossing(recording))
 
 
-def _starts(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
+def _starts(modules: Mapping[str, nn.Module], recording: ForwardRecording) -> list[int]:
     """The calls with which a stage may begin: of units that own parameters, and where no state lies across."""
     return [number for number in _with_parameters(modules, recording) if not state_across(recording, number)]
 
 
-def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> list[int]:
+def _with_parameters(modules: Mapping[str, nn.Module], recording: ForwardRecording) -> list[int]:
     return [
         number
         for number, call in enumerate(recording.calls)
@@ -190,7 +189,7 @@ def _with_parameters(modules: Mapping[str, nn.Module], recording: Recording) -> 
     ]
 
 
-def _cuts_at(recording: Recording, split_at: Sequence[str], starts: list[int], owning: list[int]) -> list[int]:
+def _cuts_at(recording: ForwardRecording, split_at: Sequence[str], starts: list[int], owning: list[int]) -> list[int]:
     calls = recording.calls
     cuts = []
     names = [call.unit for call in calls]
@@ -212,16 +211,16 @@ def _cuts_at(recording: Recording, split_at: Sequence[str], starts: list[int], o
 
 def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
     """The call with which a stage begins that has a unit of a stage before it again."""
-    again = [number for number, unit in enumerate(names) if unit == name]
-    if len(again) < use or again[use - 1] not in starts:
+    uses = [number for number, unit in enumerate(names) if unit == name]
+    if len(uses) < use or uses[use - 1] not in starts:
         raise ModelError(
-            f"split_at: {name}#{use} is not a place to cut: the model calls the unit {name!r} {len(again)} times"
-            + (", and it updates itself, so that all its calls belong on one stage" if len(again) >= use else "")
+            f"split_at: {name}#{use} is not a place to cut: the model calls the unit {name!r} {len(uses)} times"
+            + (", and it updates itself, so that all its calls belong on one stage" if len(uses) >= use else "")
         )
-    return again[use - 1]
+    return uses[use - 1]
 
 
-def _crossing(recording: Recording) -> list[float]:
+def _crossing(recording: ForwardRecording) -> list[float]:
     """For a cut before each call: how many bytes of values cross it."""
     calls = recording.calls
     last_use: dict[tuple[int, int], int] = {}

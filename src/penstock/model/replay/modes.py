@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.replay.recording.unit_calls import STATE, Mark, Recording, Untried
+from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, Mark, Untried
+from penstock.model.use_names import dotted_name
 
 
-def also_in_training(modules: Sequence[nn.Module], recording: Recording, record: Callable[[], Recording]) -> None:
+def also_in_training(
+    modules: Sequence[nn.Module], recording: ForwardRecording, record: Callable[[], ForwardRecording]
+) -> None:
     """Let a recording hold for training mode too; where that cannot be, it says for which modules not, and why."""
     still = [module for module in modules if not module.training]
     if not still:
@@ -44,7 +47,7 @@ def in_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> Iterator[No
             module.training = mode
 
 
-def _join(recording: Recording, other: Recording) -> str:
+def _join(recording: ForwardRecording, other: ForwardRecording) -> str:
     """Put what is needed or changed in the other recording into the first; else why that cannot be."""
     pairs = list(zip(recording.calls, other.calls, strict=False))
     for one, two in pairs:
@@ -60,7 +63,7 @@ def _join(recording: Recording, other: Recording) -> str:
         recording.guarded[unit] = list(dict.fromkeys([*recording.guarded.get(unit, ()), *places]))
     moving = {state.name for state in recording.states}
     for unit, places in recording.guarded.items():  # what changes in training mode need not stay as it is
-        places[:] = [place for place in places if ".".join(filter(None, (unit, *place))) not in moving]
+        places[:] = [place for place in places if dotted_name(unit, *place) not in moving]
     for one, two in pairs:
         one.needs |= _renumbered(two.needs, first)
         one.keeps = one.keeps or two.keeps

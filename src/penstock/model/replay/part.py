@@ -41,6 +41,7 @@ from penstock.model.replay.stage_units import GlueTensors, StageUnits
 from penstock.model.replay.tree import Twins, stage_tree
 from penstock.model.replay.unit_state.guard import Guard
 from penstock.model.replay.unit_state.sinks import Sinks
+from penstock.model.use_names import dotted_name
 
 
 class _Abandoned(BaseException):
@@ -113,7 +114,7 @@ class ReplayPart(StagePart):
         self.module = StageUnits(list(units.values()), list(loose.values()), others, running)
         self._outside = GlueTensors(self._root, self.module)
         known = {
-            f"{number}.{name}": f"{unit}.{name}" if unit else name
+            f"{number}.{name}": dotted_name(unit, name)
             for number, (unit, module) in enumerate(units.items())
             for name in state_names(module)
         }
@@ -229,7 +230,7 @@ class ReplayPart(StagePart):
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: dict[str, Any], by_call: bool) -> Any:
         run: _Replay | None = getattr(self._local, "run", None)
         if run is None:
-            return self._again(name, own, args, kwargs, by_call)
+            return self._rerun_in_backward(name, own, args, kwargs, by_call)
         if run.inside:
             return own(*args, **kwargs)
         number, calls = run.number, self._plan.recording.calls
@@ -247,7 +248,7 @@ class ReplayPart(StagePart):
             return self._own(run, number, own, args, kwargs)
         return self._ghost(run, number, args, kwargs)
 
-    def _again(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
+    def _rerun_in_backward(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
         """In the backward: a unit checkpoints itself, or the model's code its call."""
         if not by_call:
             return own(*args, **kwargs)

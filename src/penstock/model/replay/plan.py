@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.unit_calls import PARAMETER, STATE, KeptState, Mark, Recording
+from penstock.model.replay.recording.unit_calls import PARAMETER, STATE, ForwardRecording, KeptState, Mark
 from penstock.model.use_names import dotted_name
 from penstock.schedule.topology import Topology
 
@@ -24,7 +24,7 @@ GLUE = -1  # in the place of a stage: every stage makes the call
 class StagePlan:
     """Which stage makes which call, and which values cross from stage to stage."""
 
-    recording: Recording
+    recording: ForwardRecording
     stage_of: tuple[int, ...]  # of each call
     stages: int
     crossing: dict[tuple[int, int], tuple[Mark, ...]]  # (from stage, to stage) -> what crosses
@@ -37,7 +37,7 @@ class StagePlan:
         return list(dict.fromkeys(calls[number].unit for number, owner in enumerate(self.stage_of) if owner == stage))
 
 
-def plan_stages(recording: Recording, cuts: Sequence[int]) -> StagePlan:
+def plan_stages(recording: ForwardRecording, cuts: Sequence[int]) -> StagePlan:
     """`cuts` are the numbers of the first calls of stages 1, 2, ..."""
     stages = len(cuts) + 1
     stage_of, stage = [], 0
@@ -64,7 +64,7 @@ def plan_stages(recording: Recording, cuts: Sequence[int]) -> StagePlan:
     return StagePlan(recording, tuple(stage_of), stages, ordered, topology, tuple(map(tuple, read)))
 
 
-def state_across(recording: Recording, cut: int) -> str:
+def state_across(recording: ForwardRecording, cut: int) -> str:
     """What units keep from call to call and is needed on both sides of a cut; empty: there is nothing."""
     before = {call.unit: call.keeps for call in recording.calls[:cut] if call.keeps}
     unit = next((call.unit for call in recording.calls[cut:] if call.unit in before), None)
@@ -79,7 +79,7 @@ def state_across(recording: Recording, cut: int) -> str:
     return ""
 
 
-def _check_state(recording: Recording, stage_of: Sequence[int], stage: int, state: KeptState) -> None:
+def _check_state(recording: ForwardRecording, stage_of: Sequence[int], stage: int, state: KeptState) -> None:
     """What a unit keeps is known on its own stage only."""
     for number, call in enumerate(recording.calls):
         if call.unit in state.writers and stage_of[number] not in (GLUE, stage):
@@ -90,7 +90,7 @@ def _check_state(recording: Recording, stage_of: Sequence[int], stage: int, stat
             )
 
 
-def _check_kept(recording: Recording, stage_of: Sequence[int]) -> None:
+def _check_kept(recording: ForwardRecording, stage_of: Sequence[int]) -> None:
     """Running statistics and counters have one order of updates, which calls on two stages would not keep."""
     where: dict[str, int] = {}
     for number, call in enumerate(recording.calls):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.model.replay.recording.nested_values import flatten, tensors_in
-from penstock.model.replay.recording.unit_calls import Recording
+from penstock.model.replay.recording.unit_calls import ForwardRecording
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -43,7 +43,7 @@ def _has_numbers(tensor: Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
 
 
-def check_repeatable(record: Callable[[], Recording], first: Recording | None = None) -> Recording:
+def check_repeatable(record: Callable[[], ForwardRecording], first: ForwardRecording | None = None) -> ForwardRecording:
     """What `record` gives, or has given `first`, if it gives it once more."""
     first = first or record()
     second = record()

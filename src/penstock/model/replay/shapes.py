@@ -70,7 +70,7 @@ class Shapes:
             if self._recorded and guessed is not None and given[1:] == call.given[1:]:
                 return guessed, call.spec
             try:
-                found = run_with(module, device, args, kwargs, given[-1], self._is_apart())
+                found = run_with(module, device, args, kwargs, given[-1], self._has_values_elsewhere())
             except _FAILURES as error:
                 raise ModelError(
                     f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
@@ -80,7 +80,7 @@ class Shapes:
         leaves, spec = flatten(found if call.adds else found[0])
         return [_as_on(device, leaf) for leaf in leaves], spec
 
-    def _is_apart(self) -> bool:
+    def _has_values_elsewhere(self) -> bool:
         """Whether each process has the values of its own stages only: then on all ranks, or on none."""
         return any(is_away(tensor) for module in self._modules.values() for tensor in module.parameters(recurse=False))
 
@@ -115,19 +115,19 @@ def run_with(
     args: Any,
     kwargs: Any,
     training: bool | None = None,
-    apart: bool = False,
+    blank_buffers: bool = False,
 ) -> tuple[Any, dict[Any, Any]]:
     """A module's forward on zeros in the place of its parameters; buffers keep their values.
 
     On a copy: stages on other threads may be running the module itself. `training` is its own mode, if not as it is.
-    Where processes are `apart`, buffers are zeros too: the owner must expect what ranks without their values do, so
-    that it finds out where what it returns depends on them.
+    With `blank_buffers`, for processes that have the values of their own stages only, buffers are zeros too: the owner
+    must expect what ranks without their values do, so that it finds out where what it returns depends on them.
     """
 
     def fill(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(blank(tensor, device), requires_grad=tensor.requires_grad)
-        if apart or (device.type == "meta" and is_away(tensor)):
+        if blank_buffers or (device.type == "meta" and is_away(tensor)):
             return blank(tensor, device)
         return tensor.detach().to(device, copy=True)
 

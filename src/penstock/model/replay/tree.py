@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.original.settings import Change, Settings
+from penstock.model.use_names import dotted_name
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
@@ -76,7 +77,7 @@ def _copy(name: str, module: nn.Module, watched: set[str], answer: Answer, made:
     copy.__dict__["_modules"] = children = dict(module._modules)
     for child_name, child in module._modules.items():
         if child is not None:
-            children[child_name] = _copy(f"{name}.{child_name}" if name else child_name, child, watched, answer, made)
+            children[child_name] = _copy(dotted_name(name, child_name), child, watched, answer, made)
     return copy
 
 

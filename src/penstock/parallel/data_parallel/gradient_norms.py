@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.optim.norms import join_norms, norm_of
+from penstock.optim.norms import PartialNorm, join_partial, norm_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.data_parallel.reduce import local_of
 
@@ -25,7 +24,7 @@ class SpreadNorms:
     def __init__(self, links: Mapping[str, AxisLink]) -> None:
         self._links = dict(links)
 
-    def of(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
+    def of(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> PartialNorm | None:
         """The norm of all of them, over every rank that holds a part of one."""
         kinds: dict[frozenset[str], list[Tensor]] = {}
         for gradient in gradients:
@@ -35,10 +34,9 @@ class SpreadNorms:
             answers = link.exchange({axes: each for axes, each in norms.items() if axis in axes})
             apart: dict[frozenset[str], list[Any]] = {axes: [each] for axes, each in norms.items() if axis not in axes}
             for axes in sorted({axes for each in answers for axes in each}, key=sorted):
-                whole = join_norms([each.get(axes) for each in answers], order)
-                apart.setdefault(axes - {axis}, []).append((whole.item(), whole.dtype))
-            norms = {axes: _joined(parts, order) for axes, parts in apart.items()}
-        return _joined([norms[axes] for axes in sorted(norms, key=sorted)], order)
+                apart.setdefault(axes - {axis}, []).append(join_partial([each.get(axes) for each in answers], order))
+            norms = {axes: join_partial(parts, order) for axes, parts in apart.items()}
+        return join_partial([norms[axes] for axes in sorted(norms, key=sorted)], order)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
         """What all ranks that hold these parameters, or parts of them, say in this call."""
@@ -62,10 +60,3 @@ def _axes(gradient: Tensor) -> frozenset[str]:
     return frozenset(
         name for name, placement in zip(names, gradient.placements, strict=True) if not placement.is_replicate()
     )
-
-
-def _joined(norms: Sequence[Any], order: float) -> tuple[float, torch.dtype] | None:
-    if not any(each is not None for each in norms):
-        return None
-    whole = join_norms(norms, order)
-    return whole.item(), whole.dtype

@@ -105,7 +105,7 @@ class ReplicaChecks:
         samples = [sample(value.detach(), SAMPLE) for value in values if type(value) in (Tensor, nn.Parameter)]
         self._loads = zlib.crc32(repr(samples).encode(), self._loads + 1)
 
-    def says(self) -> Any:
+    def report(self) -> Any:
         """What the other copies compare with theirs at the end of a step."""
         return self._loads, self._changed, self._sample
 

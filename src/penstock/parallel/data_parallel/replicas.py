@@ -144,7 +144,7 @@ class Replicas(Alone):
 
     @contextmanager
     def step(self, program: Schedule, training: bool) -> Iterator[Self]:
-        self._check_whole()
+        self._check_links()
         self._begin(program, training)
         try:
             with self._computing:
@@ -154,7 +154,7 @@ class Replicas(Alone):
                     self._computing.enter_context(loss_parallel())
                 yield self
         except BaseException as error:
-            self._tell(error)
+            self._report_failure(error)
             self._undo()
             named = self._named(error)
             if named is not error:
@@ -165,7 +165,7 @@ class Replicas(Alone):
         self._computing.close()
         mine = replica_report(reports, self._count)
         sharded = 0 if self._sharder is None else self._sharder.present
-        mine.more = (self._reducer.present, sharded, self._checks.says())
+        mine.more = (self._reducer.present, sharded, self._checks.report())
         self.replica_reports = self._meet(mine)
         self._finish()
 
@@ -220,7 +220,7 @@ class Replicas(Alone):
                 local_of(parameter.grad).add_(local_of(earlier))
         self._earlier = []
 
-    def _tell(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         """The step has failed here, or another replica said that it has there."""
         link, own = self._link, self._executor.transport.broken
         failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
@@ -257,7 +257,7 @@ class Replicas(Alone):
         named.__cause__ = error.__cause__
         return named
 
-    def _check_whole(self) -> None:
+    def _check_links(self) -> None:
         for link in (self._link, self._shards):
             if link is not None and link.broken is not None:
                 raise after_loss(link.broken)
@@ -266,7 +266,7 @@ class Replicas(Alone):
         link = self._link
         if link is None:
             return count()
-        self._check_whole()
+        self._check_links()
 
         def describe(error: BaseException) -> PeerFailure:
             failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)

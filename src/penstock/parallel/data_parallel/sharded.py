@@ -158,7 +158,9 @@ class Sharder:
     def _note(self, stage: int) -> None:
         mine = {id(each) for group in self._groups[stage] for each in group.fsdp_params}
         for place, each in enumerate(self._trained()):
-            if id(each) in mine and (each.unsharded_accumulated_grad is not None or _whole(each).grad is not None):
+            if id(each) in mine and (
+                each.unsharded_accumulated_grad is not None or _complete_parameter(each).grad is not None
+            ):
                 self.present |= 1 << place
 
     def _reduce(self, stage: int) -> None:
@@ -188,7 +190,7 @@ class Sharder:
                 module.reset_iter_state()
 
 
-def _whole(each: Any) -> Tensor:
+def _complete_parameter(each: Any) -> Tensor:
     """FSDP's whole parameter; it exists once the stage has been gathered."""
     if not hasattr(each, "_unsharded_param"):
         raise RunError("gradients are reduced before the stage was ever whole")

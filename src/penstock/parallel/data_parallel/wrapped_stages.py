@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from penstock.errors import UsageError
-from penstock.optim.norms import join_norms, norm_of
+from penstock.optim.norms import PartialNorm, join_partial, norm_of
 from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
 from penstock.parallel.data_parallel.reduce import part_of
 from penstock.runtime.engine.replication import Alone
@@ -45,7 +45,7 @@ class UserParallel(Alone):
     def part_of(self, value: Any, current: Any) -> Any:
         return part_of(value, current)
 
-    def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
+    def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> PartialNorm | None:
         norms = [norm_of([each for each in gradients if not isinstance(each, DTensor)], order, foreach)]
         spread: dict[Any, list[Tensor]] = {}
         for each in gradients:
@@ -54,10 +54,7 @@ class UserParallel(Alone):
         for parts in spread.values():
             total: Any = get_total_norm(parts, order, foreach=foreach)
             norms.append((total.full_tensor().item(), parts[0].dtype))
-        if all(each is None for each in norms):
-            return None
-        joined = join_norms(norms, order)
-        return joined.item(), joined.dtype
+        return join_partial(norms, order)
 
 
 class WrappedStages(UserParallel):

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.model.part import StagePart
+from penstock.model.use_names import dotted_name
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.loss.module import LOSS, StageAndLoss
@@ -72,7 +73,7 @@ def _shared(local: Mapping[int, StagePart]) -> list[list[tuple[nn.Module, str, s
                 if parameter is not None:
                     known = places.setdefault(id(parameter), [])
                     if (module, name) not in [(other, its) for other, its, _ in known]:
-                        full = f"{prefix}.{name}" if prefix else name
+                        full = dotted_name(prefix, name)
                         known.append((module, name, part.names.get(full, full)))
     return [known for known in places.values() if len(known) > 1]
 

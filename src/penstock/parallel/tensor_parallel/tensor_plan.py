@@ -55,7 +55,7 @@ class TensorPlan:
                     f"{', '.join(map(repr, near))}"
                 )
             found.update(dict.fromkeys(matches, style))
-        return {name: made(style) for name, style in found.items()}
+        return {name: make_style(style) for name, style in found.items()}
 
 
 # The built-in GPT of `penstock train`, and models of its shape.
@@ -100,7 +100,7 @@ def plan_of(given: Any) -> TensorPlan | None:
     )
 
 
-def made(style: Any) -> Any:
+def make_style(style: Any) -> Any:
     # a plan can be made and checked without DTensor, which takes as long to load as torch itself
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel

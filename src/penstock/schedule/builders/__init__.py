@@ -9,8 +9,8 @@ neighbouring stages on one rank, one after the other, exactly as if they were on
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
 from penstock.rules import check_count
@@ -20,6 +20,7 @@ from penstock.schedule.lowering.align import align
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.timing.costs import Costs
 from penstock.schedule.topology import Topology
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
@@ -38,6 +39,8 @@ class Family:
         summary: What it is, in a few words.
         aliases: Other names, as other libraries use them.
         stages_per_rank: The number of stages per rank unless another one is asked for.
+        cap: The function from (ranks, stages per rank) to the stages of microbatches that a rank may hold, in families
+            whose order is made for the costs where `build` is given some.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Family:
     summary: str
     aliases: tuple[str, ...] = ()
     stages_per_rank: int = 1  # unless the user says otherwise
+    cap: Callable[[int, int], int] | None = None  # None: the order is the same whatever things cost
 
     @property
     def placed(self) -> Callable[[int, int], Placement]:
@@ -69,8 +73,22 @@ FAMILIES: dict[str, Family] = {
             ("Interleaved1F1B", "FlexibleInterleaved1F1B", "interleaved"),
             2,
         ),
-        Family("zb-h1", zero_bubble.zb_h1, "block", "zero bubble in 1F1B's memory", ("ZB1P", "zb1", "ZeroBubbleH1")),
-        Family("zb-h2", zero_bubble.zb_h2, "block", "zero bubble in up to twice 1F1B's memory", ("ZB2P", "zb2")),
+        Family(
+            "zb-h1",
+            zero_bubble.zb_h1,
+            "block",
+            "zero bubble in 1F1B's memory",
+            ("ZB1P", "zb1", "ZeroBubbleH1"),
+            cap=lambda ranks, _: ranks,
+        ),
+        Family(
+            "zb-h2",
+            zero_bubble.zb_h2,
+            "block",
+            "zero bubble in up to twice 1F1B's memory",
+            ("ZB2P", "zb2"),
+            cap=lambda ranks, _: 2 * ranks - 1,
+        ),
         Family(
             "interleaved-zb",
             zero_bubble.interleaved_zb,
@@ -78,10 +96,28 @@ FAMILIES: dict[str, Family] = {
             "interleaved, with weight gradients in the bubbles",
             ("InterleavedZeroBubble",),
             2,
+            cap=lambda ranks, stages_per_rank: ranks * stages_per_rank,
         ),
-        Family("zb-v", v.zb_v, "v", "V placement: 1F1B's memory at zero bubble", ("ZBVZeroBubble", "ZBV"), 2),
-        Family("v-half", v.v_half, "v", "V placement: half of 1F1B's memory", ("VHalf",), 2),
-        Family("v-min", v.v_min, "v", "V placement: about a third of 1F1B's memory", ("VMin",), 2),
+        Family(
+            "group-interleaved",
+            zero_bubble.group_interleaved,
+            "loop",
+            "interleaved in groups of half the ranks: five to six eighths of 1F1B's memory",
+            ("GroupInterleaved", "grouped"),
+            2,
+            cap=zero_bubble.group_cap,
+        ),
+        Family(
+            "zb-v",
+            v.zb_v,
+            "v",
+            "V placement: 1F1B's memory at zero bubble",
+            ("ZBVZeroBubble", "ZBV"),
+            2,
+            cap=lambda ranks, _: 2 * ranks,
+        ),
+        Family("v-half", v.v_half, "v", "V placement: half of 1F1B's memory", ("VHalf",), 2, cap=v.half_cap),
+        Family("v-min", v.v_min, "v", "V placement: about a third of 1F1B's memory", ("VMin",), 2, cap=v.min_cap),
         Family("dualpipe-v", dualpipe.dualpipe_v, "v", "V placement with overlapped pairs", ("DualPipeV",), 2),
         Family("forward-only", fill_drain.forward_only, "loop", "inference", ("ForwardOnly", "eval", "inference")),
     )
@@ -135,6 +171,7 @@ def build(
     *,
     skips: Iterable[tuple[int, int]] = (),
     overlap_b_f: bool = False,
+    costs: Costs | None = None,
 ) -> Schedule:
     """Build the schedule of a family, for any number of ranks, microbatches and stages per rank.
 
@@ -146,14 +183,19 @@ def build(
         skips: Edges (from stage, to stage) that the model has in addition to the chain.
         overlap_b_f: In interleaved-1f1b, make each backward and the forward after it a pair, which a handler may run
             at the same time.
+        costs: Costs of one stage, as `simulate` takes them. The zero-bubble families (zb-h1 and those below it in the
+            table, up to v-min) then order their actions for these costs, within the memory of the family; the others
+            have one order whatever things cost. For `"auto"`, costs of a whole rank, as `search` takes them.
 
     Returns:
         A `Schedule` with idle slots where a rank waits.
     """
     if overlap_b_f and (is_auto(name) or family(name).name != "interleaved-1f1b"):
         raise UsageError(f"overlap_b_f=True makes pairs in interleaved-1f1b, not in {name}; leave it out")
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     if is_auto(name):
-        return _searched(ranks, microbatches, stages_per_rank, skips)
+        return _searched(ranks, microbatches, stages_per_rank, skips, costs)
     entry = family(name)
     if stages_per_rank is None:
         stages_per_rank = entry.stages_per_rank
@@ -165,12 +207,11 @@ def build(
             f"got stages_per_rank={stages_per_rank} (interleaved-zb takes any number)"
         )
     placement = entry.placed(ranks, stages_per_rank)
-    if entry.layout == "loop":
-        order = entry.order(ranks, microbatches, stages_per_rank)
-    else:
-        order = entry.order(ranks, microbatches)
-        if entry.layout == "block" and stages_per_rank > 1:
-            order = [_in_blocks(row, stages_per_rank) for row in order]
+    order = entry.order(*(ranks, microbatches, stages_per_rank)[: 3 if entry.layout == "loop" else 2])
+    if costs is not None and entry.cap is not None:
+        order = _tuned(entry, order, ranks, microbatches, stages_per_rank, costs)
+    if entry.layout == "block" and stages_per_rank > 1:
+        order = [_in_blocks(row, stages_per_rank) for row in order]
     if overlap_b_f:
         order = [one_f_one_b.overlap_b_f(row) for row in order]
     return align(
@@ -186,14 +227,46 @@ def build(
     )
 
 
-def _searched(ranks: int, microbatches: int, stages_per_rank: int | None, skips: Iterable[tuple[int, int]]) -> Schedule:
+def _searched(
+    ranks: int, microbatches: int, stages_per_rank: int | None, skips: Iterable[tuple[int, int]], costs: Costs | None
+) -> Schedule:
     from penstock.schedule.search import search  # which looks at every family here
 
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    found = search(ranks, microbatches, memory=ranks, stages_per_rank=sizes, seconds=0)
+    held = 1.0 if costs is None else costs.activation
+    memory = ranks * (held if isinstance(held, (int, float)) else sum(held) / ranks)
+    found = search(ranks, microbatches, costs, memory=memory, stages_per_rank=sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))
+
+
+def _tuned(
+    entry: Family, order: Order, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs
+) -> list[list[Action]]:
+    """The family's order, made for these costs of one stage."""
+    from penstock.schedule.search.tuned import tuned  # which looks at every family here
+
+    assert entry.cap is not None
+    if entry.layout == "block":  # a rank's stages are as one
+        costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
+    return tuned(order, entry.placed(ranks, stages_per_rank), microbatches, costs, entry.cap(ranks, stages_per_rank))
+
+
+def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
+    """The costs of `size` neighbouring stages as one."""
+    stages = ranks * size
+
+    def summed(name: str) -> tuple[float, ...]:
+        values = costs.per_stage(name, stages)
+        return tuple(sum(values[first : first + size]) for first in range(0, stages, size))
+
+    sent = costs.bytes
+    if isinstance(sent, Mapping):
+        sent = {(a // size, b // size): number for (a, b), number in sent.items() if a // size != b // size}
+    elif isinstance(sent, Sequence):
+        sent = sent[size - 1 :: size]
+    return replace(costs, forward=summed("forward"), input=summed("input"), weight=summed("weight"), bytes=sent)
 
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:

@@ -29,7 +29,8 @@ Only the order is kept. The slots are squeezed out, as each action runs as soon 
 
 The rests decide whether the legs fall on different slots modulo six on every rank, and how
 the fill and drain meet the middle; which are best depends on the remainder of `ranks`. So a
-family names a few blocks and takes the one whose order is the shortest within its cap.
+family names a few blocks, and takes the shortest order within its cap of these and of the one that `search/rhythm.py`
+makes, which fills faster.
 
 zb-v has memory for more: as in arXiv 2401.10241, each rank runs forwards until its first
 gradient can be there, and then goes round F I F I. With equal costs no rank idles between its
@@ -40,13 +41,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
+from penstock.schedule.placement import Placement
+from penstock.schedule.timing.costs import Costs
 
-__all__ = ["v_half", "v_min", "v_placement", "zb_v"]
+__all__ = ["half_cap", "min_cap", "v_half", "v_min", "v_placement", "zb_v"]
 
+LARGE = 100_000  # computes; from here on, making an order by a clock takes long
 PERIOD = 6  # slots of work that a rank has for one microbatch: F, I and W on two stages
 
 
@@ -75,12 +80,22 @@ V_MIN = (
 
 def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
     """About half of 1F1B's memory: at most `(ranks + 2) // 2` whole-rank microbatches."""
-    return _best(V_HALF, ranks, microbatches, cap=2 * ((ranks + 2) // 2))
+    return _best(V_HALF, ranks, microbatches, half_cap(ranks))
+
+
+def half_cap(ranks: int, stages_per_rank: int = 2) -> int:
+    """How many stages of microbatches a rank of v-half may hold."""
+    return stages_per_rank * ((ranks + 2) // 2)
 
 
 def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
     """About a third of 1F1B's memory: at most `(ranks + 4) // 3` whole-rank microbatches."""
-    return _best(V_MIN, ranks, microbatches, cap=2 * ((ranks + 4) // 3))
+    return _best(V_MIN, ranks, microbatches, min_cap(ranks))
+
+
+def min_cap(ranks: int, stages_per_rank: int = 2) -> int:
+    """How many stages of microbatches a rank of v-min may hold."""
+    return stages_per_rank * ((ranks + 4) // 3)
 
 
 def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
@@ -118,14 +133,31 @@ def _numbered(legs: Sequence[tuple[int, Op]], microbatches: int) -> list[Action]
 
 
 def _best(blocks: Sequence[VBlock], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
-    """The order of the block that suits these numbers best, chosen on a batch that is just long enough.
+    """The order that suits these numbers best, chosen on a batch that is just long enough.
 
-    More microbatches only repeat the middle, which takes the same time in every block that fits.
+    More microbatches only repeat the middle, which takes the same time in every order that fits.
     """
     trial = min(microbatches, 2 * ranks)
-    trials = {block: _repeat(block, ranks, trial, cap) for block in blocks}
-    chosen = min(blocks, key=lambda block: preference(trials[block], cap))
-    return (trials[chosen] if trial == microbatches else _repeat(chosen, ranks, microbatches, cap)).orders
+    makers = [partial(_repeat, block) for block in blocks]
+    if PERIOD * ranks * microbatches <= LARGE:
+        makers.append(_in_rhythm)
+    trials = [(preference(filled, cap), maker, filled) for maker in makers if (filled := maker(ranks, trial, cap))]
+    _, maker, filled = min(trials, key=lambda found: found[0])
+    if trial < microbatches:
+        filled = maker(ranks, microbatches, cap) or _repeat(blocks[0], ranks, microbatches, cap)
+    return filled.orders
+
+
+def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:
+    """The order of a V that keeps to a rhythm, with a fill that is as quick as memory allows; None where it stops."""
+    from penstock.schedule.search.problem import Problem  # which looks at every family
+    from penstock.schedule.search.rhythm import Rhythm, follow
+
+    problem = Problem(Placement.v(ranks, 2), microbatches, Costs(), (float(cap),) * ranks)
+    found = follow(problem, Rhythm(patience=0.0, overrun=0.0, weight_time=1.0))
+    if found is None:
+        return None
+    return fill_weights([[problem.action(x) for x in order] for order in found], v_placement(ranks), cap)
 
 
 def _repeat(block: VBlock, ranks: int, microbatches: int, cap: int) -> Filled:

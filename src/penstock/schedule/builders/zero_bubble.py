@@ -1,4 +1,4 @@
-"""Zero-bubble schedules on one stage a rank, or on several in a loop: zb-h1, zb-h2, interleaved-zb.
+"""Zero-bubble schedules on one stage per rank, or on several in a loop: zb-h1, zb-h2, interleaved-zb and its groups.
 
 1F1B idles because a rank's backward keeps its neighbour waiting for two things at once.
 Split in two (arXiv 2401.10241), only the half I that makes the neighbour's gradient is
@@ -19,6 +19,10 @@ another. With equal costs:
 - interleaved-zb takes a round of microbatches through all of a rank's stages, depth first.
   A rank needs all forwards of a round except those of its last stage before the first
   gradient can exist, and then H1's warm-up on that last stage.
+- group-interleaved takes smaller rounds, of half as many microbatches as there are ranks. In the middle a rank runs
+  F, I and W in turn, so a microbatch needs half a turn for each hop, and is back on the first rank when its round has
+  passed. It holds `ranks * (stages_per_rank + 1) / 2` stages of microbatches: three quarters of H1's memory with two
+  stages per rank, five eighths with four.
 
 Rounds here are never larger than `ranks`, unlike interleaved 1F1B's: a larger round alone
 would hold more than the `ranks` whole-rank microbatches that H1 promises. So a remainder
@@ -27,11 +31,12 @@ either is a short round at the end, or is taken from all rounds evenly, whicheve
 
 from __future__ import annotations
 
+from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
 from penstock.schedule.builders.one_f_one_b import alternate
 
-__all__ = ["interleaved_zb", "zb_h1", "zb_h2"]
+__all__ = ["group_cap", "group_interleaved", "interleaved_zb", "zb_h1", "zb_h2"]
 
 
 def zb_h1(ranks: int, microbatches: int) -> list[list[Action]]:
@@ -51,25 +56,66 @@ def zb_h2(ranks: int, microbatches: int) -> list[list[Action]]:
 
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
     """The interleaved order with W delayed into the bubbles: at most `ranks` whole-rank microbatches."""
-    rounds, remainder = divmod(microbatches, ranks)
-    choices = [[ranks] * rounds + [remainder] * (remainder > 0)]
+    return _best_rounds(ranks, microbatches, stages_per_rank, ranks, cap=stages_per_rank * ranks)
+
+
+def group_interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """The interleaved order in rounds of half the ranks: at most `group_cap` stages of microbatches."""
+    cap = group_cap(ranks, stages_per_rank)
+    return _best_rounds(ranks, microbatches, stages_per_rank, (ranks + 1) // 2, cap)
+
+
+def group_cap(ranks: int, stages_per_rank: int) -> int:
+    """How many stages of microbatches the first rank of group-interleaved holds."""
+    return (stages_per_rank - 1) * ((ranks + 1) // 2) + ranks
+
+
+def _best_rounds(ranks: int, microbatches: int, stages_per_rank: int, size: int, cap: int) -> list[list[Action]]:
+    """Rounds of `size`, with a remainder at the end or spread over all of them, whichever is shorter.
+
+    A round that is smaller than half the ranks may keep ranks waiting in a circle: it comes around the loop before its
+    turn. So the remainder may also make the first rounds larger, which always finishes, and takes more memory.
+    """
+    rounds, remainder = divmod(microbatches, size)
+    choices = [[size] * rounds + [remainder] * (remainder > 0)]
     if rounds and remainder and stages_per_rank > 1:
-        size, larger = divmod(microbatches, rounds + 1)
-        choices.append([size + 1] * larger + [size] * (rounds + 1 - larger))
-    candidates = [_interleaved(ranks, sizes, stages_per_rank) for sizes in choices]
-    return min(candidates, key=lambda filled: preference(filled, cap=stages_per_rank * ranks)).orders
+        smaller, larger = divmod(microbatches, rounds + 1)
+        choices.append([smaller + 1] * larger + [smaller] * (rounds + 1 - larger))
+        if size < ranks:
+            smaller, larger = divmod(microbatches, rounds)
+            choices.append([smaller + 1] * larger + [smaller] * (rounds - larger))
+    found = [_interleaved(ranks, sizes, stages_per_rank, cap) for sizes in choices]
+    candidates = [filled for filled in found if filled is not None]
+    return min(candidates, key=lambda filled: preference(filled, cap)).orders
 
 
-def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int) -> Filled:
-    """The interleaved order over rounds of these sizes."""
-    cap = stages_per_rank * ranks
+def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int, cap: int) -> Filled | None:
+    """The interleaved order over rounds of these sizes; None where it never finishes."""
+    stage_count = stages_per_rank * ranks
     orders = []
     for rank in range(ranks):
-        stages = range(rank, cap, ranks)
+        stages = range(rank, stage_count, ranks)
         forwards = _in_rounds(stages, Op.F, sizes)
         inputs = _in_rounds(stages[::-1], Op.I, sizes)
         orders.append(alternate(forwards, inputs, warmup=(stages_per_rank - 1) * sizes[0] + ranks - rank))
-    return fill_weights(orders, [stage % ranks for stage in range(cap)], cap)
+    if not _turns_in_order(orders[-1], stage_count - 1):
+        return None
+    try:
+        return fill_weights(orders, [stage % ranks for stage in range(stage_count)], cap)
+    except ScheduleError:
+        return None
+
+
+def _turns_in_order(order: list[Action], last: int) -> bool:
+    """Does every microbatch pass the last stage forward before it goes back?"""
+    forwards = backwards = 0
+    for action in order:
+        if action.stage == last:
+            forwards += action.op is Op.F
+            backwards += action.op is Op.I
+            if backwards > forwards:
+                return False
+    return True
 
 
 def _in_rounds(stages: range, op: Op, sizes: list[int]) -> list[Action]:

@@ -4,8 +4,9 @@ An order is either complete, or holds only F and I. The W of the latter are fill
 rule of `builders/greedy.py`: a W is awaited by nobody, so a rank runs the oldest one that it
 owes when its next F would not fit into memory, and when it would otherwise idle for about as
 long as a W takes. "About" is `overrun`: the share of a W by which it may make the next action
-late. A search asks for thousands of prices, so here everything is a number, memory may have
-any size, and links may queue.
+late; it is one share while the rank has forwards to run, and another one in the drain, where a late gradient makes
+all that is left late. A share above one means one W before each action, whether there is a gap or not. A search asks
+for thousands of prices, so here everything is a number, memory may have any size, and links may queue.
 
 There is no event queue, for the reason that `greedy` gives: ranks are advanced in turn, each
 until it meets an action whose input is not made yet.
@@ -18,9 +19,10 @@ from typing import NamedTuple
 
 from penstock.schedule.search.problem import Orders, Problem
 
-__all__ = ["Candidate", "Score", "complete", "price"]
+__all__ = ["Candidate", "Overrun", "Score", "complete", "price"]
 
 EPSILON = 1e-9
+Overrun = tuple[float, float]  # while there are forwards to run, and after the last of them
 Score = tuple[float, float]  # the objective, then how late the ranks finish their F and I in all
 
 
@@ -29,11 +31,11 @@ class Candidate(NamedTuple):
 
     score: Score
     orders: Orders
-    overrun: float | None
+    overrun: Overrun | None
 
 
 def price(
-    problem: Problem, orders: Orders, overrun: float | None, gaps: list[tuple[int, int]] | None = None
+    problem: Problem, orders: Orders, overrun: Overrun | None, gaps: list[tuple[int, int]] | None = None
 ) -> Score | None:
     """The score of an order, or None where it does not fit into memory or never ends.
 
@@ -63,16 +65,17 @@ def complete(problem: Problem, candidate: Candidate) -> Orders:
 class _Run:
     """One pass over all ranks."""
 
-    def __init__(self, problem: Problem, orders: Orders, overrun: float | None, logging: bool) -> None:
+    def __init__(self, problem: Problem, orders: Orders, overrun: Overrun | None, logging: bool) -> None:
         count, size, ranks = problem.microbatches, problem.size, len(orders)
         self.problem, self.orders, self.logging = problem, orders, logging
         self.filling = overrun is not None
-        self.keep = 1.0 - (overrun or 0.0)
+        self.keep, self.keep_in_drain = (1.0 - share for share in overrun or (0.0, 0.0))
         # when an action's input is on its rank; W and the first stage's F need nothing from elsewhere
         self.at = [0.0] * count + [-1.0] * (2 * size - count) + [0.0] * size
         self.places, self.clocks, self.held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
         self.owed: list[list[int]] = [[] for _ in orders]  # every I so far
         self.paid = [0] * ranks  # how many of them have had their W
+        self.forwards = [len(order) // (2 if self.filling else 3) for order in orders]  # that are still to run
         self.first = [0.0] * ranks
         self.waiting: dict[int, int] = {}
         self.links: dict[int, float] = {}
@@ -100,6 +103,9 @@ class _Run:
             self.held[rank],
         )
         filling, logging, log, paid = self.filling, self.logging, self.logs[rank], self.paid[rank]
+        forwards = self.forwards[rank]
+        if not forwards and order[self.places[rank] - 1] >= size:
+            keep = self.keep_in_drain
         for place in range(self.places[rank], len(order)):
             x = order[place]
             arrival = at[x]
@@ -116,13 +122,20 @@ class _Run:
                     paid += 1
                     if logging:
                         log.append(weight)
+                    if keep < 0.0:
+                        break
                 else:
                     break
             if need > 0.0 and held + need > cap:
                 return False
             held += takes[x]
-            if filling and x >= size:
-                owed.append(x)
+            if filling:
+                if x < size:
+                    forwards -= 1
+                else:
+                    owed.append(x)
+                    if not forwards:
+                        keep = self.keep_in_drain
             if logging:
                 log.append(x)
             if arrival > clock:
@@ -136,7 +149,7 @@ class _Run:
                 at[target] = clock if wires[x][2] < 0 else self._carry(wires[x], clock)
                 if target in waiting:
                     ready.append(waiting.pop(target))
-        self.clocks[rank], self.held[rank], self.paid[rank] = clock, held, paid
+        self.clocks[rank], self.held[rank], self.paid[rank], self.forwards[rank] = clock, held, paid, forwards
         return True
 
     def _carry(self, wire: tuple[float, float, int], end: float) -> float:

@@ -12,27 +12,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from typing import Any
 
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.dispatch import Rule, dispatch
-from penstock.schedule.search.evaluate import Candidate, Score, complete, price
-from penstock.schedule.search.improve import OVERRUNS, improve
-from penstock.schedule.search.problem import Orders, Problem
+from penstock.schedule.search.evaluate import Candidate, Overrun, Score, complete, price
+from penstock.schedule.search.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.problem import ROUNDING, Orders, Problem
+from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.timing.bounds import lower_bound
 
-__all__ = ["Hunt"]
+__all__ = ["Hunt", "Key"]
 
+Key = tuple[tuple[int, ...], frozenset[int]]  # the rank of each stage, and the stages that recompute
 NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
-RULES = (
-    Rule(weight_time=0.3),
-    Rule(turn="forward", input="rested", input_time=0.85, weight_time=0.25),
-    Rule(forward="rested", input="old", weight_time=0.5),
-    Rule(forward="same", input="deep", patience=0.5, weight_time=0.4, hop_time=1.0),
-)
 KEPT = 4  # of the best orders, for changes
 MARGIN = 1.005  # an estimate must be this far off before it decides
 SMALL = 500  # computes
@@ -53,8 +46,8 @@ class Hunt:
             recompute=problem.recompute,
         )
         self.best: list[Candidate] = []
-        self.rule: Rule | None = None  # the one that did best
-        self.rule_score = NOTHING
+        self.recipe: Recipe | None = None  # the one that did best
+        self.recipe_score = NOTHING
         self.orders = 0  # how many were priced
         self.spent = {"rules": 0.0, "changes": 0.0}
         self.rehearsal = problem.shorter(3 * problem.ranks) if problem.microbatches > 4 * problem.ranks else None
@@ -68,6 +61,16 @@ class Hunt:
     def stages_per_rank(self) -> int:
         """How many stages each rank has."""
         return self.problem.placement.stages_per_rank
+
+    @property
+    def key(self) -> Key:
+        """What tells it from the others of a search."""
+        return self.problem.placement.by_stage, self.problem.recompute
+
+    @property
+    def done(self) -> bool:
+        """Is nothing better left to find?"""
+        return self.value <= self.bound * (1 + ROUNDING)
 
     @property
     def small(self) -> bool:
@@ -101,10 +104,13 @@ class Hunt:
                 continue
             if self.large and self._estimate(family, problem.ranks) > best() * MARGIN:
                 continue
-            rows = self._rows(family, problem)
-            self._offer(rows, None)
-            self._refill([[x for x in row if x < 2 * problem.size] for row in rows])
+            self.begin(self._rows(family, problem))
             yield
+
+    def begin(self, orders: Orders) -> None:
+        """Try a complete order as it is, and with W filled in anew."""
+        self._offer(orders, None)
+        self._refill([[x for x in order if x < 2 * self.problem.size] for order in orders], (*OVERRUNS, IN_TURN))
 
     def _rows(self, family: Family, problem: Problem) -> Orders:
         sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
@@ -122,7 +128,7 @@ class Hunt:
         score = price(short, self._rows(family, short), None)
         return math.inf if score is None else score[0] + (problem.microbatches - microbatches) * problem.busiest
 
-    def _offer(self, orders: Orders, overrun: float | None) -> Score:
+    def _offer(self, orders: Orders, overrun: Overrun | None) -> Score:
         self._count(1)
         score = price(self.problem, orders, overrun)
         if score is None:
@@ -138,30 +144,34 @@ class Hunt:
         if found.score < NOTHING and all(found.score != other.score for other in self.best):
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
-    def _refill(self, orders: Orders) -> Score:
-        return min(self._offer(orders, overrun) for overrun in (OVERRUNS[:1] if self.large else OVERRUNS))
+    def _refill(self, orders: Orders, overruns: tuple[Overrun, ...] = OVERRUNS) -> Score:
+        return min(self._offer(orders, overrun) for overrun in (overruns[:1] if self.large else overruns))
 
     # -- what is made
 
     def rules(self) -> Iterator[None]:
-        """The rules to begin with."""
-        for rule in RULES:
-            self._try(rule)
+        """The recipes to begin with."""
+        for recipe in first_recipes(self.problem):
+            self._try(recipe)
             yield
 
-    def _try(self, rule: Rule) -> None:
-        """Make an order by a rule; of many microbatches only when it does well on fewer, which takes less time."""
+    def _try(self, recipe: Recipe) -> None:
+        """Make an order by a recipe; of many microbatches only when it does well on fewer, which takes less time."""
         short = self.rehearsal
-        if short is None:
-            score = self._refill(dispatch(self.problem, rule))
+        score = NOTHING
+        trial = made(short or self.problem, recipe)
+        overruns = overruns_for(recipe)
+        if trial is None:
+            self._count(1)
+        elif short is None:
+            score = self._refill(trial, overruns)
         else:
-            trial = dispatch(short, rule)
-            self._count(len(OVERRUNS))
-            score = min(price(short, trial, overrun) or NOTHING for overrun in OVERRUNS)
-            if score <= self.rule_score:
-                self._refill(dispatch(self.problem, rule))
-        if score <= self.rule_score:
-            self.rule, self.rule_score = rule, score
+            self._count(len(overruns))
+            score = min(price(short, trial, overrun) or NOTHING for overrun in overruns)
+            if score <= self.recipe_score and (orders := made(self.problem, recipe)) is not None:
+                self._refill(orders, overruns)
+        if score <= self.recipe_score:
+            self.recipe, self.recipe_score = recipe, score
 
     def step(self) -> None:
         """Rules or a run of changes, whichever has had less than its share of what was spent so far."""
@@ -170,8 +180,8 @@ class Hunt:
         spent = self.spent["rules"] + self.spent["changes"]
         what = "rules" if self.spent["rules"] <= share * spent or not self.best else "changes"
         if what == "rules":
-            like = self.rule if self.generator.random() < 0.7 else None
-            self._try(_drawn(self.problem, like, self.generator))
+            like = self.recipe if self.generator.random() < 0.7 else None
+            self._try(drawn(self.problem, like, self.generator))
         else:
             self._change()
         self.spent[what] += self.budget.spent - begin
@@ -180,33 +190,12 @@ class Hunt:
         """A run of changes to one of the best orders, with its W filled in or in their places."""
         chosen = self.best[min(int(self.generator.expovariate(1.0)), len(self.best) - 1)]
         if self.small and self.generator.random() < 0.5:
-            orders = dispatch(self.problem, _drawn(self.problem, None, self.generator))
-            chosen = Candidate(NOTHING, orders, self.generator.choice(OVERRUNS))
+            orders = made(self.problem, drawn(self.problem, None, self.generator))
+            if orders is not None:
+                chosen = Candidate(NOTHING, orders, self.generator.choice(OVERRUNS))
         if chosen.overrun is not None and self.generator.random() < 0.3:
             chosen = Candidate(chosen.score, complete(self.problem, chosen), None)
         tries = max(10, min(1000, LARGE // self.problem.size))
         before = self.budget.orders
         self._keep(improve(self.problem, chosen, tries, self.budget, self.generator))
         self.orders += self.budget.orders - before
-
-
-def _drawn(problem: Problem, like: Rule | None, generator: random.Random) -> Rule:
-    """A rule at random; or one that differs from `like` in a few points."""
-    per_rank, ranks = problem.placement.stages_per_rank, problem.ranks
-    lead = (generator.uniform(0.2, 0.8) * per_rank * ranks, generator.uniform(0.0, 1.2))
-    choices: dict[str, Any] = {
-        "turn": generator.choice(("alternate", "alternate", "alternate", "forward", "input")),
-        "forward": generator.choice(("deep", "deep", "rested", "same", "old")),
-        "input": generator.choice(("deep", "shallow", "rested", "same", "old")),
-        "patience": generator.choice((0.0, 0.0, 0.5, 1.01)),
-        "lead": generator.choice((None, lead)) if per_rank > 1 else None,
-        "tightness": generator.choice((0, 0, 0, 1, 2)),
-        "input_time": generator.uniform(0.7, 1.4),
-        "weight_time": generator.uniform(0.1, 1.2),
-        "hop_time": generator.choice((0.0, 0.0, 1.0, generator.uniform(0.0, 3.0))),
-        "overrun": generator.choice((0.0, 0.3, 0.6)),
-    }
-    if like is None:
-        return Rule(**choices)
-    changed = generator.sample([field.name for field in fields(Rule)], generator.choice((1, 1, 2, 3)))
-    return replace(like, **{name: choices[name] for name in changed})

@@ -15,12 +15,13 @@ from __future__ import annotations
 import random
 
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import Candidate, price
+from penstock.schedule.search.evaluate import Candidate, Overrun, price
 from penstock.schedule.search.problem import Problem
 
-__all__ = ["OVERRUNS", "improve"]
+__all__ = ["IN_TURN", "OVERRUNS", "improve"]
 
-OVERRUNS = (0.0, 0.3, 0.6)
+OVERRUNS: tuple[Overrun, ...] = ((0.0, 0.0), (0.3, 0.3), (0.6, 0.6))
+IN_TURN: Overrun = (0.0, 100.0)  # in the drain, a W with each I
 REACH = 12  # how far an action moves at most
 MEMORIES = (1, 1, 20, 100)  # how many changes ago counts; 1 never goes uphill
 
@@ -41,7 +42,7 @@ def improve(problem: Problem, candidate: Candidate, tries: int, budget: Budget, 
         rank, other = 0, overrun
         changed: list[int] | None = orders[0]
         if overrun is not None and generator.random() < 0.02:
-            other = generator.random() * 0.8
+            other = (generator.random() * 0.9, generator.choice((0.0, generator.random(), IN_TURN[1])))
         else:
             rank, changed = _change(problem, orders, gaps, generator)
         if changed is None:

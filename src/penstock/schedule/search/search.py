@@ -29,8 +29,8 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.effort import Effort, Progress
 from penstock.schedule.search.evaluate import complete
-from penstock.schedule.search.hunt import Hunt
-from penstock.schedule.search.problem import ROUNDING
+from penstock.schedule.search.hunt import Hunt, Key
+from penstock.schedule.search.problem import ROUNDING, Orders
 from penstock.schedule.search.space import (
     PLACEMENTS,
     NoRoom,
@@ -46,9 +46,10 @@ from penstock.schedule.timing.costs import Costs, is_number
 from penstock.schedule.timing.simulate import simulate
 from penstock.schedule.timing.timeline import Timeline
 
-__all__ = ["Found", "Progress", "Tried", "search", "search_report"]
+__all__ = ["Found", "Progress", "Starts", "Tried", "search", "search_even", "search_report"]
 
 Objective = Literal["makespan", "span"]
+Starts = dict[Key, Orders]  # complete orders by placement
 
 
 @dataclass(frozen=True)
@@ -245,20 +246,44 @@ def search_report(
     if objective not in ("makespan", "span"):
         raise UsageError(f"the objective is makespan or span, got {objective!r}")
     budget = Budget(seconds, effort)
-    sizes = tuple(stages_per_rank) if isinstance(stages_per_rank, Iterable) else (stages_per_rank,)
-    kinds = tuple(placements) if isinstance(placements, Iterable) and not isinstance(placements, str) else (placements,)
-    _check(ranks, microbatches, sizes, kinds)
-    span, costs = objective == "span", costs or Costs()
-    caps = caps_of(memory, ranks)
     if links is not None:
-        costs = replace(costs, links=links.matrix() if isinstance(links, Hosts) else links)
+        costs = replace(costs or Costs(), links=links.matrix() if isinstance(links, Hosts) else links)
+    costs = costs or Costs()
     if layers is not None or speeds is not None or skips or vocabulary or costs.sizes is not None:
         from penstock.schedule.search.uneven.entry import search_uneven  # which returns a Found
 
+        sizes, kinds = _listed(ranks, microbatches, stages_per_rank, placements)
         request = Request(layers, speeds, tuple(skips), vocabulary)
+        caps, span = caps_of(memory, ranks), objective == "span"
         return search_uneven(
             ranks, microbatches, costs, caps, sizes, kinds, request, budget, span, recompute, seed, progress
         )
+    return search_even(
+        ranks, microbatches, costs, memory, stages_per_rank, placements, budget, objective, recompute,
+        random.Random(seed), progress, {},
+    )[0]  # fmt: skip
+
+
+def search_even(
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    memory: float | Sequence[float] | None,
+    stages_per_rank: int | Iterable[int],
+    placements: str | Iterable[str],
+    budget: Budget,
+    objective: Objective,
+    recompute: bool,
+    generator: random.Random,
+    progress: Progress | None,
+    starts: Starts,
+) -> tuple[Found, Starts]:
+    """The search where costs are by rank or stage, and the best orders of each placement for another one to start with.
+
+    `starts` are such orders, of a search within less memory.
+    """
+    sizes, kinds = _listed(ranks, microbatches, stages_per_rank, placements)
+    span, caps = objective == "span", caps_of(memory, ranks)
     allowed = placements_for(ranks, costs, sizes, kinds)
     choices = stages_to_recompute if recompute and memory is not None else never
     unsplit = best_unsplit(microbatches, costs, caps, allowed, choices, span)
@@ -267,19 +292,34 @@ def search_report(
     except NoRoom:
         if unsplit is None:
             raise
-        return _found(unsplit, objective, (), budget.seconds)
-    generator = random.Random(seed)
-    shared = Effort([Hunt(problem, kind, generator, budget) for kind, problem in problems], budget, progress)
+        return _found(unsplit, objective, (), budget.seconds), starts
+    hunts = [Hunt(problem, kind, generator, budget) for kind, problem in problems]
+    shared = Effort(hunts, budget, progress)
     if shared.bound == math.inf:
         raise UsageError("the costs are too large to be added up; give them in a larger unit")
     with _uncollected():
+        for hunt in hunts:
+            if hunt.key in starts:
+                hunt.begin(starts[hunt.key])
         hunt = shared.run(generator)
-        schedule = hunt.problem.schedule(complete(hunt.problem, hunt.best[0]), "auto")
+        reached = {each.key: complete(each.problem, each.best[0]) for each in hunts if each.best}
+        schedule = hunt.problem.schedule(reached[hunt.key], "auto")
     tried = tuple(_tried(hunt) for hunt in shared.hunts)
     if unsplit is not None and unsplit.value < hunt.value * (1 - ROUNDING):
-        return _found(unsplit, objective, tried, budget.seconds)
+        return _found(unsplit, objective, tried, budget.seconds), {**starts, **reached}
     bound = shared.bound if unsplit is None else min(shared.bound, unsplit.bound)
-    return Found(schedule, hunt.problem.costs, objective, hunt.value, bound, tried, budget.seconds)
+    found = Found(schedule, hunt.problem.costs, objective, hunt.value, bound, tried, budget.seconds)
+    return found, {**starts, **reached}
+
+
+def _listed(
+    ranks: int, microbatches: int, stages_per_rank: int | Iterable[int], placements: str | Iterable[str]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The numbers of stages per rank and the placements to try, checked."""
+    sizes = tuple(stages_per_rank) if isinstance(stages_per_rank, Iterable) else (stages_per_rank,)
+    kinds = tuple(placements) if isinstance(placements, Iterable) and not isinstance(placements, str) else (placements,)
+    _check(ranks, microbatches, sizes, kinds)
+    return sizes, kinds
 
 
 def _found(best: Unsplit, objective: str, tried: tuple[Tried, ...], seconds: float) -> Found:

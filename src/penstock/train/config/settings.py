@@ -88,7 +88,9 @@ class Data:
     tokenizer: str = key("", "a folder with a tokenizer of transformers, or a tokenizer.json; nothing is downloaded")
     end: str = key("", "the token at the end of each text (default: the tokenizer's own, where it has one)")
     format: Literal["auto", "messages", "prompt", "input_ids", "text"] = key(
-        "auto", "what rows hold: chats, prompts with completions, tokens, or text (default: by their columns)"
+        "auto",
+        "what rows hold: chats, prompts with completions, tokens, or text (default: by their columns); set, a "
+        "module:function returns rows instead of batches",
     )
     columns: dict[str, Any] = key({}, 'columns that have other names: { messages = "conversation" }')
     loss_on: Literal["answers", "all"] = key("answers", "the tokens of chats and prompts that are learned")

@@ -216,15 +216,16 @@ def _refuse_row_keys(data: Data) -> None:
         if getattr(data, name) != getattr(standard, name):
             raise UsageError(
                 f"data.{name} is for rows, and data.source has none; rows are in files that end in {', '.join(ROWS)}, "
-                f"or in a folder that save_to_disk has written"
+                f"in a folder that save_to_disk has written, or returned by a module:function with data.format set"
             )
 
 
 def open_data(config: TrainConfig) -> DataBatches:
     """What a configuration trains on."""
     data = config.data
-    if not holds_rows(data.source):
-        _refuse_row_keys(data)
+    if holds_rows(data):
+        return open_row_batches(config)
+    _refuse_row_keys(data)
     if isinstance(data.source, str) and is_function(data.source):
         source = call_source("data.source", data.source, data.options)
         if hasattr(source, "batch"):
@@ -237,8 +238,6 @@ def open_data(config: TrainConfig) -> DataBatches:
         return IterableBatches(source, data.source)
     if data.options:
         raise UsageError("data.options are for a module:function; files and stdlib take none")
-    if holds_rows(data.source):
-        return open_row_batches(config)
     rows = data.batch // config.training.accumulate
     tokenizer = open_tokenizer(data.tokenizer, data.end) if data.tokenizer else None
     tokens = read_tokens(data.source, data.tokens, tokenizer)

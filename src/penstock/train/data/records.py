@@ -1,18 +1,21 @@
 """Rows of files, one after the other, from any place where a run has stopped.
 
 JSON lines are read here. Folders written by `save_to_disk` and Arrow files are mapped by the `datasets` library,
-Parquet is read by pyarrow, which comes with it. A position is two numbers, the file and the place in it, so that a
-checkpoint can hold it and nothing before it is read again.
+Parquet is read by pyarrow, which comes with it. A function of the user's may return rows as well. A position is two
+numbers, the file and the place in it, so that a checkpoint can hold it and nothing before it is read again.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import UsageError
+from penstock.train.config.settings import Data
+from penstock.train.config.source import call_source, is_function
 from penstock.train.data.tokens import find_paths
 
 JSON_LINES = (".jsonl", ".ndjson")
@@ -50,8 +53,11 @@ class Record(NamedTuple):
     after: int
 
 
-def holds_rows(source: str | Sequence[str]) -> bool:
-    """Whether `data.source` names files of rows, and not of text."""
+def holds_rows(data: Data) -> bool:
+    """Whether `data.source` names rows, and not text or batches; of a function, `data.format` says so."""
+    source = data.source
+    if isinstance(source, str) and is_function(source):
+        return data.format != "auto"
     patterns = [source] if isinstance(source, str) else source
     return bool(patterns) and all(
         pattern.lower().endswith(ROWS) or _is_saved(Path(pattern).expanduser()) for pattern in patterns
@@ -62,8 +68,12 @@ def _is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in ("state.json", "dataset_info.json", "dataset_dict.json"))
 
 
-def open_rows(source: str | Sequence[str], key: str = "data.source") -> list[RowFile]:
-    """The files of rows, each ready to be read."""
+def open_rows(key: str, source: str | Sequence[str], options: dict[str, Any]) -> list[RowFile]:
+    """The files of rows, each ready to be read; or the rows that a function returns."""
+    if isinstance(source, str) and is_function(source):
+        return [OwnRows(call_source(key, source, options), source, key)]
+    if options:
+        raise UsageError("data.options are for a module:function; files take none")
     found: list[RowFile] = []
     for path in find_paths([source] if isinstance(source, str) else source, key):
         if path.suffix.lower() in JSON_LINES:
@@ -161,6 +171,35 @@ class Arrow:
     def read(self, begin: int) -> Iterator[Record]:
         for number in range(begin, len(self._rows)):
             yield Record(self._rows[number], Place(self, number), number + 1)
+
+    def number(self, begin: int) -> str:
+        return f"row {begin}"
+
+
+class OwnRows:
+    """Rows that a function of the user's returns, such as a `Dataset` of datasets; a place is a number of rows."""
+
+    def __init__(self, rows: Any, words: str, key: str) -> None:
+        self.path = Path(words)
+        self._rows = rows
+        if not hasattr(rows, "__iter__"):
+            raise UsageError(
+                f"{key}: {words} returned a {type(rows).__name__}; return an iterable of rows, each a dict"
+            )
+        if hasattr(rows, "__next__"):
+            raise UsageError(
+                f"{key}: {words} returned an iterator, which can be read once; return a list, a Dataset, or an object "
+                f"whose __iter__ begins again"
+            )
+
+    def read(self, begin: int) -> Iterator[Record]:
+        indexed = hasattr(self._rows, "__getitem__") and hasattr(self._rows, "__len__")
+        numbers = range(begin, len(self._rows)) if indexed else count(begin)
+        rows = map(self._rows.__getitem__, numbers) if indexed else islice(self._rows, begin, None)
+        for number, values in zip(numbers, rows, strict=False):
+            if not isinstance(values, dict):
+                raise UsageError(f"{self.path}, row {number} is a {type(values).__name__}; rows are dicts of columns")
+            yield Record(values, Place(self, number), number + 1)
 
     def number(self, begin: int) -> str:
         return f"row {begin}"

@@ -19,7 +19,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.state.randomness import seed_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
-from penstock.train.data.documents import Document, Encoder
+from penstock.train.data.documents import Document, Encoder, Tally
 from penstock.train.data.layouts import Layout, Packed, Padded, Row
 from penstock.train.data.records import Position, RowFile, open_rows, read_rows
 
@@ -90,10 +90,11 @@ class RowBatches:
         seed: int,
         shuffle: bool,
         words: str,
-        largest: int = -1,
+        tally: Tally,
     ) -> None:
         self.words, self.changed = words, ""
-        self.largest = largest  # the largest token, where all are known
+        self.limit: int | None = None  # how many tokens the model knows
+        self._tally = tally
         self._documents, self._layout = documents, layout
         self._rows, self._window, self._seed, self._shuffle = rows, window, seed, shuffle
         self._validation = layout.rows(validation)
@@ -117,9 +118,18 @@ class RowBatches:
         if number != self._taken:
             raise ModelError(f"{self.words}: batch {number} was asked for, batch {self._taken} is next")
         batch = self.first()
+        self.check_limit()
         self._ahead = None
         self._taken += 1
         return batch
+
+    def check_limit(self) -> None:
+        """UsageError where a row that was read so far has a token that the model does not know."""
+        if self.limit is not None and self._tally.largest >= self.limit:
+            raise UsageError(
+                f"the rows of data.source hold the token {self._tally.largest}; the model knows {self.limit}, 0 to "
+                f"{self.limit - 1}: they do not belong together"
+            )
 
     def validation(self, number: int) -> DataBatch | None:
         """Rows that are not trained on, in their order; the last batch is filled up with rows that do not count."""
@@ -196,9 +206,9 @@ class RowBatches:
 def open_row_batches(config: TrainConfig) -> RowBatches:
     """The batches of `data.source`, where that names files of rows."""
     data = config.data
-    encoder, files = Encoder(data), open_rows(data.source)
+    encoder, files = Encoder(data), open_rows("data.source", data.source, data.options)
     layout = _layout(config)
-    held_back = _read_all(open_rows(data.validation_source, "data.validation_source"), encoder)
+    held_back = _read_all(open_rows("data.validation_source", data.validation_source, {}), encoder)
     if data.streaming:
         documents: Documents = Streamed(files, encoder)
         words = f"rows of {_names(files)}, read while training goes on"
@@ -218,7 +228,7 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
         seed=config.seed,
         shuffle=data.shuffle,
         words=words,
-        largest=encoder.tally.largest,
+        tally=encoder.tally,
     )
 
 

@@ -39,6 +39,9 @@ class Tokenizer:
         self._fast: Any = _open_file(file / FILE if file.is_dir() else file) if alone else None
         if self.of_transformers is not None and self.of_transformers.is_fast:
             self._fast = self.of_transformers.backend_tokenizer
+        if self._fast is not None:  # a file may ask for both; what is too long is for data.too_long to say
+            self._fast.no_truncation()
+            self._fast.no_padding()
         owner: Any = self._fast if alone else self.of_transformers
         known: dict[str, int] = owner.get_vocab()
         self.vocabulary = max(known.values(), default=-1) + 1

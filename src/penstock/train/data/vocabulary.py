@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.train.config.settings import TrainConfig
+from penstock.train.data.row_batches import RowBatches
 from penstock.train.data.tokenizer import open_tokenizer
 
 
@@ -37,18 +38,12 @@ def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
     if config.data.tokenizer:
         tokens = open_tokenizer(config.data.tokenizer, config.data.end).vocabulary
         if tokens > known:
+            name = "vocabulary" if config.model.source == "gpt" else "vocab_size"
             raise UsageError(
                 f"the tokenizer in {config.data.tokenizer} has {tokens} tokens, the model knows {known}; "
-                f"{_remedy(config, tokens)}"
+                f"model.options.{name}={tokens} would do for a model with random weights; else they do not belong "
+                f"together"
             )
-    largest = getattr(data, "largest", -1)
-    if largest >= known:
-        raise UsageError(
-            f"the rows of data.source hold the token {largest}, the model knows {known}, from 0 to {known - 1}; "
-            f"{_remedy(config, largest + 1)}"
-        )
-
-
-def _remedy(config: TrainConfig, tokens: int) -> str:
-    name = "vocabulary" if config.model.source == "gpt" else "vocab_size"
-    return f"model.options.{name}={tokens} would do for a model with random weights; else they do not belong together"
+    if isinstance(data, RowBatches):
+        data.limit = known  # under streaming, rows that are read later
+        data.check_limit()

@@ -84,8 +84,9 @@ class Recordings:
         self._note()
 
     def _typical(self) -> tuple[Recorded, Timeline]:
-        middle = statistics.median_low([entry.makespan for entry, _ in self._kept])
-        return next(each for each in self._kept if each[0].makespan == middle)
+        """Of the timelines in memory, the one nearest to the median of all that were recorded lately."""
+        middle = statistics.median_low([entry.makespan for entry in self._list[-MOST:]])
+        return min(self._kept, key=lambda each: abs(each[0].makespan - middle))
 
     def finish(self) -> None:
         """At the end of a run: find out whether other recorded steps lead to the same advice as the typical one."""
@@ -99,7 +100,7 @@ class Recordings:
 
     def _note(self, **more: int) -> None:
         typical, _ = self._typical()
-        document = {"typical": typical.step, "of": len(self._kept), **self._cores, **more, "steps": self._list}
+        document = {"typical": typical.step, "of": len(self._list[-MOST:]), **self._cores, **more, "steps": self._list}
         write_whole(self._folder.recorded, json.dumps(document) + "\n")
 
 
@@ -143,7 +144,7 @@ def recorded_notes(folder: RunFolder) -> list[str]:
     typical = next((entry for entry in found if entry.step == document.get("typical")), found[-1])
     middle = statistics.median(entry.makespan for entry in found)
     count = document.get("of", len(found))
-    one = f"the median of {count} recorded steps" if count > 1 else "the only recorded step"
+    one = f"the nearest to the median of {count} recorded steps" if count > 1 else "the only recorded step"
     notes.append(
         f"The timeline is of step {typical.step}, {one}: {1e3 * typical.makespan:.1f} ms, {typical.idle:.0%} idle."
     )

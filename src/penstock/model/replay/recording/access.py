@@ -19,12 +19,12 @@ from torch import nn
 
 from penstock.model.replay.tree import OWN
 
-Tell = Callable[[nn.Module, str, bool], None]  # (module, attribute, whether it was written)
+Listener = Callable[[nn.Module, str, bool], None]  # (module, attribute, whether it was written)
 
 
 @contextmanager
-def watch_access(modules: Iterable[nn.Module], tell: Tell) -> Iterator[None]:
-    """`tell` hears of each access to an attribute that holds a value: no method, child or parameter."""
+def watch_access(modules: Iterable[nn.Module], listener: Listener) -> Iterator[None]:
+    """`listener` hears of each access to an attribute that holds a value: no method, child or parameter."""
     kinds: dict[type, Any] = {}
     before = [(module, type(module)) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     compiled = {id(inner) for module, _ in before if _is_compiled(module) for inner in module.modules()}
@@ -32,7 +32,7 @@ def watch_access(modules: Iterable[nn.Module], tell: Tell) -> Iterator[None]:
         for module, kind in before:
             if id(module) not in compiled:
                 if kind not in kinds:
-                    kinds[kind] = _telling(kind, tell)
+                    kinds[kind] = _watched_kind(kind, listener)
                 object.__setattr__(module, "__class__", kinds[kind])
         yield
     finally:
@@ -46,7 +46,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return wrapped or vars(module).get("_compiled_call_impl") is not None
 
 
-def _telling(kind: Any, tell: Tell) -> Any:
+def _watched_kind(kind: Any, listener: Listener) -> Any:
     @functools.cache
     def is_code(name: str) -> bool:
         of_class = inspect.getattr_static(kind, name, None)
@@ -62,13 +62,13 @@ def _telling(kind: Any, tell: Tell) -> Any:
 
     def read(self: Any, name: str) -> Any:
         if holds_value(self, name):
-            tell(self, name, False)
+            listener(self, name, False)
         return kind.__getattribute__(self, name)
 
     def write(self: Any, name: str, value: Any) -> None:
         kind.__setattr__(self, name, value)
         if holds_value(self, name):
-            tell(self, name, True)
+            listener(self, name, True)
 
     members = {"__getattribute__": read, "__setattr__": write}
     members |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}

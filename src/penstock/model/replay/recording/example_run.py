@@ -29,7 +29,7 @@ from penstock.model.replay.recording.marks import Reads, fresh
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changed_by, own_state, updates_itself
 from penstock.model.replay.recording.undo import OutsideChanges, undone
-from penstock.model.replay.recording.unit_calls import Recording, UnitCall, shapes_of
+from penstock.model.replay.recording.unit_calls import ForwardRecording, UnitCall, shapes_of
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.repeatability import checksum
 from penstock.model.replay.shapes import stand_in_parameter
@@ -47,7 +47,7 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     instead: Instead | None = None,
-) -> Recording:
+) -> ForwardRecording:
     """Run the model once, as it is, and put everything back that the run has changed.
 
     `instead(unit)` may give a forward to run in the place of a unit's own: one that only finds out
@@ -77,27 +77,27 @@ class _ExampleRun:
         self._left: list[tuple[str, Tensor]] = []  # made in the first run by units, and there when it was over
         self._marks: UnitMarks
 
-    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecording:
         """What one run shows; where the model has kept something, a second run shows whether it reads that."""
         generator = torch.get_rng_state()
         first = self._run(args, kwargs)
-        _check_made(self.model, self.tree, self._known)
+        _check_new_parameters(self.model, self.tree, self._known)
         behind = self._carried.left()
         if behind or self._kept.shared():
             self._left = [
                 (name, tensor) for name, tensors in behind.items() for tensor in tensors if first.is_of_units(tensor)
             ]
             torch.set_rng_state(generator)
-            self._carried.again()
+            self._carried.begin_second_run()
             self._run(args, kwargs)
             self._carried.check()
         self._kept.settle(first.recording)
-        _tell_of_losses(self.tree, first)
+        _warn_of_kept_losses(self.tree, first)
         return first.recording
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UnitMarks:
         mine, named = pytree.tree_map_only(Tensor, fresh, (args, kwargs))
-        marks = UnitMarks(Recording(), self.model, tensors_in((mine, named)), self._carried.tensors())
+        marks = UnitMarks(ForwardRecording(), self.model, tensors_in((mine, named)), self._carried.tensors())
         self._marks = marks
         for parameter, standing in self._without_memory.values():
             marks.marks[marks.storages.key(standing)] = marks.of(parameter)
@@ -150,7 +150,7 @@ def _stand_in(tree: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
     return found
 
 
-def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
+def _check_new_parameters(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
     """Parameters that a first forward makes would be made by every stage for itself, and be owned by none."""
     made = [name for name, _ in tree.named_parameters(remove_duplicate=False) if name not in known]
     if made:
@@ -160,7 +160,7 @@ def _check_made(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
         )
 
 
-def _tell_of_losses(tree: nn.Module, marks: UnitMarks) -> None:
+def _warn_of_kept_losses(tree: nn.Module, marks: UnitMarks) -> None:
     """A number that a unit keeps on itself looks like a loss for others to pick up, which they cannot."""
     found = [
         f"{name}.{attribute}"

@@ -93,13 +93,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 class Reads(TorchFunctionMode):
     """Tells of the few ways in which Python gets at a tensor's memory without an operation."""
 
-    def __init__(self, tell: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, on_read: Callable[[list[Tensor]], None]) -> None:
         super().__init__()
-        self._tell = tell
+        self._on_read = on_read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _UNSEEN:
-            self._tell(tensors_in(args, 0))
+            self._on_read(tensors_in(args, 0))
         return func(*args, **(kwargs or {}))
 
 

@@ -67,7 +67,7 @@ class Untried:
 
 
 @dataclass
-class Recording:
+class ForwardRecording:
     """All unit calls in order, and what the final output needs."""
 
     calls: list[UnitCall] = field(default_factory=list)

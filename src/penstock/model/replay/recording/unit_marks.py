@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.replay.recording.marks import Follower, fresh
 from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import PARAMETER, Leaf, Mark, Recording, UnitCall
+from penstock.model.replay.recording.unit_calls import PARAMETER, ForwardRecording, Leaf, Mark, UnitCall
 from penstock.model.replay.tree import OWN
 
 
@@ -23,7 +23,11 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
     """Follows marks through every operation outside of units, and watches what units do."""
 
     def __init__(
-        self, recording: Recording, model: nn.Module, inputs: list[Tensor], kept: Iterable[tuple[str, Tensor]] = ()
+        self,
+        recording: ForwardRecording,
+        model: nn.Module,
+        inputs: list[Tensor],
+        kept: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         super().__init__()
         self.recording = recording

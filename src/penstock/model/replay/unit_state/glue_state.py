@@ -33,7 +33,7 @@ class GlueState:
     def __init__(self, tree: nn.Module) -> None:
         self._holders = dict(_glue("", tree))
         self._names = {id(holder): name for name, holder in self._holders.items()}
-        self._again = False
+        self._second_run = False
         self._seen = self._look()
         self._written: dict[Place, int] = {}  # after how many unit calls
         self._first: dict[Place, int] = {}
@@ -58,25 +58,25 @@ class GlueState:
         """The tensors that the run has left behind, by the name of where."""
         return {dotted_name(*place): tensors_in(self._seen[place][0], 1) for place in self._written}
 
-    def again(self) -> None:
+    def begin_second_run(self) -> None:
         """A second run begins: reads of what the first has written count (see `read`)."""
         self._first.clear()
-        self._again = True
+        self._second_run = True
 
     def read(self, module: nn.Module, attribute: str, position: int) -> None:
         """Code asks for an attribute of a module."""
         place = (self._names.get(id(module), ""), attribute)
-        if self._again and id(module) in self._names and place in self._written:
+        if self._second_run and id(module) in self._names and place in self._written:
             self._read.setdefault(place, position)
 
     def check(self) -> None:
         """After the second run: nothing may be read before the place where it is written."""
         for place, read in self._read.items():
             value = self._seen[place][0] if place in self._seen else None
-            again = place in self._first  # the second run has written it too
-            last = self._first[place] if again and isinstance(value, CONTAINERS) else self._written[place]
+            rewritten = place in self._first  # the second run has written it too
+            last = self._first[place] if rewritten and isinstance(value, CONTAINERS) else self._written[place]
             shared = place[1] in self._holders[place[0]]._buffers or has_fields(value)  # by the stages of a process
-            if (again and shared) or (read < last and not has_fields(value)):
+            if (rewritten and shared) or (read < last and not has_fields(value)):
                 raise ModelError(
                     f"the code between the units keeps {dotted_name(*place)} from one call of the model to the next; "
                     f"stages end at their last unit and would not all see what it was set to. Keep it in a module "

@@ -23,10 +23,11 @@ from penstock.errors import ModelError
 from penstock.model.replay.recording.access import watch_access
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changes_in_place, frozen
-from penstock.model.replay.recording.unit_calls import STATE, KeptState, Mark, Recording
+from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.tree import OWN
 from penstock.model.replay.unit_state.glue_state import GlueState
+from penstock.model.use_names import dotted_name
 
 Key = tuple[str, str] | int  # a module's name and an attribute of it; of what changes in place, its identity
 
@@ -52,7 +53,7 @@ class _AccessLog:
         self.touched: dict[int, tuple[Any, Any, Access]] = {}  # containers, since a unit was last called or returned
 
     def name(self, key: Key) -> str:
-        return self.names[key] if isinstance(key, int) else ".".join(filter(None, key))
+        return self.names[key] if isinstance(key, int) else dotted_name(*key)
 
     def writers(self, key: Key) -> set[str]:
         return {access.who for access in self.writes.get(key, ()) if access.who is not None}
@@ -97,13 +98,13 @@ class UnitStateFollower:
                     marks.put(tensor, (STATE, len(log.states)))
                     log.states.append((holder, name))
 
-        def tell(module: nn.Module, name: str, written: bool) -> None:
+        def on_access(module: nn.Module, name: str, written: bool) -> None:
             if not marks.quiet and id(module) in self._names:  # and no copy that was made of one
                 self._note(log, module, name, written)
                 if not written:
                     carried.read(module, name, len(marks.recording.calls))
 
-        with watch_access(self._modules, tell):
+        with watch_access(self._modules, on_access):
             yield
         self.pause()
         for storage, units in marks.written_by.items():
@@ -132,7 +133,7 @@ class UnitStateFollower:
                 log.writes.setdefault(id(value), set()).add(access)
         log.touched.clear()
         for name in changed:
-            holder, _, attribute = ".".join(filter(None, (unit, name))).rpartition(".")
+            holder, _, attribute = dotted_name(unit, name).rpartition(".")
             log.writes.setdefault((holder, attribute), set()).add(Access(unit, 0, holder, 0))
 
     def shared(self) -> list[Key]:
@@ -143,7 +144,7 @@ class UnitStateFollower:
         used.update(key for call in recording.calls for key in log.needs(call.unit, call.needs))
         return [key for key in log.writes if log.writers(key) and (key in used or log.outside(key))]
 
-    def settle(self, recording: Recording) -> None:
+    def settle(self, recording: ForwardRecording) -> None:
         """After all runs: put what is shared into the recording, or refuse it."""
         log = self._logs[0]
         everywhere = {call.unit for call in recording.calls if call.glue}
@@ -159,7 +160,7 @@ class UnitStateFollower:
         tensors = set(log.states)
         plain = {key: mark for key, mark in marks.items() if key not in tensors}
 
-        def settled(needs: frozenset[Mark], unit: str | None, position: int) -> frozenset[Mark]:
+        def resolved(needs: frozenset[Mark], unit: str | None, position: int) -> frozenset[Mark]:
             kept = {marks[key] for key in log.needs(unit, needs) if key in marks}
             for key, mark in plain.items():
                 for read in log.outside(key):
@@ -169,8 +170,8 @@ class UnitStateFollower:
             return frozenset(mark for mark in needs if mark[0] != STATE) | kept
 
         for number, call in enumerate(recording.calls):
-            call.needs = settled(call.needs, call.unit, number)
-        recording.output = settled(recording.output, None, len(recording.calls))
+            call.needs = resolved(call.needs, call.unit, number)
+        recording.output = resolved(recording.output, None, len(recording.calls))
         self._check_glue(log)
         self._guard(log, recording, set(moving))
 
@@ -192,7 +193,7 @@ class UnitStateFollower:
                     f"forward, or pass it in as an input"
                 )
 
-    def _guard(self, log: _AccessLog, recording: Recording, moving: set[Key]) -> None:
+    def _guard(self, log: _AccessLog, recording: ForwardRecording, moving: set[Key]) -> None:
         """What others read of a unit that has left it alone."""
         known = {log.name(key) for key in moving}
         called = {call.unit for call in recording.calls if not call.glue}
@@ -222,7 +223,7 @@ def _check_copies(log: _AccessLog, key: Key) -> None:
                 )
 
 
-def _check_order(log: _AccessLog, recording: Recording, key: Key) -> None:
+def _check_order(log: _AccessLog, recording: ForwardRecording, key: Key) -> None:
     """What every stage runs and keeps has the right value everywhere from there on, and nowhere before."""
     writers = log.writers(key)
     last = max(number for number, call in enumerate(recording.calls) if call.unit in writers)

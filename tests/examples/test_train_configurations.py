@@ -28,7 +28,7 @@ def losses(folder: Path, *settings: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_chats_on_two_processes_are_learned_as_in_one(tmp_path: Path) -> None:
+def test_adapters_learn_packed_chats_on_two_processes_as_in_one(tmp_path: Path) -> None:
     run(tmp_path, str(EXAMPLES / "make_chats.py"))
     settings = [str(EXAMPLES / "chats.toml"), "training.steps=12", "evaluation.every=6"]
     two = losses(tmp_path, *settings, "output=two")
@@ -36,7 +36,7 @@ def test_chats_on_two_processes_are_learned_as_in_one(tmp_path: Path) -> None:
         tmp_path, *settings, "pipeline.ranks=1", "pipeline.workers=threads", "training.accumulate=2", "output=one"
     )
     assert two == pytest.approx(one, rel=1e-5)
-    assert two[-1] < two[0] - 1
+    assert two[-1] < two[0] - 0.3  # adapters alone, on random weights
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ One group of two processes runs all scenarios; each returns what its rank saw, a
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from typing import Any
 
@@ -328,3 +330,24 @@ def test_each_rank_has_its_part_of_the_state_under_the_whole_models_names(told: 
         assert all(torch.equal(value, whole[name] + 1) for name, value in zip(own, values, strict=True))
         assert wrong[0] == "ModelError"
         assert "unknown ['nothing']" in wrong[1]
+
+
+def _drop_pipelines() -> list[int]:
+    """Build, use and drop pipelines on this rank; the threads that are alive after each."""
+    alive = []
+    for transport in [None, None, "distributed", "distributed"]:
+        torch.manual_seed(0)
+        stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        pipe = penstock.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss, transport=transport)
+        x = torch.randn(4, 4)
+        pipe.step(x, target=x)
+        del pipe, stages
+        gc.collect()
+        alive.append(sum(thread.name.startswith("penstock-watch") for thread in threading.enumerate()))
+    return alive
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_dropped_without_close_takes_its_watch_with_it() -> None:
+    """The thread of the watch held the rank's own methods, to ask what it does, and so the whole pipeline for good."""
+    assert on_processes(2, _drop_pipelines) == [[0, 0, 0, 0]] * 2

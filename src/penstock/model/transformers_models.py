@@ -1,4 +1,4 @@
-"""Models of transformers, recognised without importing it: the inputs that they get, and where they come from."""
+"""Models of transformers and peft, recognised without importing these: their inputs, and where they come from."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss, placed
-from penstock.runtime.transport.failure.watch import SETTLE_SECONDS
+from penstock.runtime.transport.failure.watch import SETTLE_SECONDS, held_weakly
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 
 LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
@@ -71,7 +71,13 @@ class AxisLink:
 
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         """How to say what this rank is doing, and at which action it is."""
-        self._transport.report_by(lambda: doing() + (f", in {self._inside}" if self._inside else ""), where)
+        doing, link = held_weakly(doing, "gone"), ref(self)
+
+        def report() -> str:
+            here = link()
+            return doing() + (f", in {here._inside}" if here is not None and here._inside else "")
+
+        self._transport.report_by(report, where)
 
     @property
     def broken(self) -> PeerFailure | None:

@@ -308,7 +308,7 @@ def test_wrapped_and_wrong_stages_are_refused() -> None:
         ({"n_microbatches": 2.0}, "n_microbatches must be a whole number"),
         ({"loss_fn": "mse"}, "loss_fn='mse': pass a function"),
         ({"args_chunk_spec": 5}, "args_chunk_spec=5: pass a tuple"),
-        ({"args_chunk_spec": (0,)}, "0 is no chunk spec"),
+        ({"args_chunk_spec": (0,)}, "0 is not a chunk spec"),
         ({"kwargs_chunk_spec": (ours.TensorChunkSpec(0),)}, "pass a dict"),
     ],
 )

@@ -40,7 +40,7 @@ first action and its last, given 2 * ranks - 1 microbatches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -138,7 +138,7 @@ def _best(blocks: Sequence[VBlock], ranks: int, microbatches: int, cap: int) -> 
     More microbatches only repeat the middle, which takes the same time in every order that fits.
     """
     trial = min(microbatches, 2 * ranks)
-    makers = [partial(_repeat, block) for block in blocks]
+    makers: list[Callable[[int, int, int], Filled | None]] = [partial(_repeat, block) for block in blocks]
     if PERIOD * ranks * microbatches <= LARGE:
         makers.append(_in_rhythm)
     trials = [(preference(filled, cap), maker, filled) for maker in makers if (filled := maker(ranks, trial, cap))]

@@ -34,7 +34,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
-from typing import Any
+from types import MethodType
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 from penstock.errors import PeerFailure, RunError
 from penstock.messages.store import Asker, NoAnswer
@@ -55,6 +57,24 @@ CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
 SLOW = 4  # a store is silent only where it is so many times slower than it was
 TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
 MOST_SECONDS = 10.0  # for what takes a busy machine longer
+Said = TypeVar("Said")
+
+
+def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]:
+    """A method that does not keep its object alive; once that is gone, the answer is `otherwise`.
+
+    The thread of a watch is alive as long as its transport. If it held the rank that it asks, a pipeline that is
+    dropped without `close()` would never be freed.
+    """
+    if not isinstance(call, MethodType):
+        return call
+    method = WeakMethod(call)
+
+    def answer() -> Said:
+        found = method()
+        return otherwise if found is None else found()
+
+    return answer
 
 
 class Watch:

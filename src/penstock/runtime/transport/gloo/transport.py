@@ -47,7 +47,7 @@ from penstock.runtime.transport.exchange import Exchange
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
 from penstock.runtime.transport.failure.interrupts import uninterrupted
-from penstock.runtime.transport.failure.watch import Watch
+from penstock.runtime.transport.failure.watch import Watch, held_weakly
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
 from penstock.runtime.transport.gloo.messages import SUBTAGS
 from penstock.runtime.transport.gloo.operations import Operations, find_device_backend
@@ -211,7 +211,7 @@ class DistributedTransport(Transport):
             self.watch.far_host = failure
 
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        self.watch.doing, self.watch.where = doing, where
+        self.watch.doing, self.watch.where = held_weakly(doing, "gone"), held_weakly(where, None)
 
     def announce(self, failure: PeerFailure) -> None:
         self.watch.announce(failure)

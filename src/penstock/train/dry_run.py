@@ -26,7 +26,7 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.data.vocabulary import check_vocabulary
-from penstock.train.huggingface import tensor_plan_of
+from penstock.train.huggingface import left_out, tensor_plan_of
 from penstock.train.run.activations import measure_activations
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
@@ -57,8 +57,8 @@ class DryRun:
         lines.append(idle)
         peak = max(row.process for row in self.memory)
         lines.append(
-            f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, and what Python and torch take "
-            f"by themselves"
+            f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, the copy that a checkpoint "
+            f"is written from, and what Python and torch take by themselves"
         )
         in_threads = len(self.memory) < self.schedule.ranks
         return "\n".join([*lines, "", memory_table(self.memory, ["all"] if in_threads else None)])
@@ -102,7 +102,8 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
         weights, trained = _weights(own, config, divided)
         state = trained * _states(config)
         active = None if activations is None else activations[rank]
-        rows.append(Memory(weights, trained, state, active, weights + trained + state + (active or 0)))
+        copy = (trained if left_out(config) else weights) + state  # of a checkpoint, while it is written
+        rows.append(Memory(weights, trained, state, active, weights + trained + state + copy + (active or 0)))
     if config.pipeline.workers == "threads":
         rows = [_together(rows)]
     return tuple(replace(row, process=base + row.process) for row in rows)

@@ -103,7 +103,7 @@ class _Looks:
         with self._turn:
             with Peak(PAUSE) as peak:
                 context.compute(action)
-            if not self.counts or peak.rise is None:
+            if not self.counts or peak.rise is None or peak.change is None:
                 return
             key = (action.op, action.stage)
             self._changes[key] = min(self._changes.get(key, peak.change), peak.change)

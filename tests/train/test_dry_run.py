@@ -92,8 +92,8 @@ def test_ranks_that_are_threads_are_one_row(settings: list[str], monkeypatch: py
 @pytest.mark.parametrize(
     "more",
     [
-        ["model.options.width=128", "data.batch=16", "data.sequence=128"],
-        ["model.options.width=128", "data.batch=16", "data.sequence=128", "pipeline.recompute=always"],
+        ["model.options.width=128", "data.batch=64", "data.sequence=128"],
+        ["model.options.width=128", "data.batch=64", "data.sequence=128", "pipeline.recompute=always"],
     ],
     ids=["1f1b", "recompute"],
 )

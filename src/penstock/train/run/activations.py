@@ -29,11 +29,10 @@ from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
 from penstock.train.loss import shares_of
-from penstock.train.run.memory import Peak, bytes_of, in_use
+from penstock.train.run.memory import PAUSE, Peak, bytes_of, in_use
 
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 PASSES = 4  # the first is not counted: in it, gradients are made and libraries loaded
-PAUSE = 0.0002  # seconds between looks: one compute is shorter than a step
 
 
 def measure_activations(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.pipeline import Pipeline
 
-PAUSE = 0.001  # seconds between looks
+PAUSE = 0.0002  # seconds between looks: what a kernel needs is soon gone
 WATCHED = (1, 2)  # steps of a start, counted from 0: in the first one, libraries are still being loaded
 
 

@@ -37,9 +37,7 @@ def settings(tmp_path: Path) -> list[str]:
 
 
 def test_it_shows_the_plan_and_writes_nothing(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        dry_run, "process_bytes", lambda libraries, forked: 300_000_000
-    )  # a process of its own finds it out
+    monkeypatch.setattr(dry_run, "process_bytes", lambda *_, forked: 300_000_000)  # a process of its own finds it out
     config = load_config(None, settings)
     check_consistent(config)
     plan = make_plan(config)
@@ -59,14 +57,15 @@ def test_it_shows_the_plan_and_writes_nothing(settings: list[str], monkeypatch: 
     assert sum(row.gradients for row in plan.memory) == bytes_of_model
     assert sum(row.optimizer for row in plan.memory) == 2 * bytes_of_model
     for row in plan.memory:
-        kinds = (row.weights, row.gradients, row.optimizer, row.activations or 0)
+        copy = row.weights + row.optimizer  # of a checkpoint
+        kinds = (row.weights, row.gradients, row.optimizer, copy, row.activations or 0)
         assert row.activations
         assert row.process == 300_000_000 + sum(kinds)
     assert not Path(config.output).exists()
 
 
 def test_recomputing_keeps_less_and_shards_divide(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "process_bytes", lambda libraries, forked: 0)
+    monkeypatch.setattr(dry_run, "process_bytes", lambda *_, forked: 0)
     plain = make_plan(load_config(None, settings)).memory
     less = make_plan(load_config(None, [*settings, "pipeline.recompute=always"])).memory
     assert sum(row.activations or 0 for row in less) < sum(row.activations or 0 for row in plain)
@@ -77,8 +76,29 @@ def test_recomputing_keeps_less_and_shards_divide(settings: list[str], monkeypat
     assert all(0.5 * full.weights < part.weights < 0.7 * full.weights for part, full in zip(spread, plain, strict=True))
 
 
+def test_ranks_that_are_threads_are_one_row(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "process_bytes", lambda *_, forked: 0 if forked else 300_000_000)
+    config = load_config(None, [*settings, "pipeline.workers=threads"])
+    plan = make_plan(config)
+    (row,) = plan.memory
+    assert row.weights == sum(parameter.numel() for parameter in build_model(config)[0].parameters()) * 4
+    assert row.activations
+    kinds = (2 * row.weights, row.gradients, 2 * row.optimizer, row.activations)  # twice: a checkpoint's copy
+    assert row.process == 300_000_000 + sum(kinds)
+    assert plan.text().splitlines()[-1].split()[0] == "all"
+
+
 @pytest.mark.slow
-def test_the_run_itself_reports_what_was_predicted(settings: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["model.options.width=128", "data.batch=64", "data.sequence=128"],
+        ["model.options.width=128", "data.batch=64", "data.sequence=128", "pipeline.recompute=always"],
+    ],
+    ids=["1f1b", "recompute"],
+)
+def test_the_run_itself_reports_what_was_predicted(settings: list[str], more: list[str], tmp_path: Path) -> None:
+    settings = [*settings, *more]
     plan = make_plan(load_config(None, settings)).memory
     command = [sys.executable, "-m", "penstock", "train", *settings]
     result = subprocess.run(command, capture_output=True, text=True, timeout=110)
@@ -89,4 +109,5 @@ def test_the_run_itself_reports_what_was_predicted(settings: list[str], tmp_path
         assert row["weights"] == predicted.weights
         assert row["gradients"] == predicted.gradients
         assert row["optimizer"] == pytest.approx(predicted.optimizer, rel=0.01)
+        assert row["activations"] == pytest.approx(predicted.activations, rel=0.1)
         assert row["process"] == pytest.approx(predicted.process, rel=0.1)

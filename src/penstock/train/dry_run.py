@@ -7,7 +7,7 @@ step is trained and nothing is written. Memory is predicted by kind, as the run 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -26,7 +26,8 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.data.vocabulary import check_vocabulary
-from penstock.train.huggingface import tensor_plan_of
+from penstock.train.huggingface import left_out, tensor_plan_of
+from penstock.train.run.activations import measure_activations
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
 
@@ -40,7 +41,9 @@ class DryRun:
     schedule: Schedule
     timeline: Timeline  # simulated with measured costs, or with equal ones where nothing could be measured
     measured: bool
-    memory: tuple[Memory, ...]  # by rank of a pipeline; without activations where they could not be measured
+    memory: tuple[
+        Memory, ...
+    ]  # by rank of a pipeline, or one of all that are threads; without activations where they could not be measured
 
     def text(self, width: int | None = None) -> str:
         lines = [self.table, f"data      {self.data}", "", self.schedule.draw(width=width), ""]
@@ -54,10 +57,11 @@ class DryRun:
         lines.append(idle)
         peak = max(row.process for row in self.memory)
         lines.append(
-            f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, and what Python and torch take "
-            f"by themselves"
+            f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, the copy that a checkpoint "
+            f"is written from, and what Python and torch take by themselves"
         )
-        return "\n".join([*lines, "", memory_table(self.memory)])
+        in_threads = len(self.memory) < self.schedule.ranks
+        return "\n".join([*lines, "", memory_table(self.memory, ["all"] if in_threads else None)])
 
 
 def make_plan(config: TrainConfig) -> DryRun:
@@ -71,13 +75,14 @@ def make_plan(config: TrainConfig) -> DryRun:
         table = pipe.describe().split("\n\n")[0]
         how = f"split     {pipe.deployment.split.how}"
         stages = _measured(config, pipe, example_of(batch, config.pipeline.microbatches))
-        schedule = pipe.schedule
+        schedule, split = pipe.schedule, pipe.deployment.split
+        counts = list(split.balance) if split.cuts else None
+        activations = None if stages is None else measure_activations(config, schedule, counts, batch, _zeros)
         timeline = simulate(schedule)
         if stages is not None:
             times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
-            kept = _kept(config, stages)
-            timeline = simulate(schedule, Costs(forward=times, input=times, weight=times, activation=kept))
-        memory = _memory(config, pipe, timeline, stages)
+            timeline = simulate(schedule, Costs(forward=times, input=times, weight=times))
+        memory = _memory(config, pipe, activations)
         return DryRun(f"{table}\n\n{how}", data.words, schedule, timeline, stages is not None, memory)
 
 
@@ -86,39 +91,39 @@ def _zeros(name: str, tensor: Tensor) -> None:
     tensor.zero_()
 
 
-def _kept(config: TrainConfig, stages: list[tuple[Weight, ...]]) -> list[float]:
-    """What each stage keeps for the backward of one microbatch: everything, or its inputs where it recomputes."""
-    whole = [float(sum(weight.activation_bytes for weight in weights)) for weights in stages]
-    if config.pipeline.recompute == "never":
-        return whole
-    inputs = [0.0, *(float(weights[-1].output_bytes) if weights else 0.0 for weights in stages[:-1])]
-    return [min(some, every) for some, every in zip(inputs, whole, strict=True)]
-
-
-def _memory(
-    config: TrainConfig, pipe: Pipeline, timeline: Timeline, stages: list[tuple[Weight, ...]] | None
-) -> tuple[Memory, ...]:
-    """By rank of one pipeline; the others are alike."""
+def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None) -> tuple[Memory, ...]:
+    """By rank of one pipeline, the others being alike; ranks that are threads of one process are one row."""
     placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
     divided = _divided(config, pipe)
     rows = []
-    base = process_bytes(libraries_of(config), forked=config.pipeline.workers == "processes")
+    base = process_bytes(libraries_of(config), _code_of(pipe), forked=config.pipeline.workers == "processes")
     for rank in range(ranks):
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained = _weights(own, config, divided)
         state = trained * _states(config)
-        activations = None if stages is None else timeline.peak_memory[rank]
-        if activations is not None and stages is not None and config.pipeline.recompute != "never":
-            activations += max(  # one microbatch at a time has all of them again
-                sum(weight.activation_bytes for weight in weights_of)
-                for stage, weights_of in enumerate(stages)
-                if placement.rank_of(stage) == rank
-            )
-        rows.append(Memory(weights, trained, state, activations, base + weights + trained + state + (activations or 0)))
+        active = None if activations is None else activations[rank]
+        copy = (trained if left_out(config) else weights) + state  # of a checkpoint, while it is written
+        rows.append(Memory(weights, trained, state, active, weights + trained + state + copy + (active or 0)))
     if config.pipeline.workers == "threads":
-        total = base + sum(row.process - base for row in rows)
-        rows = [Memory(row.weights, row.gradients, row.optimizer, row.activations, total) for row in rows]
-    return tuple(rows)
+        rows = [_together(rows)]
+    return tuple(replace(row, process=base + row.process) for row in rows)
+
+
+def _code_of(pipe: Pipeline) -> list[str]:
+    """The modules of installed libraries that a model is from, which each rank loads for itself."""
+    model = pipe.deployment.split.model
+    parts = [model] if isinstance(model, nn.Module) else model
+    names = {type(module).__module__ for part in parts for module in part.modules()}
+    return sorted(name for name in names if name.partition(".")[0] in ("transformers", "peft"))
+
+
+def _together(rows: list[Memory]) -> Memory:
+    """What several ranks in one process hold, at most."""
+    active = None if rows[0].activations is None else sum(row.activations or 0.0 for row in rows)
+    weights, gradients, state, process = (
+        sum(getattr(row, kind) for row in rows) for kind in ("weights", "gradients", "optimizer", "process")
+    )
+    return Memory(weights, gradients, state, active, process)
 
 
 def _states(config: TrainConfig) -> float:

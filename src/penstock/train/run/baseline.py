@@ -1,60 +1,79 @@
 """What a rank's process takes before it has a model: Python, torch, and what training loads of other libraries.
 
-Run as a program of its own, in a fresh process. It trains the smallest model there is for one step, because torch
-loads much of itself with the first optimizer, and prints the bytes that are resident then. Ranks that `penstock train`
-starts are forked from a process that has torch loaded, and of what they never use, nothing is resident in them; so
-this forks as well.
+Run as a program of its own, in a fresh process. It trains the smallest GPT there is for one step, because torch
+loads much of itself with the first kernels and the first optimizer, and prints the bytes that are resident then. Ranks
+that `penstock train` starts are forked from a process that has torch loaded, and of what they never use, nothing is
+resident in them; so this forks as well, and like a rank loads the code of the model after that. Python's collector
+walks over all objects sooner or later in a run, by which they become the rank's own; so it does here.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 
 from penstock.errors import RunError
 
 
-def process_bytes(libraries: list[str], forked: bool = True) -> int:
-    """The bytes of a process that has loaded these libraries and has trained, without a model worth mentioning."""
-    command = [sys.executable, "-m", "penstock.train.run.baseline", "forked" if forked else "alone", *libraries]
+def process_bytes(libraries: list[str], code: Iterable[str] = (), forked: bool = True) -> int:
+    """The bytes of a process that has trained a model not worth mentioning.
+
+    It has loaded `libraries` before it was forked, and afterwards `code`, the modules that the model is from.
+    """
+    how = "forked" if forked else "alone"
+    command = [sys.executable, "-m", "penstock.train.run.baseline", how, ",".join(libraries), ",".join(code)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"a process that only loads what training needs has failed: {done.stderr.strip()[-500:]}")
     return int(done.stdout.split()[-1])
 
 
-def main(how: str, libraries: list[str]) -> int:
+def main(how: str, libraries: str, code: str) -> int:
     """Load, train one step of next to nothing, and print; the exit code."""
-    for name in ("penstock.train.worker", *libraries):
-        importlib.import_module(name)
+    _load("penstock.train.worker", *libraries.split(","))
     if how == "forked":
         child = os.fork()
         if child:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _load(*code.split(","))
     _train()
     return 0
+
+
+def _load(*names: str) -> None:
+    for name in filter(None, names):
+        importlib.import_module(name)
 
 
 def _train() -> None:
     import torch
     import torch.distributed as dist
-    from torch import nn
     from torch._C._distributed_c10d import HashStore
 
     from penstock.pipeline import Pipeline
+    from penstock.train.config.settings import GPTOptions
+    from penstock.train.gpt import build_gpt
+    from penstock.train.loss import TokenLoss
     from penstock.train.run.progress import memory_now
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    with Pipeline(layers, stages=2, microbatches=2, loss_fn=nn.functional.mse_loss, transport="threads") as pipe:
+    model, rows = build_gpt(GPTOptions(layers=2, width=16, heads=2), 16), torch.zeros(4, 16, dtype=torch.int64)
+    loss = TokenLoss()
+    with Pipeline(
+        model, stages=2, microbatches=2, loss_fn=loss, loss_options=loss.options, transport="threads"
+    ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
-        pipe.step(torch.zeros(4, 8), target=torch.zeros(4, 8))
+        pipe.step(rows, target=rows)
+        pipe.clip_grad_norm_(1.0)
         optimizer.step()
+    gc.collect()
     print(memory_now(), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(*sys.argv[1:]))

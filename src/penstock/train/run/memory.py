@@ -1,8 +1,9 @@
 """What a run holds in memory, by kind: weights, gradients, optimizer, activations, and the process as a whole.
 
-The first three are counted on the tensors themselves. Activations live within a step: while one runs, a thread asks
-the C library how much memory is in use, and what that rises by, beside gradients, is activations and what computing
-needs.
+The first three are counted on the tensors themselves. Activations live within the passes of a step: while one runs, a
+thread asks the C library again and again how much memory is in use, and the most that it has risen by, beside the
+gradients there are at that moment, is activations and what computing needs. A dry run predicts the same number
+(`activations`).
 The process is what the system says is resident: Python and torch alone are some hundred megabytes of it.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.pipeline import Pipeline
 
-PAUSE = 0.001  # seconds between looks
+PAUSE = 0.0002  # seconds between looks: what a kernel needs is soon gone
 WATCHED = (1, 2)  # steps of a start, counted from 0: in the first one, libraries are still being loaded
 
 
@@ -72,7 +73,9 @@ class MemoryWatch:
 
     def __init__(self, pipe: Pipeline, optimizer: Optimizer) -> None:
         self._pipe, self._optimizer = pipe, optimizer
+        self._parameters = list(pipe.parameters())
         self._steps = 0
+        self._peak: Peak | None = None
         self._gradients = 0
         self._activations: float | None = None
 
@@ -83,14 +86,19 @@ class MemoryWatch:
         if number not in WATCHED:
             yield
             return
-        with _Peak() as peak:
+        with Peak(PAUSE, self._gradients_now) as self._peak:
             yield
-        if peak.rise is not None:
-            self._activations = max(self._activations or 0.0, peak.rise - self._gradients, 0.0)
+        if self._peak.rise is not None:
+            self._activations = max(self._activations or 0.0, self._peak.rise)
 
     def see_gradients(self) -> None:
         """In a step, when all gradients are there."""
-        self._gradients = max(self._gradients, bytes_of(parameter.grad for parameter in self._pipe.parameters()))
+        if self._peak is not None:
+            self._peak.end()  # what the optimizer needs for a moment is no activation
+        self._gradients = max(self._gradients, self._gradients_now())
+
+    def _gradients_now(self) -> int:
+        return bytes_of(parameter.grad for parameter in self._parameters)
 
     def memory(self) -> Memory:
         """What there is now, and was at most."""
@@ -109,31 +117,45 @@ def _tensors(module: Any) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-class _Peak:
-    """How far the memory in use rises inside the `with` block; `rise` is None where the C library does not say."""
+class Peak:
+    """How far the memory in use rises inside the `with` block, and how it has changed at its end.
 
-    def __init__(self) -> None:
+    Bytes that `beside` counts at the moment of a look are left out. Both numbers are None where the C library does not
+    say what is in use.
+    """
+
+    def __init__(self, pause: float, beside: Callable[[], int] | None = None) -> None:
         self.rise: float | None = None
+        self.change: float | None = None
+        self._pause, self._beside = pause, beside
         self._over = threading.Event()
         self._ask = in_use()
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> Peak:
         if self._ask is not None:
-            self._start = self._most = self._ask()
+            self._start = self._most = self._now()
             self._thread = threading.Thread(target=self._look, daemon=True)
             self._thread.start()
         return self
 
-    def _look(self) -> None:
+    def _now(self) -> int:
         assert self._ask is not None
-        while not self._over.wait(PAUSE):
-            self._most = max(self._most, self._ask())
+        return int(self._ask()) - (0 if self._beside is None else self._beside())
 
-    def __exit__(self, *_: object) -> None:
-        if self._ask is not None:
+    def _look(self) -> None:
+        while not self._over.wait(self._pause):
+            self._most = max(self._most, self._now())
+
+    def end(self) -> None:
+        """Look no further."""
+        if self._ask is not None and self.rise is None:
             self._over.set()
             self._thread.join()
-            self.rise = float(self._most - self._start)
+            self.change = float(self._now() - self._start)
+            self.rise = max(float(self._most - self._start), self.change)
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 _NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

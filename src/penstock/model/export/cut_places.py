@@ -47,7 +47,7 @@ def choose_cuts(
     values: Values,
     tensors: dict[str, Tensor],
     stages: int,
-    balance: Sequence[int] | None,
+    balance: str | Sequence[int] | None,
     split_at: Sequence[str],
 ) -> list[GraphCut]:
     """The cuts before stages 1, 2, ... as the user asked for them."""
@@ -55,7 +55,9 @@ def choose_cuts(
         named = map(name_and_use, split_at)
         return [GraphCut("parameter" if name in tensors else "module", name, use) for name, use in named]
     pieces = _pieces(values, tensors)
-    if balance is not None:
+    if isinstance(balance, str) and balance != "parameters":
+        raise ModelError(f"balance={balance!r} is not known where a model is cut by graph; pass 'parameters' or counts")
+    if balance is not None and not isinstance(balance, str):
         has = f"its graph {len(pieces)} operations with parameters of their own"
         starts = first_pieces(balance, stages, len(pieces), has)
         return [GraphCut("parameter", pieces[number].parameter) for number in starts]

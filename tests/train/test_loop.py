@@ -286,7 +286,7 @@ def test_a_models_own_loss_and_a_hugging_face_configuration_train(tmp_path: Path
     )
     assert trained(config) == 0
     assert losses(config)[0] > 5
-    with pytest.raises(UsageError, match=r'no configuration "lama".*near: .*llama'):
+    with pytest.raises(UsageError, match=r'no folder "lama".*near: .*llama'):
         trained(config_of(tmp_path, text, "model.source=huggingface:lama", "model.options={}"))
 
 

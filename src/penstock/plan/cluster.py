@@ -1,0 +1,93 @@
+"""What a plan is made for: hosts, their devices, the links between these, and the program that trains on them.
+
+A cluster is a TOML file, or is measured (`here`). Bandwidths are those that programs reach, not those of data sheets.
+"""
+
+# ruff: noqa: RUF009  (`key` makes a field with its bounds)
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import UsageError
+from penstock.train.config.read import checked
+from penstock.train.config.settings import key
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the cores that one rank has."""
+
+    memory: float = key(80e9, "bytes that a rank may use", above=0)
+    peak: float = key(312e12, "floating-point operations per second at most, in the precision of the run", above=0)
+    efficiency: float = key(0.6, "share of the peak that large products reach", above=0, most=1)
+    bandwidth: float = key(1.6e12, "bytes per second between a device and its memory", above=0)
+    holds_checkpoints: bool = key(False, "whether checkpoints are written from a copy in this memory, as on a CPU")
+    reserved: float = key(2e9, "bytes that the process takes by itself: libraries, kernels, fragments", least=0)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What connects two devices: what one device sends, and receives, per second."""
+
+    bandwidth: float = key(25e9, "bytes per second, per device and direction", above=0)
+    latency: float = key(10e-6, "seconds of a message without content", least=0)
+
+
+@dataclass(frozen=True)
+class Software:
+    """The program that trains. Others than Penstock are priced, to compare with published runs."""
+
+    name: Literal["penstock", "megatron"] = key(
+        "penstock",
+        "penstock: 32-bit weights under autocast; megatron: 16-bit weights with 32-bit copies, gradients and states",
+    )
+    fused_attention: bool = key(True, "whether attention is one kernel that keeps no scores")
+    sequence_parallel: bool = key(False, "whether what tensor parallelism leaves whole is divided along the sequence")
+
+    @property
+    def master_weights(self) -> bool:
+        return self.name == "megatron"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts with devices, all alike."""
+
+    name: str = key("cluster", "what it is called in tables")
+    hosts: int = key(1, "machines", least=1)
+    devices: int = key(8, "devices per host", least=1)
+    error: float = key(0.1, "how far predictions may be off, as a share: the error bar", least=0, most=1)
+    device: Device = field(default_factory=Device)
+    inside: Wire = field(default_factory=lambda: Wire(bandwidth=235e9, latency=8e-6))
+    between: Wire = field(default_factory=Wire)
+    software: Software = field(default_factory=Software)
+
+    @property
+    def world(self) -> int:
+        """Devices in all."""
+        return self.hosts * self.devices
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read a cluster from a TOML file."""
+        try:
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(f"there is no cluster {path}; examples/clusters/ has some to start from") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: {error}") from None
+        found = checked(cls, document, str(path))
+        if found.device.reserved >= found.device.memory:
+            raise UsageError(
+                f"{path}: device.reserved is {found.device.reserved:g} bytes of the {found.device.memory:g} that a "
+                f"device has (device.memory), so nothing is left for a model"
+            )
+        return found
+
+    def at(self, efficiency: float) -> Cluster:
+        """The same with another efficiency."""
+        return replace(self, device=replace(self.device, efficiency=efficiency))

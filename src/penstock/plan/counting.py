@@ -1,0 +1,246 @@
+"""Counts what a model does and holds while it runs on tensors without memory: products, traffic and live bytes.
+
+A dispatch mode sees every operation of forward and backward. It counts the floating-point operations of products, the
+bytes that all other operations read and write, and the bytes of the tensors that are alive. Under a tensor plan it also
+follows which tensors each rank of the axis has only a part of: what a divided layer makes is divided, and so is what is
+made of that, until a rowwise layer adds the parts up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten: Any = torch.ops.aten
+FLASH, FLASH_BACKWARD = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+)
+LOOKUP = (aten.embedding.default,)
+CASTS = (aten._to_copy.default, aten.t.default, aten.detach.default, aten.view.default, aten.transpose.int)
+
+
+@dataclass
+class Amount:
+    """A number of which tensor parallelism divides one part and leaves the other to every rank."""
+
+    common: float = 0.0
+    divided: float = 0.0
+
+    def add(self, value: float, divided: bool) -> None:
+        if divided:
+            self.divided += value
+        else:
+            self.common += value
+
+    def at(self, tp: int, everything: bool = False) -> float:
+        """What one of `tp` ranks has of it; `everything`: also of what is not divided (along the sequence, say)."""
+        return (self.common + self.divided) / tp if everything else self.common + self.divided / tp
+
+
+
+@dataclass
+class Counted:
+    """What was counted between two marks."""
+
+    flops: Amount = field(default_factory=Amount)
+    weight_flops: Amount = field(default_factory=Amount)  # of products with parameters that are trained, in a forward
+    traffic: Amount = field(default_factory=Amount)  # bytes that products write, and others read and write
+    summed: float = 0.0  # bytes of tensors that the ranks of a tensor-parallel axis add up
+    gathered: float = 0.0  # and of those that they gather
+    collectives: int = 0
+    deferred: Amount = field(default_factory=Amount)  # bytes that a backward for weights needs, if it comes later
+    copies: Amount = field(default_factory=Amount)  # bytes of parameters cast to another type
+    spared: float = 0.0  # floating-point operations that causal attention leaves out
+    keys: float = 0.0  # bytes of keys and values of attention
+    live: Amount = field(default_factory=Amount)  # at the end of it
+    peak: float = 0.0  # the most bytes alive, everything counted whole
+    peak_divided: float = 0.0  # and how many of them were divided then
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations inside its `with` block; `mark` ends one part of it and begins the next.
+
+    `styles` gives the parameters that a tensor plan divides, by the address of their memory: "colwise", "gathered",
+    "rowwise" or "embedding". `shares`: layers that read one input share the sum of its gradient.
+    """
+
+    def __init__(self, trained: Mapping[int, bool], styles: Mapping[int, str], *, shares: bool = False) -> None:
+        super().__init__()
+        self.backward = False
+        self._trained, self._shares = dict(trained), shares
+        self._styles = dict(styles)
+        self._shapes: set[tuple[int, ...]] = set()  # of divided weights whose gradient is made of whole tensors
+        self._alive: dict[int, tuple[float, bool]] = {}
+        self._live = Amount()
+        self._read: set[int] = set()  # inputs of colwise layers
+        self._second: set[int] = set()  # parameters of further layers that read one of them
+        self._deferred: set[int] = set()
+        self.part = Counted()
+
+    def mark(self) -> Counted:
+        """What was counted since the last mark."""
+        part, self.part = self.part, Counted()
+        part.live = Amount(self._live.common, self._live.divided)
+        self.part.peak, self.part.peak_divided = self._live.common + self._live.divided, self._live.divided
+        return part
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "aten":
+            inputs = list(_tensors((args, kwargs)))
+            outputs = list(_tensors(found))
+            if outputs:
+                self._count(func, inputs, outputs, args)
+        return found
+
+    def _count(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> None:
+        before = [key_of(each) for each in inputs]
+        known = [(each.dim(), key) for each, key in zip(inputs, before, strict=True) if key in self._trained]
+        parameter = max(known)[1] if known else None  # of a product its matrix, not its bias
+        if parameter is not None and func in CASTS and len(inputs) == 1:
+            self._inherit(outputs[0], parameter)
+            return
+        style = None if parameter is None else self._styles.get(parameter)
+        divided = any(self._alive.get(key, (0, False))[1] for key in before)
+        divided |= self.backward and tuple(outputs[0].shape) in self._shapes
+        flops = _flops(func, inputs, outputs, args)
+        if flops is not None:
+            self.part.flops.add(flops, divided or style is not None)
+            if func is FLASH:
+                self.part.spared += flops if len(args) > 4 and args[4] else 0.0
+                self.part.keys += _bytes(inputs[1]) + _bytes(inputs[2])
+            if parameter is not None:
+                divided = self._product(parameter, style, flops, inputs, outputs[0], divided)
+            if func not in (FLASH, FLASH_BACKWARD):  # its results are written when it has ended
+                self.part.traffic.add(_bytes(outputs[0]), divided)
+        elif func in LOOKUP:
+            size = _bytes(outputs[0])
+            self.part.traffic.add(2 * size, False)
+            if style is not None:
+                self._see_shape(inputs[0])
+                self._sum(outputs[0])
+            divided = False
+        elif not set(map(key_of, outputs)) <= set(before) or func._schema.is_mutable:
+            for each, key in zip(inputs, before, strict=True):
+                self.part.traffic.add(_bytes(each), self._alive.get(key, (0, False))[1] or key in self._styles)
+            for each in outputs:
+                self.part.traffic.add(_bytes(each), divided)
+        for each in outputs:
+            self._keep(each, divided)
+
+    def _product(
+        self, parameter: int, style: str | None, flops: float, inputs: list[Tensor], output: Tensor, divided: bool
+    ) -> bool:
+        """A product with a parameter; whether its result is divided."""
+        if not self.backward:
+            other = next((each for each in inputs if key_of(each) not in self._trained), output)
+            if style in ("colwise", "gathered"):
+                if self._shares and key_of(other) in self._read:
+                    self._second.add(parameter)
+                self._read.add(key_of(other))
+            if self._trained[parameter]:
+                self.part.weight_flops.add(flops, style is not None)
+                if key_of(other) not in self._deferred:
+                    self._deferred.add(key_of(other))
+                    self.part.deferred.add(_bytes(other), style == "rowwise")
+                self.part.deferred.add(_bytes(output), style in ("colwise", "gathered"))
+            if style == "rowwise":
+                self._sum(output)
+            elif style == "gathered":
+                self._see_shape(next(each for each in inputs if key_of(each) == parameter))
+                self.part.gathered += _bytes(output)
+                self.part.collectives += 1
+            return style == "colwise" or (divided and style is None)
+        if style in ("colwise", "gathered"):
+            if parameter not in self._second:
+                self._sum(output)
+            return False
+        return style == "rowwise" or (divided and style is None)
+
+    def _see_shape(self, weight: Tensor) -> None:
+        self._shapes |= {tuple(weight.shape), tuple(weight.shape)[::-1]}
+
+    def _sum(self, tensor: Tensor) -> None:
+        self.part.summed += _bytes(tensor)
+        self.part.collectives += 1
+
+    def _inherit(self, copy: Tensor, parameter: int) -> None:
+        """A cast or a view of a parameter stands for it; casts are kept for the whole step."""
+        key = key_of(copy)
+        if key not in self._trained:
+            self._trained[key] = self._trained[parameter]
+            if parameter in self._styles:
+                self._styles[key] = self._styles[parameter]
+            self.part.copies.add(_bytes(copy), parameter in self._styles)
+            weakref.finalize(copy.untyped_storage(), self._end, key)
+
+    def _keep(self, tensor: Tensor, divided: bool) -> None:
+        key = key_of(tensor)
+        if key in self._alive or key in self._trained:
+            return
+        storage = tensor.untyped_storage()
+        size = float(storage.nbytes())
+        self._alive[key] = size, divided
+        self._live.add(size, divided)
+        weakref.finalize(storage, self._end, key)
+        total = self._live.common + self._live.divided
+        if total > self.part.peak:
+            self.part.peak, self.part.peak_divided = total, self._live.divided
+
+    def _end(self, key: int) -> None:
+        size, divided = self._alive.pop(key, (0.0, False))
+        self._live.add(-size, divided)
+        self._trained.pop(key, None)
+        self._styles.pop(key, None)
+        self._deferred.discard(key)
+        self._read.discard(key)
+
+
+def key_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from others' while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: Tensor) -> float:
+    return float(tensor.numel() * tensor.element_size())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (each for each in pytree.tree_leaves(values) if isinstance(each, Tensor))
+
+
+def _flops(func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> float | None:
+    """Floating-point operations of a product, None for what is no product; causal attention needs half of them."""
+    if func is FLASH:
+        whole = float(sdpa_flop_count(*(each.shape for each in inputs[:3])))
+        causal = len(args) > 4 and args[4]
+        return whole / 2 if causal else whole
+    if func is FLASH_BACKWARD:
+        whole = float(sdpa_backward_flop_count(*(each.shape for each in inputs[:4])))
+        causal = len(args) > 7 and args[7]
+        return whole / 2 if causal else whole
+    counted = flop_registry.get(func.overloadpacket)
+    if counted is None:
+        return None
+    return float(counted(*args, out_val=outputs[0] if len(outputs) == 1 else outputs))
+
+
+def on_line(one: Any, two: Any, rows: float) -> Any:
+    """A figure for `rows` rows, from those for one row and for two: what grows with rows does so in proportion."""
+    if isinstance(one, float) or (isinstance(one, int) and not isinstance(one, bool)):
+        return max(0.0, one + (rows - 1) * (two - one))
+    if not is_dataclass(one):
+        return one
+    return replace(
+        one,  # type: ignore[type-var]
+        **{each.name: on_line(getattr(one, each.name), getattr(two, each.name), rows) for each in fields(one)},
+    )

@@ -1,0 +1,256 @@
+"""What a layout costs: the time and memory of each stage, from a profile and a cluster.
+
+A stage's forward takes
+
+    products / (peak x efficiency) + other traffic / memory bandwidth + sums over the tensor-parallel axis
+
+and so do its backward for inputs and its backward for weights, with what each of them has of these. The schedule makes a
+step of the stages (`simulate`); after it come what is left of the reduction of gradients, and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from penstock.model.balance.partition import partition
+from penstock.plan.cluster import Cluster
+from penstock.plan.layout import Layout, all_reduce, gather
+from penstock.plan.profile import Profile, Unit
+from penstock.schedule import Costs
+
+UPDATE_READS = 2  # times that an optimizer reads and writes each of its numbers
+BUCKET = 25 * 2**20  # bytes of gradients that travel together
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, by kind."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float  # messages on their way, and gradients that are being added up
+    process: float  # what the process takes by itself
+
+    @property
+    def total(self) -> float:
+        return (
+            self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.process
+        )
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Seconds and bytes of one stage and one microbatch."""
+
+    forward: float
+    input: float
+    weight: float
+    again: float  # of the forward, what recomputing repeats
+    saved: float  # bytes from the forward to the backward
+    held: float  # bytes from I to W
+    taken: float  # bytes of its input
+    extra: float  # bytes that computing needs for a moment, beside those
+    output: float  # bytes that it sends
+    numbers: float  # parameters
+    trained: float
+    copies: float  # bytes of parameters in another type
+
+
+class Pricing:
+    """The units of a model on the devices of a cluster, under one layout and one size of microbatches."""
+
+    def __init__(self, profile: Profile, cluster: Cluster, layout: Layout, rows: int) -> None:
+        self.profile, self.cluster, self.layout, self.rows = profile, cluster, layout, rows
+        self.units = profile.units(rows / layout.cp)
+
+    def shares(self) -> tuple[float, float, float]:
+        """Seconds of one microbatch on the whole model: products, other traffic, links between the ranks of a stage."""
+        device, tp = self.cluster.device, self.layout.tp
+        divides = self.cluster.software.sequence_parallel and tp > 1
+        parts = [part for unit in self.units for part in (unit.forward, unit.backward)]
+        products = sum(part.flops.at(tp) for part in parts) / (device.peak * device.efficiency)
+        traffic = sum(part.traffic.at(tp, divides) for part in parts) / device.bandwidth
+        return products, traffic, max(0.0, sum(map(sum, self.seconds)) - products - traffic)
+
+    @cached_property
+    def seconds(self) -> list[tuple[float, float, float]]:
+        """F, I and W of each unit."""
+        known: dict[int, tuple[float, float, float]] = {}
+        return [known.setdefault(id(unit.forward), self._seconds(unit)) for unit in self.units]
+
+    def _seconds(self, unit: Unit) -> tuple[float, float, float]:
+        device, software, tp = self.cluster.device, self.cluster.software, self.layout.tp
+        rate, divides = device.peak * device.efficiency, software.sequence_parallel and tp > 1
+
+        def computing(flops: float, traffic: float) -> float:
+            return flops / rate + traffic / device.bandwidth
+
+        forward, backward = unit.forward, unit.backward
+        weight = forward.weight_flops.at(tp)
+        times = [
+            computing(forward.flops.at(tp), forward.traffic.at(tp, divides)) + self._links(unit, forward),
+            computing(backward.flops.at(tp) - weight, backward.traffic.at(tp, divides)) + self._links(unit, backward),
+            computing(weight, 0.0),
+        ]
+        return times[0], max(0.0, times[1]), times[2]
+
+    def _links(self, unit: Unit, part: object) -> float:
+        """What ranks of the tensor-parallel axis tell each other, and of the context-parallel one keys and values."""
+        layout, cluster = self.layout, self.cluster
+        summed, gathered = part.summed, part.gathered  # type: ignore[attr-defined]
+        seconds = all_reduce(summed, layout, "tp", cluster) + gather(gathered, layout, "tp", cluster)
+        seconds += part.collectives * cluster.inside.latency * (layout.tp > 1)  # type: ignore[attr-defined]
+        if layout.cp > 1:
+            keys = unit.forward.keys * self.profile.keys_share * layout.cp / layout.tp
+            seconds += gather(keys, layout, "cp", cluster)
+        return seconds
+
+    def cut(self, stages: int) -> tuple[int, ...] | None:
+        """The units that stages 1, 2, ... begin with, so that the longest stage is short; None if there are too few."""
+        times = [sum(each) for each in self.seconds]
+        starts = [number for number, unit in enumerate(self.units) if unit.name and number]
+        while starts and not any(times[: starts[0]]):  # nothing is before it
+            starts.pop(0)
+        if stages - 1 > len(starts):
+            return None
+        unit = max(times) / 20 or 1.0  # what differs less is alike, so that cuts can be used again
+        return _cuts(tuple(round(each / unit, 1) for each in times), tuple(starts), stages)
+
+    def stage(self, begin: int, end: int) -> StageCosts:
+        """The costs of a stage of units `begin` to `end - 1`."""
+        tp, divides = self.layout.tp, self.cluster.software.sequence_parallel and self.layout.tp > 1
+        units = self.units[begin:end]
+        forward, backward, weight = (sum(each) for each in zip(*self.seconds[begin:end], strict=True))
+        taken = self.units[begin - 1].output if begin else 0.0
+        output = units[-1].output if end < len(self.units) else 0.0
+        if divides:
+            taken, output = taken / tp, output / tp
+        saved, extra = taken, 0.0
+        for unit in units:
+            extra = max(extra, saved + unit.rise.at(tp, divides))
+            saved += unit.saved.at(tp, divides)
+        saved = max(0.0, saved - output)
+        extra = max(0.0, extra - saved)
+        live = 0.0
+        for unit in reversed(units):  # what a backward adds is above what is still alive
+            extra = max(extra, output + unit.fall.at(tp, divides) - live)
+            live += unit.saved.at(tp, divides)
+        held = sum(unit.forward.deferred.at(tp, divides) for unit in units)
+        again = forward
+        if self.cluster.software.name == "megatron":  # which recomputes layers, and not what is around them
+            again = sum(
+                times[0] for unit, times in zip(units, self.seconds[begin:end], strict=True) if unit.name in self._repeated
+            )
+        return StageCosts(
+            forward,
+            backward,
+            weight,
+            again,
+            saved,
+            min(saved + output, held) if held else 0.0,
+            taken,
+            extra,
+            output,
+            sum(unit.parameters.at(tp) for unit in units),
+            sum(unit.trained.at(tp) for unit in units),
+            sum(unit.forward.copies.at(tp) for unit in units),
+        )
+
+    @cached_property
+    def _repeated(self) -> set[str]:
+        """The names of layers that there are several of."""
+        counts = Counter(unit.parameters.at(1) for unit in self.units if unit.name)
+        return {unit.name for unit in self.units if unit.name and counts[unit.parameters.at(1)] > 1}
+
+    def stages(self, cuts: Sequence[int]) -> list[StageCosts]:
+        """The costs of the stages between cuts."""
+        known: dict[tuple[object, ...], StageCosts] = {}
+        found = []
+        for begin, end in pairwise([0, *cuts, len(self.units)]):
+            key = (begin == 0, end == len(self.units), *(id(unit.forward) for unit in self.units[max(0, begin - 1) : end]))
+            if key not in known:
+                known[key] = self.stage(begin, end)
+            found.append(known[key])
+        return found
+
+    def costs(self, stages: Sequence[StageCosts], recompute: bool = False) -> Costs:
+        """For the simulator: seconds and bytes; with `recompute` those of stages whose backward runs the forward again."""
+        wire = self.layout.wire("pp", self.cluster)
+        scattered = self.layout.tp if self.cluster.software.name == "megatron" else 1  # each rank sends its part
+        if self.cluster.software.sequence_parallel:
+            scattered = 1  # it has no more than that
+        return Costs(
+            forward=[each.forward for each in stages],
+            input=[each.input + (each.again if recompute else 0.0) for each in stages],
+            weight=[each.weight for each in stages],
+            latency=wire.latency,
+            bandwidth=wire.bandwidth,
+            bytes=[each.output / scattered for each in stages],
+            activation=[each.taken if recompute else each.saved for each in stages],
+            held=[min(each.held, each.saved) for each in stages],
+        )
+
+    # -- around the pipeline
+
+    def after(self, own: Sequence[StageCosts], microbatches: int) -> tuple[float, float]:
+        """Seconds of the gradients' reduction that nothing hides, and of the optimizer, on a rank with these stages.
+
+        Each stage's gradients leave when its last backward has ended, while other stages still compute.
+        """
+        layout, element = self.layout, self._element
+        sizes = [each.trained * element.gradient for each in own]
+        moved = gather if layout.sharded else all_reduce
+        reduce = sum(moved(size, layout, "dp", self.cluster) for size in sizes)
+        if layout.sharded:  # the parameters are gathered before the first forward
+            reduce += sum(gather(each.numbers * element.gathered, layout, "dp", self.cluster) for each in own)
+        hidden = min(layout.pp, microbatches) * sum(each.input + each.weight for each in own[1:])
+        last = reduce / len(own)
+        shares = layout.dp if layout.sharded else 1
+        state = sum(each.trained for each in own) / shares * (element.optimizer + 2 * element.weight)
+        return max(last, reduce - hidden), UPDATE_READS * state / self.cluster.device.bandwidth
+
+    def memory(self, own: Sequence[StageCosts], activations: float, states: float) -> Memory:
+        """What a rank with these stages holds; `states`: numbers that the optimizer keeps per parameter."""
+        layout, element, device = self.layout, self._element, self.cluster.device
+        shares = layout.dp if layout.sharded else 1
+        numbers, trained = sum(each.numbers for each in own), sum(each.trained for each in own)
+        whole = numbers * element.weight + sum(each.copies for each in own)
+        master = trained * (4 if self.cluster.software.master_weights else 0) / shares
+        weights = whole + (numbers * element.weight / shares if shares > 1 else 0.0)
+        gradients = trained * element.gradient
+        optimizer = trained * element.state * states / shares + master
+        buffers = 2 * max(each.output + each.taken for each in own) if layout.pp > 1 else 0.0
+        buffers += min(BUCKET, gradients) if layout.dp > 1 else 0.0
+        process = device.reserved
+        if device.holds_checkpoints:
+            process += numbers * element.weight / shares + optimizer
+        return Memory(weights, gradients, optimizer, activations, buffers, process)
+
+    @cached_property
+    def _element(self) -> _Element:
+        if self.cluster.software.master_weights:
+            return _Element(2, 2, 4, 12, 2)
+        size = self.profile.element
+        return _Element(size, size, size, 2 * size, size)
+
+
+@dataclass(frozen=True)
+class _Element:
+    """Bytes per parameter."""
+
+    weight: int
+    gradient: int
+    state: int
+    optimizer: int
+    gathered: int
+
+
+@lru_cache(maxsize=4096)
+def _cuts(weights: tuple[float, ...], starts: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    return partition(weights, stages, allowed=starts).cuts

@@ -38,6 +38,7 @@ ROOMS = [
     "checkpoint",
     "integrations",
     "train",
+    "planner",
     "cli",
     "__main__",
 ]

@@ -40,6 +40,7 @@ PENSTOCK = [
     "mesh",
     "parameter_groups",
     "parity",
+    "plan",
     "randomness",
     "restore_batch_norm",
     "save",

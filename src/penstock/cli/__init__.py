@@ -18,6 +18,7 @@ from penstock.cli.checkpoint import checkpoint
 from penstock.cli.evaluate import evaluate
 from penstock.cli.generate import generate
 from penstock.cli.output import complain
+from penstock.cli.plan import plan
 from penstock.cli.primer import primer
 from penstock.cli.schedules.compare import compare
 from penstock.cli.schedules.search import search
@@ -33,6 +34,7 @@ __all__ = ["app", "main"]
 EXAMPLES = """Examples:\n
 \b
   penstock train examples/train/gpt.toml training.steps=100
+  penstock plan huggingface:llama --cluster examples/clusters/h100.toml --batch 512 --sequence 4096
   penstock generate runs/gpt --prompt 'class '
   penstock show zb-v --ranks 4 --microbatches 8
   penstock show 1f1b -r 4 -m 8 --lowered --save program.csv
@@ -79,7 +81,7 @@ app = typer.Typer(
 )
 NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
 SETTINGS: dict[Any, dict[str, Any]] = {bench: {"allow_interspersed_args": False}}  # what follows a name is the bench's
-for command in (train, evaluate, generate, show, verify, simulate, compare, search, view, whatif, primer, bench):
+for command in (train, plan, evaluate, generate, show, verify, simulate, compare, search, view, whatif, primer, bench):
     short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
     app.command(NAMES.get(command), short_help=short, context_settings=SETTINGS.get(command))(command)
 app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")

@@ -40,14 +40,15 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in 
 Verbose = Annotated[bool, typer.Option("--verbose", help="Also show how the same run starts on several hosts.")]
 
 
-def read_config(items: list[str] | None) -> tuple[TrainConfig, Path | None]:
+def read_config(items: list[str] | None, consistent: bool = True) -> tuple[TrainConfig, Path | None]:
     """The configuration that the arguments mean, checked; and its file."""
     files = [item for item in items or () if "=" not in item]
     if len(files) > 1:
         raise UsageError(f"{files[0]} and {files[1]} are two configurations; give one, and settings as key.sub=value")
     path = Path(files[0]) if files else None
     config = load_config(path, [item for item in items or () if "=" in item])
-    check_consistent(config, "the configuration" if path is None else str(path))
+    if consistent:
+        check_consistent(config, "the configuration" if path is None else str(path))
     return config, path
 
 

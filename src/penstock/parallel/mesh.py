@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from penstock.rules import is_count
 AXES = ("pp", "dp", "tp")
 
 
-def mesh(pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None) -> DeviceMesh:
+def mesh(
+    pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None, inner: Literal["dp", "pp"] = "dp"
+) -> DeviceMesh:
     """Arrange all processes as a `DeviceMesh` of pp x dp x tp. One of the three may be -1: whatever is left.
 
     Neighbours along `tp` are neighbours in rank, then `dp`, then `pp`, so the ranks that communicate most are closest.
@@ -32,7 +34,10 @@ def mesh(pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None) ->
         dp: Replicas of the pipeline.
         tp: Processes that share the tensors of a stage.
         device: The type of device, such as `"cuda"`. By default, the GPU if there is one, otherwise the CPU.
+        inner: Whether `dp` or `pp` is the axis after `tp`. With `"pp"`, the ranks of a pipeline are closer than replicas.
     """
+    if inner not in ("dp", "pp"):
+        raise UsageError(f"inner={inner!r}: pass 'dp' or 'pp', the axis whose neighbours are closest after tp's")
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     for name, size in sizes.items():
         if not is_count(size) or (size < 1 and size != -1):
@@ -53,7 +58,8 @@ def mesh(pp: int = 1, dp: int = 1, tp: int = 1, *, device: str | None = None) ->
             f"{prod(sizes.values())} of them, or pass sizes whose product is {world}"
         )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=AXES)
+    order = AXES if inner == "dp" else ("dp", "pp", "tp")
+    return init_device_mesh(kind, tuple(sizes[name] for name in order), mesh_dim_names=order)
 
 
 def _product(sizes: dict[str, int], left_out: list[str] | None = None) -> str:

@@ -301,7 +301,9 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
 def _mesh(config: TrainConfig) -> Any:
     """The axes of the processes; None where there is no other than the pipeline's."""
     replicas, tp = config.mesh.replicas, config.mesh.tp
-    return make_mesh(pp=config.pipeline.ranks, dp=replicas, tp=tp) if replicas * tp > 1 else None
+    if replicas * tp == 1:
+        return None
+    return make_mesh(pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner)
 
 
 def log_as(config: TrainConfig, rank: int) -> None:

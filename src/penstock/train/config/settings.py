@@ -160,6 +160,7 @@ class Mesh:
     replicate: Literal["ddp", "fsdp"] = key("ddp", "whole parameters in each replica, or a part of each")
     window: int = key(2, "of fsdp: stages of a rank that are whole at a time", least=1)
     tp: int = key(1, "processes that share the tensors of each stage", least=1)
+    inner: Literal["dp", "pp"] = key("dp", "whose neighbours are closest after those of tp: replicas, or ranks")
     tensor_plan: str | dict[str, Any] | None = key(
         None, 'of tp: "gpt", "llama", or patterns of layers to styles (default: by the model)'
     )

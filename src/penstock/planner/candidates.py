@@ -8,11 +8,11 @@ more of them takes is then known, and the rest follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from penstock.plan.layout import Layout
-from penstock.plan.price import Memory, Pricing, StageCosts
+from penstock.planner.layout import Layout
+from penstock.planner.price import Memory, Pricing, StageCosts
 from penstock.schedule import Costs, Placement, Schedule, build, family, simulate
 
 MOST = 20_000  # computes that are simulated
@@ -41,7 +41,7 @@ class Candidate:
 
     @cached_property
     def stages(self) -> list[StageCosts]:
-        return self.pricing.stages(self.cuts)
+        return self.pricing.stages(self.cuts, self.family in SPLIT)
 
     @property
     def placement(self) -> Placement:
@@ -56,8 +56,20 @@ class Candidate:
     @cached_property
     def around(self) -> tuple[float, float]:
         """Seconds after the pipeline: what is left of the reduction, and the optimizer; on the slowest rank."""
+        known = self.pricing.measured(self.cuts, self.family in SPLIT)
+        if known is not None:
+            return 0.0, known.around
         found = [self.pricing.after(own, self.microbatches) for own in self.own]
         return max(each[0] for each in found), max(each[1] for each in found)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """For the simulator."""
+        known = self.pricing.measured(self.cuts, self.family in SPLIT)
+        priced = self.pricing.costs(self.stages, self.recompute)
+        if known is None:
+            return priced
+        return replace(priced, latency=0.0, bandwidth=None, bytes=0.0, hop=known.costs.hop)  # as it was measured
 
     @cached_property
     def bound(self) -> float:
@@ -129,7 +141,7 @@ def _busy(timeline: object) -> Sequence[float]:
 
 
 def _priced(candidate: Candidate) -> Priced:
-    costs = candidate.pricing.costs(candidate.stages, candidate.recompute)
+    costs = candidate.costs
     makespan, idle, peaks = simulated(
         candidate.schedule, candidate.microbatches, candidate.layout.pp, len(candidate.stages), costs
     )

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Any
 
 from penstock.model.balance.partition import partition
-from penstock.plan.cluster import Cluster
-from penstock.plan.layout import Layout, all_reduce, gather
-from penstock.plan.profile import Profile, Unit
+from penstock.planner.cluster import Cluster
+from penstock.planner.layout import Layout, all_reduce, gather
+from penstock.planner.profile import Profile, Unit
 from penstock.schedule import Costs
 
 UPDATE_READS = 2  # times that an optimizer reads and writes each of its numbers
@@ -74,7 +75,9 @@ class Pricing:
         device, tp = self.cluster.device, self.layout.tp
         divides = self.cluster.software.sequence_parallel and tp > 1
         parts = [part for unit in self.units for part in (unit.forward, unit.backward)]
-        products = sum(part.flops.at(tp) for part in parts) / (device.peak * device.efficiency)
+        slower = 1 / device.attention - 1
+        flops = sum(part.flops.at(tp) + slower * part.attention.at(tp) for part in parts)
+        products = flops / (device.peak * device.efficiency)
         traffic = sum(part.traffic.at(tp, divides) for part in parts) / device.bandwidth
         return products, traffic, max(0.0, sum(map(sum, self.seconds)) - products - traffic)
 
@@ -93,9 +96,14 @@ class Pricing:
 
         forward, backward = unit.forward, unit.backward
         weight = forward.weight_flops.at(tp)
+        slower = 1 / device.attention - 1
         times = [
-            computing(forward.flops.at(tp), forward.traffic.at(tp, divides)) + self._links(unit, forward),
-            computing(backward.flops.at(tp) - weight, backward.traffic.at(tp, divides)) + self._links(unit, backward),
+            computing(forward.flops.at(tp) + slower * forward.attention.at(tp), forward.traffic.at(tp, divides))
+            + self._links(unit, forward),
+            computing(
+                backward.flops.at(tp) + slower * backward.attention.at(tp) - weight, backward.traffic.at(tp, divides)
+            )
+            + self._links(unit, backward),
             computing(weight, 0.0),
         ]
         return times[0], max(0.0, times[1]), times[2]
@@ -168,8 +176,12 @@ class Pricing:
         counts = Counter(unit.parameters.at(1) for unit in self.units if unit.name)
         return {unit.name for unit in self.units if unit.name and counts[unit.parameters.at(1)] > 1}
 
-    def stages(self, cuts: Sequence[int]) -> list[StageCosts]:
-        """The costs of the stages between cuts."""
+    def measured(self, cuts: Sequence[int], split: bool) -> Any:
+        """What was measured of these stages, with backwards that are split or whole; None where nothing was."""
+        return None
+
+    def stages(self, cuts: Sequence[int], split: bool = False) -> list[StageCosts]:
+        """The costs of the stages between cuts; `split`: with backwards as I and W."""
         known: dict[tuple[object, ...], StageCosts] = {}
         found = []
         for begin, end in pairwise([0, *cuts, len(self.units)]):
@@ -185,9 +197,10 @@ class Pricing:
         scattered = self.layout.tp if self.cluster.software.name == "megatron" else 1  # each rank sends its part
         if self.cluster.software.sequence_parallel:
             scattered = 1  # it has no more than that
+        waited = 0.0 if self.cluster.software.overlapped or self.layout.pp == 1 else 1 / scattered / wire.bandwidth
         return Costs(
-            forward=[each.forward for each in stages],
-            input=[each.input + (each.again if recompute else 0.0) for each in stages],
+            forward=[each.forward + waited * each.output for each in stages],
+            input=[each.input + waited * each.taken + (each.again if recompute else 0.0) for each in stages],
             weight=[each.weight for each in stages],
             latency=wire.latency,
             bandwidth=wire.bandwidth,

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
-from penstock.plan.cluster import Software
-from penstock.plan.counting import Amount, Counted, Counter, key_of, on_line
+from penstock.planner.cluster import Software
+from penstock.planner.counting import Amount, Counted, Counter, key_of, on_line
 from penstock.train.build import build_model, gpt_options
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function

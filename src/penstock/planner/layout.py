@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from penstock.plan.cluster import Cluster, Wire
+from penstock.planner.cluster import Cluster, Wire
 
 
 @dataclass(frozen=True)

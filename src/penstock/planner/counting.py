@@ -52,6 +52,7 @@ class Counted:
     """What was counted between two marks."""
 
     flops: Amount = field(default_factory=Amount)
+    attention: Amount = field(default_factory=Amount)  # of these, in attention that is one kernel
     weight_flops: Amount = field(default_factory=Amount)  # of products with parameters that are trained, in a forward
     traffic: Amount = field(default_factory=Amount)  # bytes that products write, and others read and write
     summed: float = 0.0  # bytes of tensors that the ranks of a tensor-parallel axis add up
@@ -120,7 +121,9 @@ class Counter(TorchDispatchMode):
                 self.part.keys += _bytes(inputs[1]) + _bytes(inputs[2])
             if parameter is not None:
                 divided = self._product(parameter, style, flops, inputs, outputs[0], divided)
-            if func not in (FLASH, FLASH_BACKWARD):  # its results are written when it has ended
+            if func in (FLASH, FLASH_BACKWARD):
+                self.part.attention.add(flops, divided)
+            else:  # its results are written when it has ended
                 self.part.traffic.add(_bytes(outputs[0]), divided)
         elif func in LOOKUP:
             size = _bytes(outputs[0])

@@ -24,7 +24,8 @@ class Device:
     memory: float = key(80e9, "bytes that a rank may use", above=0)
     peak: float = key(312e12, "floating-point operations per second at most, in the precision of the run", above=0)
     efficiency: float = key(0.6, "share of the peak that large products reach", above=0, most=1)
-    bandwidth: float = key(1.6e12, "bytes per second between a device and its memory", above=0)
+    attention: float = key(0.7, "share of that efficiency that attention as one kernel reaches", above=0, most=1)
+    bandwidth: float = key(1.3e12, "bytes per second between a device and its memory, as operations reach it", above=0)
     holds_checkpoints: bool = key(False, "whether checkpoints are written from a copy in this memory, as on a CPU")
     reserved: float = key(2e9, "bytes that the process takes by itself: libraries, kernels, fragments", least=0)
 
@@ -46,6 +47,7 @@ class Software:
         "penstock: 32-bit weights under autocast; megatron: 16-bit weights with 32-bit copies, gradients and states",
     )
     fused_attention: bool = key(True, "whether attention is one kernel that keeps no scores")
+    overlapped: bool = key(True, "whether ranks compute while messages between stages are on their way")
     sequence_parallel: bool = key(False, "whether what tensor parallelism leaves whole is divided along the sequence")
 
     @property
@@ -91,3 +93,7 @@ class Cluster:
     def at(self, efficiency: float) -> Cluster:
         """The same with another efficiency."""
         return replace(self, device=replace(self.device, efficiency=efficiency))
+
+    def sized(self, memory: float, peak: float) -> Cluster:
+        """The same with other devices."""
+        return replace(self, device=replace(self.device, memory=memory, peak=peak))

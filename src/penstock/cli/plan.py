@@ -1,0 +1,150 @@
+"""`penstock plan`: which layout of a model on a cluster fits, which is fastest, and how a run compared with its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.output import guarded, working, write, write_json
+from penstock.cli.source import AsJson, whole
+from penstock.cli.train import read_config
+from penstock.errors import UsageError
+from penstock.train.config.source import functions_in
+from penstock.view.figures import percent, table, time_text
+
+Items = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL|CONFIG] [KEY.SUB=VALUE]...",
+        help='"gpt", "huggingface:FOLDER", "huggingface:NAME" or "module:function", or a configuration (TOML); and '
+        "settings that change it.",
+        show_default=False,
+    ),
+]
+ClusterFile = Annotated[
+    Path | None, typer.Option("--cluster", "-c", metavar="FILE", help="The cluster, TOML; examples/clusters/ has some.")
+]
+Here = Annotated[bool, typer.Option("--here", help="Plan for this machine; costs are measured, on processes.")]
+Devices = Annotated[
+    int | None, typer.Option("--devices", parser=whole(1), metavar="N", help="With --here: processes (default: cores).")
+]
+From = Annotated[
+    str | None, typer.Option("--from", metavar="RUN", help="The folder of a run that calibrates the efficiency.")
+]
+Check = Annotated[
+    str | None, typer.Option("--check", metavar="RUN", help="Compare a run with its prediction, and plan again.")
+]
+Batch = Annotated[int | None, typer.Option("--batch", parser=whole(1), metavar="ROWS", help="Rows of a step.")]
+Sequence = Annotated[int | None, typer.Option("--sequence", parser=whole(1), metavar="N", help="Tokens of a row.")]
+Save = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FILE", help="Write the best plan's configuration, and its schedule beside it."),
+]
+Number = Annotated[int, typer.Option("--number", parser=whole(1), metavar="N", help="With --save: another plan than the best.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Import the functions that the configuration names.")]
+
+
+@guarded
+def plan(
+    items: Items = None,
+    cluster: ClusterFile = None,
+    here: Here = False,
+    devices: Devices = None,
+    source: From = None,
+    check: Check = None,
+    batch: Batch = None,
+    sequence: Sequence = None,
+    save: Save = None,
+    number: Number = 1,
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan how a model is laid out on a cluster: what fits, what is fastest, and what limits it.
+
+    Nothing is trained, and the model is built without memory. The best plan is written as a configuration for
+    penstock train with --save.
+    """
+    if check is not None:
+        _check(check, cluster, as_json)
+        return
+    if not here and cluster is None and source is None:
+        raise UsageError("say what to plan for: --cluster FILE, --here for this machine, or --from RUN")
+    if here and (cluster is not None or source is not None):
+        raise UsageError("--here measures this machine; leave out --cluster and --from")
+    config = _config(items, trust)
+    with working("planning"):
+        from penstock.planner.plan import plan as make_plans  # loads torch
+        from penstock.planner.text import plans_document, plans_text
+
+        plans = make_plans(config, cluster, batch=batch, sequence=sequence, run=source, devices=devices)
+    document = plans_document(plans)
+    if save is not None:
+        document["saved"] = _save(plans, save, number)
+    if as_json:
+        write_json(document)
+    else:
+        write(plans_text(plans))
+        if save is not None:
+            write(f"\nwrote {save} and {document['saved']}; penstock train {save} runs it")
+    if not plans.ranked:
+        raise typer.Exit(1)
+
+
+def _config(items: list[str] | None, trust: bool) -> Any:
+    """The configuration; a model's name stands for one that is otherwise the default."""
+    given = [
+        f"model.source={item}" if item == "gpt" or (":" in item and "=" not in item) else item for item in items or ()
+    ]
+    config, _ = read_config(given, consistent=False)
+    named = functions_in(config)
+    if named and not trust:
+        listed = ", ".join(f"{key} = {text!r}" for key, text in named.items())
+        raise UsageError(f"planning would import and call {listed}; read them, then add --trust")
+    return config
+
+
+def _save(plans: Any, path: Path, number: int) -> str:
+    from penstock.planner.writing import write_plan
+
+    if number > len(plans.ranked):
+        raise UsageError(f"--number is {number}, and there are {len(plans.ranked)} plans")
+    return str(write_plan(plans.ranked[number - 1], path))
+
+
+def _check(run: str, cluster: Path | None, as_json: bool) -> None:
+    with working("planning"):
+        from penstock.planner.plan import compare_run  # loads torch
+        from penstock.planner.text import plan_document, plans_document, ranking_table
+
+        found = compare_run(run, cluster)
+    errors = found.errors
+    if as_json:
+        write_json(
+            {
+                "predicted": plan_document(found.predicted),
+                "measured": found.measured,
+                "errors": errors,
+                "next": plans_document(found.plans),
+            }
+        )
+        return
+    rows = [("", "predicted", "measured", "error")]
+    for name, value in found.measured.items():
+        told = found.told[name]
+        texts = (
+            (percent(told), percent(value))
+            if name == "idle"
+            else (time_text(told, "s"), time_text(value, "s"))
+            if name in ("step", "makespan")
+            else (f"{told / 1e6:,.1f} MB", f"{value / 1e6:,.1f} MB")
+        )
+        rows.append((name, *texts, f"{100 * errors.get(name, 0.0):+.1f} %"))
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    others = [each for each in found.plans.ranked if each.layout != found.predicted.layout] or found.plans.ranked
+    write(table(rows, left=[0]))
+    write(f"\nfurthest off: {worst}, by {100 * errors[worst]:+.1f} %")
+    write(f"\nwith the efficiency that the run has shown, {found.plans.cluster.device.efficiency:.3f} of the peak:\n")
+    write(ranking_table([*found.plans.ranked[:3]]))
+    write(f"\nnext best: {others[0].layout}, {others[0].family}" if others else "\nno plan fits")

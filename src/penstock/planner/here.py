@@ -1,0 +1,286 @@
+"""Costs measured on this machine: every layout is run for a few steps, on processes, as training would run it.
+
+Processes that compute at the same time share caches, memory and sometimes cores, so a layer that is measured alone says
+little. Here all ranks run: a few microbatches through the real stages, recorded, for each layout, number of stages and
+size of microbatches, once with whole backwards and once with split ones. Schedules and numbers of microbatches that were
+not run follow from these costs by simulation. Settings take turns, so that what disturbs one round disturbs all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from penstock.errors import RunError
+from penstock.parallel.mesh import mesh as make_mesh
+from penstock.pipeline import Pipeline
+from penstock.planner.candidates import SPLIT
+from penstock.planner.cluster import Cluster, Device
+from penstock.planner.layout import Layout
+from penstock.planner.price import Pricing, StageCosts
+from penstock.planner.profile import Profile
+from penstock.schedule import Costs, simulate
+from penstock.train.build import build_model, build_pipeline
+from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import libraries_of
+from penstock.train.data.batch import DataBatch
+from penstock.train.data.batches import open_data
+from penstock.train.loss import shares_of
+from penstock.train.optim import build_optimizer
+from penstock.train.run.baseline import process_bytes
+from penstock.train.run.flops import peak_flops
+
+ROUNDS, WARM_UP = 7, 2
+OPEN = 8  # pipelines that take turns
+ERROR = 0.05  # of predictions, at least
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: everything but the schedule's order and its number of microbatches."""
+
+    layout: Layout
+    rows: int
+    cuts: tuple[int, ...]
+    counts: tuple[int, ...]
+    names: tuple[str, ...]  # of the units that stages begin with
+    split: bool  # backwards as I and W
+
+    @property
+    def family(self) -> str:
+        """A schedule that shows the costs."""
+        if len(self.counts) > self.layout.pp:
+            return "interleaved-zb" if self.split else "interleaved-1f1b"
+        return "zb-h1" if self.split else "1f1b"
+
+    @property
+    def microbatches(self) -> int:
+        """How many are run."""
+        return max(4, 2 * self.layout.pp)
+
+    @property
+    def key(self) -> tuple[Layout, int, tuple[int, ...], bool]:
+        return self.layout, self.rows, self.cuts, self.split
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The costs of one setting."""
+
+    costs: Costs
+    around: float  # seconds of a step beside its pipeline
+    spread: float  # of steps, as a share
+
+
+class MeasuredPricing(Pricing):
+    """Prices with times that were measured; bytes are counted as ever."""
+
+    def __init__(
+        self, profile: Profile, cluster: Cluster, layout: Layout, rows: int, known: dict[Any, Measured] | None = None
+    ) -> None:
+        super().__init__(profile, cluster, layout, rows)
+        self.known = known or {}
+
+    def measured(self, cuts: Sequence[int], split: bool) -> Measured | None:
+        return self.known.get((self.layout, self.rows, tuple(cuts), split))
+
+    def stages(self, cuts: Sequence[int], split: bool = False) -> list[StageCosts]:
+        found, counted = self.measured(cuts, split), super().stages(cuts)
+        if found is None:
+            return counted
+        times = zip(*(found.costs.per_stage(name, len(counted)) for name in ("forward", "input", "weight")), strict=True)
+        return [
+            replace(each, forward=forward, again=forward, input=backward, weight=weight)
+            for each, (forward, backward, weight) in zip(counted, times, strict=True)
+        ]
+
+
+def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
+    """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory."""
+    count = devices or len(os.sched_getaffinity(0))
+    peak = peak_flops(config)
+    available = next(
+        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+    )
+    reserved = process_bytes(libraries_of(config))
+    device = Device(
+        memory=0.9 * available / count, peak=peak[0] if peak else 1e12, reserved=float(reserved), holds_checkpoints=True
+    )
+    return Cluster(name="this machine", hosts=1, devices=count, device=device, error=ERROR)
+
+
+def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUNDS) -> dict[Any, Measured]:
+    """Run every setting on as many processes as its layout has, and return its costs by its key."""
+    if not settings:
+        return {}
+    world = settings[0].layout.world
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        threads = max(1, len(os.sched_getaffinity(0)) // world)
+        arguments = (world, threads, str(path), config, list(settings), rounds)
+        running = mp.spawn(_rank, arguments, nprocs=world, join=False, daemon=True)  # type: ignore[no-untyped-call]
+        try:
+            while not running.join():
+                pass
+        except mp.ProcessRaisedException as error:
+            raise RunError(f"a layout could not be measured here: {str(error).strip().splitlines()[-1]}") from None
+        finally:
+            for process in running.processes:
+                process.terminate()  # nothing where it has ended
+                process.join()
+        found = json.loads((path / "measured.json").read_text())
+    return {
+        setting.key: Measured(Costs(**costs), around, spread)
+        for setting, (costs, around, spread) in zip(settings, found, strict=True)
+    }
+
+
+def _rank(rank: int, world: int, threads: int, folder: str, config: Any, settings: Any, rounds: int) -> None:
+    """One process: all settings in groups, those of a group in turn."""
+    torch.set_num_threads(threads)
+    limit = timedelta(seconds=300)
+    place = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=limit)
+    found = []
+    batch = open_data(config).first()
+    for first in range(0, len(settings), OPEN):
+        with ExitStack() as stack:
+            runs = [_Run(config, setting, batch, stack) for setting in settings[first : first + OPEN]]
+            for number in range(WARM_UP + rounds):
+                for run in (*runs[number % len(runs) :], *runs[: number % len(runs)]):
+                    run.step(number >= WARM_UP)
+            found += [run.measured() for run in runs]
+    if rank == 0:
+        Path(folder, "measured.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Run:
+    """One setting, open."""
+
+    def __init__(self, config: TrainConfig, setting: Setting, batch: DataBatch, stack: ExitStack) -> None:
+        layout = setting.layout
+        self.setting, self.costs, self.times = setting, list[Costs](), list[float]()
+        config = config_of_setting(config, setting)
+        model, loss = build_model(config)
+        mesh = make_mesh(layout.pp, layout.dp, layout.tp) if layout.dp * layout.tp > 1 else None
+        share = _rows(batch, setting.rows * setting.microbatches * layout.dp)
+        own = share.share(0 if mesh is None else mesh.get_local_rank("dp"), layout.dp)
+        self.pipe: Pipeline = stack.enter_context(
+            build_pipeline(config, model, loss, own, ranks=layout.pp, mesh=mesh, values=lambda _, tensor: tensor.zero_())
+        )
+        self.optimizer = build_optimizer(config, self.pipe)
+        self.clip = config.optimizer.clip
+        (kwargs,) = shares_of(self.pipe.loss_fn, [share.target])
+        self.call: Callable[[], Any] = lambda: self.pipe.step(
+            *own.args, target=own.target, loss_kwargs=kwargs, **own.kwargs
+        )
+
+    def step(self, counts: bool) -> None:
+        """A step that is recorded, and one that is timed."""
+        with self.pipe.record() as timeline:
+            self._train()
+        dist.barrier()
+        began = time.perf_counter()
+        self._train()
+        dist.barrier()
+        if counts:
+            self.times.append(time.perf_counter() - began)
+            self.costs.append(Costs.from_timeline(timeline))
+
+    def _train(self) -> None:
+        self.call()
+        if self.clip is not None:
+            self.pipe.clip_grad_norm_(self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.pipe.zero_grad()
+
+    def measured(self) -> tuple[dict[str, Any], float, float]:
+        stages = len(self.setting.counts)
+        middle: dict[str, Any] = {
+            name: [statistics.median(column) for column in zip(*(each.per_stage(name, stages) for each in self.costs))]
+            for name in ("forward", "input", "weight")
+        }
+        middle["hop"] = statistics.median(each.hop for each in self.costs)
+        step = statistics.median(self.times)
+        predicted = simulate(self.pipe.schedule, Costs(**middle)).makespan
+        deviations = sorted(abs(each / step - 1) for each in self.times)
+        return middle, max(0.0, step - predicted), deviations[len(deviations) // 2]
+
+
+def config_of_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
+    """The configuration under which a setting is measured."""
+    layout = setting.layout
+    cut: dict[str, Any] = {"balance": list(setting.counts), "split_at": []}
+    if config.model.source != "gpt":
+        cut = {"balance": "parameters", "split_at": list(setting.names)}
+    pipeline = replace(
+        config.pipeline,
+        ranks=layout.pp,
+        stages=len(setting.counts),
+        schedule=setting.family,
+        microbatches=setting.microbatches,
+        recompute="never",
+        **cut,
+    )
+    mesh = replace(
+        config.mesh,
+        replicas=layout.dp,
+        tp=layout.tp,
+        replicate="fsdp" if layout.sharded else "ddp",
+        window=max(1, len(setting.counts) // layout.pp),
+    )
+    rows = setting.rows * setting.microbatches * layout.dp
+    return replace(
+        config,
+        pipeline=pipeline,
+        mesh=mesh,
+        data=replace(config.data, batch=rows),
+        training=replace(config.training, accumulate=1),
+    )
+
+
+def _rows(batch: DataBatch, count: int) -> DataBatch:
+    """So many rows, those of the batch again and again."""
+    from torch.utils import _pytree as pytree
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return value
+        return value[torch.arange(count) % len(value)]
+
+    args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
+    return DataBatch(args, kwargs, target, batch.tokens)
+
+
+def settings_of(found: Iterator[Any]) -> list[Setting]:
+    """What candidates need to have measured."""
+    known: dict[Any, Setting] = {}
+    for candidate in found:
+        units = candidate.pricing.units
+        named = [number for number, unit in enumerate(units) if unit.name]
+        bounds = [0, *candidate.cuts, len(units)]
+        counts = tuple(sum(a <= number < b for number in named) for a, b in zip(bounds, bounds[1:], strict=False))
+        names = tuple(units[place].name for place in candidate.cuts)
+        setting = Setting(
+            candidate.layout, candidate.pricing.rows, candidate.cuts, counts, names, candidate.family in SPLIT
+        )
+        known.setdefault(setting.key, setting)
+    return list(known.values())
+
+

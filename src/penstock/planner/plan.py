@@ -1,0 +1,204 @@
+"""`penstock.plan`: which layout fits, and which is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.planner.calibration import RecordedRun, candidate_of, cluster_of, from_run, read_run
+from penstock.planner.cluster import Cluster
+from penstock.planner.here import MeasuredPricing, measure, settings_of, this_machine
+from penstock.planner.layout import Layout, layouts
+from penstock.planner.profile import Profile, profile_config
+from penstock.planner.ranking import SCHEDULES, Plan, Plans, Wanted, candidates, make_plan, rank_plans, states_of
+from penstock.rules import check_count
+from penstock.schedule import family
+from penstock.train.config.read import checked, load_config
+from penstock.train.config.settings import TrainConfig
+from penstock.train.run.flops import peak_flops
+
+FEW_ROWS = 3  # sizes of microbatches that are measured here, the largest that fit
+HERE_PER_RANK = (1, 2)
+
+
+def plan(
+    model: str | Path | TrainConfig,
+    cluster: Cluster | str | Path | None = None,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    options: dict[str, Any] | None = None,
+    layout: Layout | None = None,
+    schedules: Sequence[str] = SCHEDULES,
+    recompute: bool | None = None,
+    run: str | Path | None = None,
+    devices: int | None = None,
+) -> Plans:
+    """Find out how a model is best laid out on a cluster: enumerate, leave out what does not fit, price the rest.
+
+    The model is built without memory, so it may be larger than this machine. Without a `cluster` and a `run`, plans are
+    for this machine, and their costs are measured here, on processes.
+
+    Args:
+        model: What is trained: `"gpt"`, `"huggingface:FOLDER"` or `"huggingface:NAME"`, `"module:function"`; the path of
+            a configuration of `penstock train`; or a `TrainConfig`.
+        cluster: The cluster, or the path of its TOML file.
+        batch: Rows of a step, over all replicas.
+        sequence: Tokens of a row.
+        precision: `"fp32"`, `"bf16"` or `"fp16"`.
+        optimizer: `"adamw"`, `"adam"`, `"sgd"` or `"adamw8bit"`.
+        options: Keyword arguments of the model.
+        layout: The only layout to look at.
+        schedules: The families to choose from.
+        recompute: Whether forwards run again in the backward. By default, where that is needed or faster.
+        run: The folder of a recorded run that calibrates the cluster's efficiency.
+        devices: Without a cluster: how many processes to plan for. By default, one per core.
+
+    Returns:
+        The plans, the fastest first; `plans.best` is one for `Pipeline(plan=...)`.
+    """
+    config = config_for(model, batch, sequence, precision, optimizer, options)
+    wanted = Wanted(
+        config.data.batch,
+        states_of(config),
+        [family(name).name for name in schedules],
+        (False, True) if recompute is None else (recompute,),
+    )
+    among = None if layout is None else [layout]
+    if cluster is None and run is None:
+        return _plan_here(config, wanted, among, devices)
+    recorded = None if run is None else read_run(run)
+    known = cluster_for(cluster, recorded, config)
+    if recorded is not None:
+        known = from_run(recorded, profile_config(recorded.config, known.software), known)
+    return rank_plans(config, profile_config(config, known.software), known, among=among, wanted=wanted)
+
+
+def config_for(
+    model: str | Path | TrainConfig,
+    batch: int | None = None,
+    sequence: int | None = None,
+    precision: str | None = None,
+    optimizer: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> TrainConfig:
+    """The configuration that a call means."""
+    if isinstance(model, TrainConfig):
+        config = model
+    elif isinstance(model, Path) or str(model).endswith((".toml", ".json")):
+        config = load_config(model)
+    elif isinstance(model, str) and (model == "gpt" or ":" in model):
+        config = replace(TrainConfig(), model=replace(TrainConfig().model, source=model))
+    else:
+        raise UsageError(
+            f'plan() takes "gpt", "huggingface:FOLDER", "huggingface:NAME", "module:function" or a configuration, got '
+            f"{model!r}"
+        )
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"batch": batch, "sequence": sequence},
+        "pipeline": {"precision": precision},
+        "optimizer": {"name": optimizer},
+        "model": {"options": None if options is None else {**config.model.options, **options}},
+    }
+    for name, value in (("batch", batch), ("sequence", sequence)):
+        if value is not None:
+            check_count(name, value)
+    document = {
+        table: {key: value for key, value in keys.items() if value is not None} for table, keys in changes.items()
+    }
+    checked(TrainConfig, {table: keys for table, keys in document.items() if keys}, "plan()")
+    return replace(config, **{table: replace(getattr(config, table), **keys) for table, keys in document.items()})
+
+
+def cluster_for(cluster: Cluster | str | Path | None, run: RecordedRun | None, config: TrainConfig) -> Cluster:
+    """The cluster that is stated; without one, where the run was."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    if cluster is not None:
+        return Cluster.load(cluster)
+    assert run is not None
+    memory = sum(each["process"] for each in run.memory) * 2 if run.memory else 16e9
+    peak = peak_flops(config)
+    return cluster_of(run, memory, 4 * peak[0] if peak else 1e12)
+
+
+def _plan_here(config: TrainConfig, wanted: Wanted, among: Sequence[Layout] | None, devices: int | None) -> Plans:
+    """Measure the settings that fit, and rank by what was measured."""
+    cluster = this_machine(config, devices)
+    profile = profile_config(config, cluster.software)
+    return plan_measured(config, profile, cluster, wanted, among)
+
+
+def plan_measured(
+    config: TrainConfig, profile: Profile, cluster: Cluster, wanted: Wanted, among: Sequence[Layout] | None = None
+) -> Plans:
+    """Plans for this machine, by costs that are measured on it."""
+    wanted = replace(wanted, per_rank=HERE_PER_RANK, recompute=tuple(each for each in wanted.recompute))
+    places = sum(1 for unit in profile.one if unit.name)
+    every = among or [
+        each
+        for each in layouts(
+            cluster,
+            most_stages=places,
+            heads=profile.attention,
+            batch=wanted.batch,
+            divisible=any(unit.parameters.divided for unit in profile.one),
+        )
+    ]
+    guessed = [
+        candidate
+        for each in every
+        for candidate in candidates(each, lambda layout, rows: MeasuredPricing(profile, cluster, layout, rows), wanted)
+        if candidate.least_memory.total <= cluster.device.memory
+    ]
+    fitting = sorted({candidate.pricing.rows for candidate in guessed})[-FEW_ROWS:]
+    known = measure(config, settings_of(each for each in guessed if each.pricing.rows in fitting))
+    spread = max((each.spread for each in known.values()), default=0.0)
+    cluster = replace(cluster, error=max(cluster.error, min(1.0, spread)))
+    wanted = replace(wanted, rows=fitting)
+
+    def priced(layout: Layout, rows: int) -> MeasuredPricing:
+        return MeasuredPricing(profile, cluster, layout, rows, known)
+
+    return rank_plans(config, profile, cluster, among=every, pricing_of=priced, wanted=wanted)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run beside what was predicted of it."""
+
+    predicted: Plan
+    measured: dict[str, float]  # by name: seconds, idle share, bytes of the fullest rank
+    told: dict[str, float]  # the same as predicted
+    plans: Plans  # what is best, now that the run is known
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """By name: (predicted - measured) / measured."""
+        return {name: self.told[name] / value - 1 for name, value in self.measured.items() if value}
+
+
+def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -> Comparison:
+    """Compare a run with its prediction, and plan again with what it has shown."""
+    run = read_run(path)
+    known = cluster_for(cluster, run, run.config)
+    profile = profile_config(run.config, known.software)
+    better = from_run(run, profile, known)
+    before = known if cluster is not None else better
+    candidate = candidate_of(run.config, profile, before)
+    told = make_plan(run.config, candidate, profile, before)
+    passes = run.config.training.accumulate
+    measured, expected = {"step": run.seconds}, {"step": told.seconds + (passes - 1) * candidate.priced.makespan}
+    if run.timeline is not None:
+        measured |= {"makespan": run.timeline.makespan, "idle": run.timeline.bubble}
+        expected |= {"makespan": candidate.priced.makespan, "idle": told.idle}
+    for kind in ("weights", "gradients", "optimizer", "activations"):
+        held = [each[kind] for each in run.memory if each.get(kind) is not None]
+        if held:
+            measured[kind], expected[kind] = max(held), max(getattr(each, kind) for each in told.memory)
+    return Comparison(told, measured, expected, rank_plans(run.config, profile, better))

@@ -1,0 +1,354 @@
+"""From a model and a cluster to ranked plans: enumerate, leave out what does not fit, price the rest.
+
+For each layout its candidates are taken in the order of the time that they cannot beat, and simulated until no other
+can be better than the best one found. So the ranking is that of pricing everything, for a fraction of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from penstock.errors import UsageError
+from penstock.model.balance.profile import OPTIMIZERS
+from penstock.planner.candidates import DOUBLE, SEVERAL, SINGLE, Candidate
+from penstock.planner.cluster import Cluster
+from penstock.planner.layout import Layout, layouts
+from penstock.planner.price import Memory, Pricing
+from penstock.planner.profile import Profile
+from penstock.schedule import Schedule, search_report, simulate
+from penstock.train.config.settings import TrainConfig
+
+SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min")
+PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
+RANKED = 10  # layouts that are priced to the end
+SEARCHED = 2_000  # computes: the schedule of a smaller plan is also searched for
+PricingOf = Callable[[Layout, int], Pricing]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One plan: a layout and everything else that a run has to choose, with what it is predicted to cost.
+
+    Attributes:
+        layout: The axes.
+        family: The schedule's family, or `"searched"`.
+        schedule: The schedule itself.
+        rows: Rows of a microbatch.
+        recompute: Whether forwards run again in the backward.
+        cuts: The names of the modules that stages 1, 2, ... begin with.
+        counts: How many pieces of the model each stage has.
+        seconds: Predicted time of a step.
+        error: How far that may be off, as a share.
+        tokens_per_second: Tokens trained per second.
+        mfu: Model FLOP/s, as a share of the devices' peak.
+        idle: Share of the ranks' time in the pipeline that they wait.
+        memory: Bytes of each rank of a pipeline, by kind.
+        shares: Where the time of a step goes, by name: seconds.
+        config: The configuration that was planned for.
+        by_position: Whether the model is a sequence that is cut by counts.
+    """
+
+    layout: Layout
+    family: str
+    schedule: Schedule
+    rows: int
+    recompute: bool
+    cuts: tuple[str, ...]
+    counts: tuple[int, ...]
+    seconds: float
+    error: float
+    tokens_per_second: float
+    mfu: float
+    idle: float
+    memory: tuple[Memory, ...]
+    shares: dict[str, float]
+    config: TrainConfig
+    by_position: bool
+
+    @property
+    def peak(self) -> Memory:
+        """The memory of the fullest rank."""
+        return max(self.memory, key=lambda each: each.total)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step and replica."""
+        return self.schedule.microbatches
+
+    def pipeline_arguments(self) -> dict[str, object]:
+        """What `Pipeline(plan=...)` takes from it."""
+        return {
+            "stages": self.schedule.stages,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "recompute": "always" if self.recompute else "never",
+            **({"balance": list(self.counts)} if self.by_position else {"split_at": list(self.cuts)}),
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that was left out, and why."""
+
+    layout: Layout
+    why: str
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a model can be run as on a cluster, the fastest first: one plan per layout.
+
+    Attributes:
+        ranked: The plans.
+        rejected: Layouts that were left out.
+        advice: What limits the best one, in words.
+        cluster: What they are for.
+        parameters: Numbers in the model's parameters.
+    """
+
+    ranked: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    advice: tuple[str, ...]
+    cluster: Cluster
+    parameters: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest."""
+        if not self.ranked:
+            raise UsageError(no_plan(self))
+        return self.ranked[0]
+
+
+def no_plan(plans: Plans) -> str:
+    """The error about a model that fits nowhere."""
+    worst = [f"  {each.layout}: {each.why}" for each in plans.rejected[:5]]
+    return "\n".join(
+        [f"no layout of {plans.cluster.world} devices can train this model of {plans.parameters:.3g} parameters:", *worst]
+    )
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What may be chosen from."""
+
+    batch: int
+    states: float
+    schedules: Sequence[str] = SCHEDULES
+    recompute: Sequence[bool] = (False, True)
+    rows: Sequence[int] = ROWS
+    per_rank: Sequence[int] = PER_RANK
+
+
+def candidates(layout: Layout, pricing_of: PricingOf, wanted: Wanted) -> Iterator[Candidate]:
+    """Every way to run a layout."""
+    share = wanted.batch // layout.dp
+    for rows in wanted.rows:
+        if share % rows:
+            continue
+        pricing = pricing_of(layout, rows)
+        for per_rank in wanted.per_rank if layout.pp > 1 else (1,):
+            cuts = pricing.cut(layout.pp * per_rank)
+            if cuts is None:
+                continue
+            for name in _families(layout, per_rank, wanted.schedules):
+                for recompute in wanted.recompute:
+                    yield Candidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), wanted.states)
+
+
+def _families(layout: Layout, per_rank: int, wanted: Sequence[str]) -> list[str]:
+    known = SINGLE if per_rank == 1 else (*SEVERAL, *(DOUBLE if per_rank == 2 else ()))
+    if layout.pp == 1:
+        return ["1f1b"]
+    return [name for name in known if name in wanted]
+
+
+@dataclass
+class _Choice:
+    """The best candidate of a layout, or the one that came closest to fitting."""
+
+    best: Candidate | None
+    seconds: float
+    nearest: tuple[float, Candidate] | None  # bytes too many
+    blocked: float  # seconds that a candidate would take at least for which memory is short
+    short: float  # by so many bytes
+
+
+def choose(found: Iterable[Candidate], memory: float) -> _Choice:
+    """The fastest candidate that fits."""
+    choice = _Choice(None, inf, None, inf, 0.0)
+    fitting: list[Candidate] = []
+    for candidate in found:
+        over = candidate.least_memory.total - memory
+        if over <= 0:
+            fitting.append(candidate)
+        else:
+            _miss(choice, candidate, over)
+    for candidate in sorted(fitting, key=lambda each: each.bound):
+        if candidate.bound >= choice.seconds:
+            break
+        over = max(each.total for each in candidate.priced.memory) - memory
+        if over > 0:
+            _miss(choice, candidate, over)
+            continue
+        seconds = candidate.priced.makespan + sum(candidate.around)
+        if seconds < choice.seconds:
+            choice.best, choice.seconds = candidate, seconds
+    return choice
+
+
+def _miss(choice: _Choice, candidate: Candidate, over: float) -> None:
+    if choice.nearest is None or over < choice.nearest[0]:
+        choice.nearest = over, candidate
+    if candidate.bound < choice.blocked:
+        choice.blocked, choice.short = candidate.bound, over
+
+
+def rank_plans(
+    config: TrainConfig,
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    among: Iterable[Layout] | None = None,
+    pricing_of: PricingOf | None = None,
+    wanted: Wanted | None = None,
+) -> Plans:
+    """All plans, the fastest first."""
+    wanted = wanted or Wanted(config.data.batch, states_of(config))
+    pricing_of = pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows))
+    places = sum(1 for unit in profile.one if unit.name)
+    divisible = any(unit.parameters.divided for unit in profile.one)
+    every = list(
+        among
+        if among is not None
+        else layouts(cluster, most_stages=places, heads=profile.attention, batch=wanted.batch, divisible=divisible)
+    )
+    if not every:
+        raise UsageError(
+            f"a batch of {wanted.batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that "
+            f"product has a dp that divides it, and a pp of at most {places} pieces of the model"
+        )
+    ways = {layout: list(candidates(layout, pricing_of, wanted)) for layout in every}
+    order = sorted(every, key=lambda layout: min((each.bound for each in ways[layout]), default=inf))
+    chosen: list[tuple[float, Layout, _Choice]] = []
+    rejected: list[Rejected] = []
+    for layout in order:
+        least = min((each.bound for each in ways[layout]), default=inf)
+        if len(chosen) >= RANKED and least >= sorted(each[0] for each in chosen)[RANKED - 1]:
+            rejected.append(Rejected(layout, f"takes {least:.4g} s at least, longer than the plans above"))
+            continue
+        choice = choose(ways[layout], cluster.device.memory)
+        if choice.best is None:
+            rejected.append(Rejected(layout, _why_not(layout, choice, cluster, wanted)))
+        else:
+            chosen.append((choice.seconds, layout, choice))
+    chosen.sort(key=lambda each: each[0])
+    plans = [
+        make_plan(config, each[2].best, profile, cluster)
+        for each in chosen
+        if each[2].best is not None
+    ]
+    advice = tuple(_advice(plans[0], chosen, cluster)) if plans else ()
+    return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
+
+
+def _why_not(layout: Layout, choice: _Choice, cluster: Cluster, wanted: Wanted) -> str:
+    if choice.nearest is None:
+        return f"no rows per microbatch divide its {wanted.batch // layout.dp} rows per replica, or too few layers"
+    over, candidate = choice.nearest
+    memory = candidate.least_memory
+    parts = ", ".join(
+        f"{name} {getattr(memory, name) / 1e9:.1f}" for name in ("weights", "gradients", "optimizer", "activations")
+    )
+    return (
+        f"needs {(cluster.device.memory + over) / 1e9:.1f} GB of {cluster.device.memory / 1e9:.1f} per device at best "
+        f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
+    )
+
+
+def make_plan(config: TrainConfig, candidate: Candidate, profile: Profile, cluster: Cluster) -> Plan:
+    """The plan of a candidate; of a short pipeline the schedule is searched for as well."""
+    layout, priced = candidate.layout, candidate.priced
+    schedule, name, makespan, idle = candidate.schedule(), candidate.family, priced.makespan, priced.idle
+    seconds = makespan + sum(candidate.around)
+    rows = candidate.pricing.rows
+    batch = rows * candidate.microbatches * layout.dp
+    starts = [candidate.pricing.units[place].name for place in candidate.cuts]
+    named = [number for number, unit in enumerate(candidate.pricing.units) if unit.name]
+    bounds = [0, *candidate.cuts, len(candidate.pricing.units)]
+    counts = tuple(
+        sum(begin <= number < end for number in named) for begin, end in zip(bounds, bounds[1:], strict=False)
+    )
+    work = candidate.microbatches / layout.pp
+    products, traffic, links = (work * each for each in candidate.pricing.shares())
+    again = work * sum(each.again for each in candidate.stages) if candidate.recompute else 0.0
+    reduction, update = candidate.around
+    shares = {
+        "products": products,
+        "memory traffic": traffic,
+        "tensor-parallel links": links,
+        "recomputing": again,
+        "idle": max(0.0, makespan - products - traffic - links - again),
+        "reduction": reduction,
+        "optimizer": update,
+    }
+    return Plan(
+        layout,
+        name,
+        schedule,
+        rows,
+        candidate.recompute,
+        tuple(starts),
+        counts,
+        seconds,
+        cluster.error,
+        batch * profile.sequence / seconds,
+        batch * profile.model_flops / seconds / (cluster.world * cluster.device.peak),
+        idle,
+        priced.memory,
+        shares,
+        config,
+        profile.by_position,
+    )
+
+
+def _advice(best: Plan, chosen: Sequence[tuple[float, Layout, _Choice]], cluster: Cluster) -> Iterator[str]:
+    """What limits the best plan."""
+    kind, seconds = max(((name, each) for name, each in best.shares.items() if name != "products"), key=lambda e: e[1])
+    yield f"{kind} takes {seconds / best.seconds:.0%} of a step; products of matrices {best.shares['products'] / best.seconds:.0%}"
+    blocked = min((each[2] for each in chosen), key=lambda choice: choice.blocked)
+    if blocked.blocked < 0.97 * best.seconds:
+        yield (
+            f"memory: with {blocked.short / 1e9:.1f} GB more per device a step could take {blocked.blocked:.4g} s at "
+            f"best, {1 - blocked.blocked / best.seconds:.0%} less"
+        )
+
+
+def states_of(config: TrainConfig) -> float:
+    """Numbers that the optimizer keeps per parameter that is trained."""
+    if config.optimizer.name == "adamw8bit":
+        return OPTIMIZERS["adamw"] / 4
+    momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
+    return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
+
+
+def improve(plan: Plan, candidate: Candidate) -> tuple[Schedule, float] | None:
+    """A searched schedule that is faster, within the memory of the family's; None where there is none."""
+    if len(candidate.stages) * plan.microbatches > SEARCHED or candidate.layout.pp == 1:
+        return None
+    costs = candidate.costs
+    before = simulate(plan.schedule, costs)
+    found = search_report(
+        candidate.layout.pp,
+        plan.microbatches,
+        costs,
+        memory=list(before.peak_memory),
+        stages_per_rank=candidate.stages_per_rank,
+        placements="v" if candidate.family in DOUBLE else "loop",
+        effort=2_000,
+    )
+    after = simulate(found.schedule, costs)
+    return (found.schedule, after.makespan) if after.makespan < 0.995 * before.makespan else None

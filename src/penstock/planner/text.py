@@ -1,0 +1,102 @@
+"""Plans in words, as tables and as documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from penstock.planner.price import Memory
+from penstock.planner.ranking import Plan, Plans, no_plan
+from penstock.view.figures import percent, table, time_text
+
+KINDS = tuple(field.name for field in fields(Memory))
+
+
+def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
+    """The ranking, memory of the fullest rank by kind, what limits the best, and why others were left out."""
+    cluster = plans.cluster
+    lines = [
+        f"{plans.parameters / 1e9:.3g} billion parameters on {cluster.hosts} x {cluster.devices} devices ({cluster.name}), "
+        f"{cluster.device.memory / 1e9:.3g} GB each",
+        "",
+    ]
+    if not plans.ranked:
+        return "\n".join([*lines, no_plan(plans)])
+    lines += [ranking_table(plans.ranked[:most]), "", memory_table(plans.ranked[:most]), ""]
+    lines += [f"{plans.best.layout}: {words}" for words in plans.advice]
+    if plans.rejected:
+        lines += ["", f"left out, {len(plans.rejected)} layouts:"]
+        lines += [f"  {each.layout}: {each.why}" for each in plans.rejected[:rejected]]
+        if len(plans.rejected) > rejected:
+            lines.append(f"  and {len(plans.rejected) - rejected} more (--json lists all)")
+    return "\n".join(lines)
+
+
+def ranking_table(plans: Sequence[Plan]) -> str:
+    """One line per plan."""
+    rows = [
+        ("", "layout", "schedule", "stages", "microbatches", "recompute", "step", "+-", "tokens/s", "mfu", "idle", "memory")
+    ]
+    for number, plan in enumerate(plans, 1):
+        rows.append(
+            (
+                str(number),
+                str(plan.layout),
+                plan.family,
+                str(plan.schedule.stages),
+                f"{plan.microbatches} of {plan.rows}",
+                "yes" if plan.recompute else "no",
+                time_text(plan.seconds, "s"),
+                time_text(plan.seconds * plan.error, "s"),
+                f"{plan.tokens_per_second:,.0f}",
+                percent(plan.mfu),
+                percent(plan.idle),
+                _bytes(plan.peak.total),
+            )
+        )
+    return table(rows, left=[1, 2])
+
+
+def memory_table(plans: Sequence[Plan]) -> str:
+    """What the fullest rank of each plan holds, by kind."""
+    rows = [("", *KINDS, "in all")]
+    for number, plan in enumerate(plans, 1):
+        rows.append((str(number), *(_bytes(getattr(plan.peak, kind)) for kind in KINDS), _bytes(plan.peak.total)))
+    return table(rows)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A plan for a program."""
+    return {
+        "layout": asdict(plan.layout),
+        "schedule": plan.family,
+        "stages": plan.schedule.stages,
+        "microbatches": plan.microbatches,
+        "rows_per_microbatch": plan.rows,
+        "recompute": plan.recompute,
+        "split_at": list(plan.cuts),
+        "counts": list(plan.counts),
+        "seconds": plan.seconds,
+        "error": plan.error,
+        "tokens_per_second": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "idle": plan.idle,
+        "shares": plan.shares,
+        "memory": [{**asdict(each), "total": each.total} for each in plan.memory],
+    }
+
+
+def plans_document(plans: Plans) -> dict[str, Any]:
+    """All plans for a program."""
+    return {
+        "cluster": asdict(plans.cluster),
+        "parameters": plans.parameters,
+        "plans": [plan_document(each) for each in plans.ranked],
+        "limits": list(plans.advice),
+        "rejected": [{"layout": asdict(each.layout), "why": each.why} for each in plans.rejected],
+    }

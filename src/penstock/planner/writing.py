@@ -1,0 +1,85 @@
+"""A plan as files: a configuration that `penstock train` runs, and the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.planner.ranking import Plan
+from penstock.train.config.read import to_document
+from penstock.train.config.settings import TrainConfig
+
+
+def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:
+    """The configuration of a plan; `schedule` is the file of one that no family has."""
+    layout = plan.layout
+    if layout.cp > 1:
+        raise UsageError(f"{layout} has an axis cp, which Penstock does not run; plan with cp=1 to get a configuration")
+    before = plan.config
+    cut: dict[str, Any] = {"balance": list(plan.counts)} if plan.by_position else {"split_at": list(plan.cuts)}
+    if plan.schedule.stages == 1:
+        cut = {"balance": "parameters"}
+    pipeline = replace(
+        before.pipeline,
+        ranks=layout.pp,
+        stages=plan.schedule.stages,
+        schedule=schedule or plan.family,
+        microbatches=plan.microbatches,
+        recompute="always" if plan.recompute else "never",
+        **{"balance": "parameters", "split_at": [], **cut},
+    )
+    mesh = replace(
+        before.mesh,
+        replicas=layout.dp,
+        tp=layout.tp,
+        replicate="fsdp" if layout.sharded else "ddp",
+        window=max(1, plan.schedule.stages // layout.pp),
+        inner=layout.inner,
+    )
+    return replace(before, pipeline=pipeline, mesh=mesh, training=replace(before.training, accumulate=1))
+
+
+def write_plan(plan: Plan, path: Path) -> Path:
+    """Write the configuration to `path`, TOML, and the schedule beside it; returns the path of the schedule."""
+    schedule = path.with_suffix(".schedule.json")
+    plan.schedule.save(schedule)
+    config = config_of(plan, str(schedule) if plan.family == "searched" else None)
+    title = f"# {plan.layout}, {plan.family}: {plan.seconds:.4g} s per step predicted, within {plan.error:.0%}\n"
+    path.write_text(title + "\n" + to_toml(config), encoding="utf-8")
+    return schedule
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The keys of a configuration that differ from the defaults, as TOML."""
+    return "\n".join(_tables(to_document(config), dataclasses.asdict(TrainConfig()), "")).strip() + "\n"
+
+
+def _tables(document: Mapping[str, Any], default: Mapping[str, Any], path: str) -> Iterator[str]:
+    own = {name: value for name, value in document.items() if value != default.get(name) and value is not None}
+    plain = {name: value for name, value in own.items() if not isinstance(value, Mapping)}
+    if plain and path:
+        yield f"[{path}]"
+    yield from (f"{_key(name)} = {_value(value)}" for name, value in plain.items())
+    if plain:
+        yield ""
+    for name, value in own.items():
+        if isinstance(value, Mapping):
+            inner = default.get(name)
+            yield from _tables(value, inner if isinstance(inner, Mapping) else {}, f"{path}.{_key(name)}".lstrip("."))
+
+
+def _key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(name)} = {_value(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value)

@@ -7,7 +7,6 @@ more of them takes is then known, and the rest follows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -15,7 +14,7 @@ from penstock.planner.layout import Layout
 from penstock.planner.price import Memory, Pricing, StageCosts
 from penstock.schedule import Costs, Placement, Schedule, build, family, simulate
 
-MOST = 20_000  # computes that are simulated
+MOST = 6_000  # computes that are simulated
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "group-interleaved")  # backwards as I and W
 SINGLE = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # one stage per rank
 DOUBLE = ("zb-v", "v-half", "v-min")  # two, down and up again
@@ -99,9 +98,9 @@ class Candidate:
         """Simulated."""
         return _priced(self)
 
-    def schedule(self, microbatches: int | None = None) -> Schedule:
+    def schedule(self) -> Schedule:
         """The schedule that is run."""
-        return _schedule(self.family, self.layout.pp, microbatches or self.microbatches, self.stages_per_rank)
+        return _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
 
 
 @dataclass(frozen=True)
@@ -119,31 +118,30 @@ def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     return build(name, ranks, microbatches, stages_per_rank)
 
 
+@lru_cache(maxsize=4096)
 def simulated(
-    schedule_of: object, microbatches: int, ranks: int, stages: int, costs: Costs
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs
 ) -> tuple[float, float, tuple[float, ...]]:
-    """(makespan, idle share, peak memory by rank) of a schedule with so many microbatches."""
-    few = max(MOST // stages, 4 * ranks)
+    """(makespan, idle share, peak memory by rank) of a family's schedule with so many microbatches."""
+    few = max(MOST // (ranks * stages_per_rank), 3 * ranks)
     if microbatches <= few + ranks:
-        timeline = simulate(schedule_of(microbatches), costs)  # type: ignore[operator]
+        timeline = simulate(_schedule(name, ranks, microbatches, stages_per_rank), costs)
         return timeline.makespan, timeline.bubble, timeline.peak_memory
     small = few - (few - microbatches) % ranks
-    one, two = (simulate(schedule_of(count), costs) for count in (small - ranks, small))  # type: ignore[operator]
+    one, two = (
+        simulate(_schedule(name, ranks, count, stages_per_rank), costs) for count in (small - ranks, small)
+    )
     rounds = (microbatches - small) / ranks
     makespan = two.makespan + rounds * (two.makespan - one.makespan)
-    busy = sum(_busy(two)) + rounds * (sum(_busy(two)) - sum(_busy(one)))
+    busy = (1 - two.bubble) * two.makespan * microbatches / small
     peaks = tuple(b + rounds * (b - a) for a, b in zip(one.peak_memory, two.peak_memory, strict=True))
-    return makespan, 1 - busy / (ranks * makespan), peaks
-
-
-def _busy(timeline: object) -> Sequence[float]:
-    return [(1 - timeline.bubble) * timeline.makespan * timeline.ranks]  # type: ignore[attr-defined]
+    return makespan, 1 - busy / makespan, peaks
 
 
 def _priced(candidate: Candidate) -> Priced:
     costs = candidate.costs
     makespan, idle, peaks = simulated(
-        candidate.schedule, candidate.microbatches, candidate.layout.pp, len(candidate.stages), costs
+        candidate.family, candidate.layout.pp, candidate.microbatches, candidate.stages_per_rank, costs
     )
     activations = tuple(
         peak + max(each.extra + (each.saved if candidate.recompute else 0.0) for each in own)

@@ -7,7 +7,7 @@ can be better than the best one found. So the ranking is that of pricing everyth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from penstock.errors import UsageError
@@ -231,24 +231,31 @@ def rank_plans(
             f"a batch of {wanted.batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that "
             f"product has a dp that divides it, and a pp of at most {places} pieces of the model"
         )
-    ways = {layout: list(candidates(layout, pricing_of, wanted)) for layout in every}
-    order = sorted(every, key=lambda layout: min((each.bound for each in ways[layout]), default=inf))
+    ways: dict[Layout, list[Candidate]] = {}
+    for layout in every:  # one entry for both placements on hosts
+        ways.setdefault(replace(layout, inner="dp"), []).extend(candidates(layout, pricing_of, wanted))
+    room = cluster.device.memory
+    least = {
+        layout: min((each.bound for each in found if each.least_memory.total <= room), default=0.0)
+        for layout, found in ways.items()
+    }
     chosen: list[tuple[float, Layout, _Choice]] = []
     rejected: list[Rejected] = []
-    for layout in order:
-        least = min((each.bound for each in ways[layout]), default=inf)
-        if len(chosen) >= RANKED and least >= sorted(each[0] for each in chosen)[RANKED - 1]:
-            rejected.append(Rejected(layout, f"takes {least:.4g} s at least, longer than the plans above"))
+    for layout in sorted(ways, key=lambda each: least[each]):
+        if len(chosen) >= RANKED and least[layout] >= sorted(each[0] for each in chosen)[RANKED - 1]:
+            rejected.append(Rejected(layout, f"takes {least[layout]:.4g} s at least, longer than the plans above"))
             continue
-        choice = choose(ways[layout], cluster.device.memory)
+        choice = choose(ways[layout], room)
         if choice.best is None:
             rejected.append(Rejected(layout, _why_not(layout, choice, cluster, wanted)))
         else:
             chosen.append((choice.seconds, layout, choice))
     chosen.sort(key=lambda each: each[0])
+    for seconds, layout, _ in chosen[RANKED:]:
+        rejected.append(Rejected(layout, f"takes {seconds:.4g} s, longer than the plans above"))
     plans = [
         make_plan(config, each[2].best, profile, cluster)
-        for each in chosen
+        for each in chosen[:RANKED]
         if each[2].best is not None
     ]
     advice = tuple(_advice(plans[0], chosen, cluster)) if plans else ()

@@ -1,4 +1,4 @@
-"""`penstock plan`: which layout of a model on a cluster fits, which is fastest, and how a run compared with its plan."""
+"""`penstock plan`: which layouts of a model fit on a cluster, which is fastest, and how a run compares with its plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ Save = Annotated[
     Path | None,
     typer.Option("--save", metavar="FILE", help="Write the best plan's configuration, and its schedule beside it."),
 ]
-Number = Annotated[int, typer.Option("--number", parser=whole(1), metavar="N", help="With --save: another plan than the best.")]
+Number = Annotated[
+    int, typer.Option("--number", parser=whole(1), metavar="N", help="With --save: another plan than the best.")
+]
 Trust = Annotated[bool, typer.Option("--trust", help="Import the functions that the configuration names.")]
 
 

@@ -34,7 +34,7 @@ def mesh(
         dp: Replicas of the pipeline.
         tp: Processes that share the tensors of a stage.
         device: The type of device, such as `"cuda"`. By default, the GPU if there is one, otherwise the CPU.
-        inner: Whether `dp` or `pp` is the axis after `tp`. With `"pp"`, the ranks of a pipeline are closer than replicas.
+        inner: The axis after `tp`: `"dp"`, or `"pp"`, with which the ranks of a pipeline are closer than replicas.
     """
     if inner not in ("dp", "pp"):
         raise UsageError(f"inner={inner!r}: pass 'dp' or 'pp', the axis whose neighbours are closest after tp's")

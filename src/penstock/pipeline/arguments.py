@@ -59,6 +59,21 @@ def check_gpus(devices: Sequence[Any] | None) -> None:
         raise UsageError(f"devices has {named[0]}, but torch sees no GPU here; leave devices= out to run on the CPU")
 
 
+def with_plan(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with those that a plan states; None of them may be stated twice."""
+    plan = given.pop("plan")
+    if plan is None:
+        return given
+    if not hasattr(plan, "pipeline_arguments"):
+        raise UsageError(f"plan={type(plan).__name__}: pass a plan of penstock.plan(), such as plans.best")
+    planned = plan.pipeline_arguments()
+    unset = {"stages": None, "microbatches": None, "schedule": "1f1b", "recompute": "never", "balance": None}
+    twice = [name for name, value in {**unset, "split_at": ()}.items() if given[name] != value]
+    if twice:
+        raise UsageError(f"plan= says what {', '.join(f'{name}=' for name in twice)} would; leave out one or the other")
+    return {**given, **planned}
+
+
 def _check_reduction(loss_fn: Any, options: LossOptions) -> None:
     """What one of torch's losses says of itself must be what the pipeline is told."""
     said, wanted = torch_reduction(loss_fn, {}), options.reduction

@@ -23,7 +23,7 @@ from penstock.model.balance.proposal import Proposal
 from penstock.model.cut_options import CutOptions
 from penstock.optim.tied import TiedParameters, tied_places
 from penstock.parallel.parallel_options import ParallelOptions
-from penstock.pipeline.arguments import check_arguments, op_of
+from penstock.pipeline.arguments import check_arguments, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
@@ -54,6 +54,8 @@ class Pipeline:
         microbatches: Number of slices that each batch is split into. Required unless the schedule states it.
         schedule: The name of a family (`"1f1b"`, `"zb-v"`, ...), `"auto"` to search for one, the path of a `.csv` or
             `.json` file, or a `Schedule`.
+        plan: A plan of `penstock.plan`, instead of `stages`, `microbatches`, `schedule`, `balance`, `split_at` and
+            `recompute`.
         loss_fn: A function of (output, target) that returns the loss. Leave it out for a model that returns its loss.
         example: Inputs of the model, as a tuple or as a dict of keyword arguments. Required for models that are neither
             `nn.Sequential` nor a list, and for `balance="time"` and `"memory"`. Only shapes and types matter.
@@ -90,6 +92,7 @@ class Pipeline:
         stages: int | None = None,
         microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
+        plan: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         example: tuple[Any, ...] | dict[str, Any] | None = None,
         balance: str | Sequence[int] | Mapping[str, float] | None = None,
@@ -111,9 +114,9 @@ class Pipeline:
         cut_options: CutOptions = CutOptions(),
         parallel_options: ParallelOptions = ParallelOptions(),
     ) -> None:
-        given = dict(locals())
+        given = with_plan(dict(locals()))
         check_arguments(model, given)
-        self.recompute, self.atomic = recompute, atomic
+        self.recompute, self.atomic = given["recompute"], atomic
         construction = Construction(given)
         self.composition, self._settings, world = construction.composition, construction.settings, construction.world
         with world.building():
@@ -127,8 +130,8 @@ class Pipeline:
                 loss_fn=loss_fn,
                 loss_options=loss_options,
                 options=batch_options,
-                recompute=recompute,
-                least=microbatches or 1,
+                recompute=self.recompute,
+                least=given["microbatches"] or 1,
             )
             self.state.materialise(model, init)
             deployment.put_on_devices()

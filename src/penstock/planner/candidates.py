@@ -128,9 +128,7 @@ def simulated(
         timeline = simulate(_schedule(name, ranks, microbatches, stages_per_rank), costs)
         return timeline.makespan, timeline.bubble, timeline.peak_memory
     small = few - (few - microbatches) % ranks
-    one, two = (
-        simulate(_schedule(name, ranks, count, stages_per_rank), costs) for count in (small - ranks, small)
-    )
+    one, two = (simulate(_schedule(name, ranks, count, stages_per_rank), costs) for count in (small - ranks, small))
     rounds = (microbatches - small) / ranks
     makespan = two.makespan + rounds * (two.makespan - one.makespan)
     busy = (1 - two.bubble) * two.makespan * microbatches / small

@@ -3,8 +3,6 @@
 A cluster is a TOML file, or is measured (`here`). Bandwidths are those that programs reach, not those of data sheets.
 """
 
-# ruff: noqa: RUF009  (`key` makes a field with its bounds)
-
 from __future__ import annotations
 
 import tomllib
@@ -48,6 +46,7 @@ class Software:
     )
     fused_attention: bool = key(True, "whether attention is one kernel that keeps no scores")
     overlapped: bool = key(True, "whether ranks compute while messages between stages are on their way")
+    sharding: bool = key(True, "whether replicas can hold a part of the parameters each")
     sequence_parallel: bool = key(False, "whether what tensor parallelism leaves whole is divided along the sequence")
 
     @property

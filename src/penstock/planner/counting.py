@@ -46,7 +46,6 @@ class Amount:
         return (self.common + self.divided) / tp if everything else self.common + self.divided / tp
 
 
-
 @dataclass
 class Counted:
     """What was counted between two marks."""

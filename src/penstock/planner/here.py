@@ -2,8 +2,8 @@
 
 Processes that compute at the same time share caches, memory and sometimes cores, so a layer that is measured alone says
 little. Here all ranks run: a few microbatches through the real stages, recorded, for each layout, number of stages and
-size of microbatches, once with whole backwards and once with split ones. Schedules and numbers of microbatches that were
-not run follow from these costs by simulation. Settings take turns, so that what disturbs one round disturbs all alike.
+size of microbatches, once with whole backwards and once with split ones. Schedules and numbers of microbatches that
+were not run follow from these costs by simulation. Settings take turns, so that what disturbs a round disturbs all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ class MeasuredPricing(Pricing):
         found, counted = self.measured(cuts, split), super().stages(cuts)
         if found is None:
             return counted
-        times = zip(*(found.costs.per_stage(name, len(counted)) for name in ("forward", "input", "weight")), strict=True)
+        times = zip(
+            *(found.costs.per_stage(name, len(counted)) for name in ("forward", "input", "weight")), strict=True
+        )
         return [
             replace(each, forward=forward, again=forward, input=backward, weight=weight)
             for each, (forward, backward, weight) in zip(counted, times, strict=True)
@@ -113,7 +116,7 @@ def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     count = devices or len(os.sched_getaffinity(0))
     peak = peak_flops(config)
     available = next(
-        (int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)
+        int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
     )
     reserved = process_bytes(libraries_of(config))
     device = Device(
@@ -181,7 +184,9 @@ class _Run:
         share = _rows(batch, setting.rows * setting.microbatches * layout.dp)
         own = share.share(0 if mesh is None else mesh.get_local_rank("dp"), layout.dp)
         self.pipe: Pipeline = stack.enter_context(
-            build_pipeline(config, model, loss, own, ranks=layout.pp, mesh=mesh, values=lambda _, tensor: tensor.zero_())
+            build_pipeline(
+                config, model, loss, own, ranks=layout.pp, mesh=mesh, values=lambda _, tensor: tensor.zero_()
+            )
         )
         self.optimizer = build_optimizer(config, self.pipe)
         self.clip = config.optimizer.clip
@@ -213,7 +218,10 @@ class _Run:
     def measured(self) -> tuple[dict[str, Any], float, float]:
         stages = len(self.setting.counts)
         middle: dict[str, Any] = {
-            name: [statistics.median(column) for column in zip(*(each.per_stage(name, stages) for each in self.costs))]
+            name: [
+                statistics.median(column)
+                for column in zip(*(each.per_stage(name, stages) for each in self.costs), strict=True)
+            ]
             for name in ("forward", "input", "weight")
         }
         middle["hop"] = statistics.median(each.hop for each in self.costs)
@@ -275,12 +283,10 @@ def settings_of(found: Iterator[Any]) -> list[Setting]:
         units = candidate.pricing.units
         named = [number for number, unit in enumerate(units) if unit.name]
         bounds = [0, *candidate.cuts, len(units)]
-        counts = tuple(sum(a <= number < b for number in named) for a, b in zip(bounds, bounds[1:], strict=False))
+        counts = tuple(sum(a <= number < b for number in named) for a, b in pairwise(bounds))
         names = tuple(units[place].name for place in candidate.cuts)
         setting = Setting(
             candidate.layout, candidate.pricing.rows, candidate.cuts, counts, names, candidate.family in SPLIT
         )
         known.setdefault(setting.key, setting)
     return list(known.values())
-
-

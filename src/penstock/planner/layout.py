@@ -1,4 +1,4 @@
-"""How a model can be laid out on a cluster: the sizes of the axes, what stands where, and the rest of a run's choices."""
+"""How a model can be laid out on a cluster: the sizes of the axes, what stands where, and what links then take."""
 
 from __future__ import annotations
 
@@ -92,11 +92,17 @@ def layouts(cluster: Cluster, *, most_stages: int, heads: int, batch: int, divis
             dp = world // tp // pp
             if pp > most_stages or batch % dp:
                 continue
-            for sharded in (False, True) if dp > 1 else (False,):
+            for sharded in (False, True) if dp > 1 and cluster.software.sharding else (False,):
                 yield Layout(pp, dp, tp, sharded=sharded)
                 other = Layout(pp, dp, tp, sharded=sharded, inner="pp")
-                if pp > 1 and dp > 1 and (
-                    other.per_host("pp", cluster.devices) > 1 or Layout(pp, dp, tp).per_host("dp", cluster.devices) > 1
+                if (
+                    cluster.software.name == "penstock"  # others have one order
+                    and pp > 1
+                    and dp > 1
+                    and (
+                        other.per_host("pp", cluster.devices) > 1
+                        or Layout(pp, dp, tp).per_host("dp", cluster.devices) > 1
+                    )
                 ):
                     yield other
 

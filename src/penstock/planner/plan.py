@@ -41,8 +41,8 @@ def plan(
 ) -> Plans:
     """Find out how a model is best laid out on a cluster: enumerate, leave out what does not fit, price the rest.
 
-    The model is built without memory, so it may be larger than this machine. Without a `cluster` and a `run`, plans are
-    for this machine, and their costs are measured here, on processes.
+    The model is built without memory, so it may be larger than this machine. Without a `cluster` and a `run`, plans
+    are for this machine, and their costs are measured here, on processes.
 
     Args:
         model: What is trained: `"gpt"`, `"huggingface:FOLDER"` or `"huggingface:NAME"`, `"module:function"`; the path of
@@ -140,16 +140,15 @@ def plan_measured(
     """Plans for this machine, by costs that are measured on it."""
     wanted = replace(wanted, per_rank=HERE_PER_RANK, recompute=tuple(each for each in wanted.recompute))
     places = sum(1 for unit in profile.one if unit.name)
-    every = among or [
-        each
-        for each in layouts(
+    every = among or list(
+        layouts(
             cluster,
             most_stages=places,
             heads=profile.attention,
             batch=wanted.batch,
             divisible=any(unit.parameters.divided for unit in profile.one),
         )
-    ]
+    )
     guessed = [
         candidate
         for each in every

@@ -4,8 +4,8 @@ A stage's forward takes
 
     products / (peak x efficiency) + other traffic / memory bandwidth + sums over the tensor-parallel axis
 
-and so do its backward for inputs and its backward for weights, with what each of them has of these. The schedule makes a
-step of the stages (`simulate`); after it come what is left of the reduction of gradients, and the optimizer.
+and so do its backward for inputs and its backward for weights, with what each has of these. The schedule makes a step
+of the stages (`simulate`); after it come what is left of the reduction of gradients, and the optimizer.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.process
-        )
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.process
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,8 @@ class Pricing:
 
     def cut(self, stages: int) -> tuple[int, ...] | None:
         """The units that stages 1, 2, ... begin with, so that the longest stage is short; None if there are too few."""
+        if self.cluster.software.name == "megatron":
+            return self._equal_cut(stages)
         times = [sum(each) for each in self.seconds]
         starts = [number for number, unit in enumerate(self.units) if unit.name and number]
         while starts and not any(times[: starts[0]]):  # nothing is before it
@@ -129,6 +129,15 @@ class Pricing:
             return None
         unit = max(times) / 20 or 1.0  # what differs less is alike, so that cuts can be used again
         return _cuts(tuple(round(each / unit, 1) for each in times), tuple(starts), stages)
+
+    def _equal_cut(self, stages: int) -> tuple[int, ...] | None:
+        """As many layers in each stage, or one less in the first and in the last; what is around them stays there."""
+        layers = [number for number, unit in enumerate(self.units) if unit.name in self._repeated]
+        spared = next((spared for spared in (0, 1) if (len(layers) + 2 * spared) % stages == 0), None)
+        if spared is None or stages > len(layers):
+            return None
+        size = (len(layers) + 2 * spared) // stages
+        return tuple(layers[size * stage - spared] for stage in range(1, stages))
 
     def stage(self, begin: int, end: int) -> StageCosts:
         """The costs of a stage of units `begin` to `end - 1`."""
@@ -153,7 +162,9 @@ class Pricing:
         again = forward
         if self.cluster.software.name == "megatron":  # which recomputes layers, and not what is around them
             again = sum(
-                times[0] for unit, times in zip(units, self.seconds[begin:end], strict=True) if unit.name in self._repeated
+                times[0]
+                for unit, times in zip(units, self.seconds[begin:end], strict=True)
+                if unit.name in self._repeated
             )
         return StageCosts(
             forward,
@@ -185,7 +196,11 @@ class Pricing:
         known: dict[tuple[object, ...], StageCosts] = {}
         found = []
         for begin, end in pairwise([0, *cuts, len(self.units)]):
-            key = (begin == 0, end == len(self.units), *(id(unit.forward) for unit in self.units[max(0, begin - 1) : end]))
+            key = (
+                begin == 0,
+                end == len(self.units),
+                *(id(unit.forward) for unit in self.units[max(0, begin - 1) : end]),
+            )
             if key not in known:
                 known[key] = self.stage(begin, end)
             found.append(known[key])
@@ -234,7 +249,7 @@ class Pricing:
         shares = layout.dp if layout.sharded else 1
         numbers, trained = sum(each.numbers for each in own), sum(each.trained for each in own)
         whole = numbers * element.weight + sum(each.copies for each in own)
-        master = trained * (4 if self.cluster.software.master_weights else 0) / shares
+        master = trained * (8 if self.cluster.software.master_weights else 0) / shares  # weights and gradients
         weights = whole + (numbers * element.weight / shares if shares > 1 else 0.0)
         gradients = trained * element.gradient
         optimizer = trained * element.state * states / shares + master

@@ -1,8 +1,8 @@
 """What a model asks of the devices, layer by layer, found out on tensors without memory.
 
 The model is built and run, forward and backward, under torch's fake tensors: every operation is seen and none is
-computed, so a model of any size is profiled in a moment. Layers that repeat are built a few times only. It is run on one
-row and on two, which tells what grows with the rows of a microbatch (products, activations) from what does not
+computed, so a model of any size is profiled in a moment. Layers that repeat are built a few times only. It is run on
+one row and on two, which tells what grows with the rows of a microbatch (products, activations) from what does not
 (gradients that are added up).
 """
 
@@ -32,6 +32,7 @@ from penstock.train.huggingface import folder_of, tensor_plan_of
 from penstock.train.loss import StepLoss, build_loss
 
 BUILT = 4  # of layers that repeat
+PENSTOCK = Software()
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -79,8 +80,9 @@ class Profile:
             if (id(one.forward), id(two.forward)) not in known:
                 known[id(one.forward), id(two.forward)] = on_line(one, two, rows)
         return tuple(
-            replace(known[id(one.forward), id(two.forward)], name=one.name, parameters=one.parameters,
-                    trained=one.trained)
+            replace(
+                known[id(one.forward), id(two.forward)], name=one.name, parameters=one.parameters, trained=one.trained
+            )
             for one, two in zip(self.one, self.two, strict=True)
         )
 
@@ -115,7 +117,7 @@ def profile_model(
     train: Callable[[int], Any],
     *,
     plan: TensorPlan | None = None,
-    software: Software = Software(),
+    software: Software = PENSTOCK,
     half: torch.dtype | None = None,
     sequence: int = 1,
 ) -> Profile:
@@ -184,7 +186,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                new = made.setdefault(id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+                new = made.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                )
                 module._parameters[name] = new
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -192,8 +196,14 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _heads(model: nn.Module) -> int:
-    return next((int(module.heads) for module in model.modules() if isinstance(getattr(module, "heads", 0), int)
-                 and getattr(module, "heads", 0)), 0)
+    return next(
+        (
+            int(module.heads)
+            for module in model.modules()
+            if isinstance(getattr(module, "heads", 0), int) and getattr(module, "heads", 0)
+        ),
+        0,
+    )
 
 
 class _Watch:
@@ -292,9 +302,7 @@ def _units(watch: _Watch, model: nn.Module, names: list[str], styles: dict[int, 
 
 def _above(part: Counted, start: Amount) -> Amount:
     """How far a part rose above what was alive at its start."""
-    return Amount(
-        max(0.0, part.peak - part.peak_divided - start.common), max(0.0, part.peak_divided - start.divided)
-    )
+    return Amount(max(0.0, part.peak - part.peak_divided - start.common), max(0.0, part.peak_divided - start.divided))
 
 
 def _rest(model: nn.Module, names: list[str], rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -309,7 +317,9 @@ def _unit_names(model: nn.Module) -> tuple[list[str], bool]:
     """The modules that a model is cut between; and whether it is a plain sequence of them."""
     if isinstance(model, nn.Sequential) and len(model) > 1:
         return [name for name, _ in model.named_children()], True
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    lists = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
+    ]
     weights = {name: sum(each.numel() for each in module.parameters()) for name, module in lists}
     outer = [(name, module) for name, module in lists if len(module) > 1]
     if not outer:
@@ -387,7 +397,9 @@ def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
 def _shape_of(config: TrainConfig) -> Any:
     from penstock.train.huggingface import _configuration
 
-    return _configuration(replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random")))
+    return _configuration(
+        replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random"))
+    )
 
 
 def _lengthened(found: Profile, layers: int | None) -> Profile:
@@ -400,7 +412,11 @@ def _lengthened(found: Profile, layers: int | None) -> Profile:
 
     def longer(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
         middle = [replace(units[place], name=f"{stem[:-1]}{number}") for number in range(1, layers - 1)]
-        return (*units[:place], *middle, replace(units[place + BUILT - 2], name=f"{stem[:-1]}{layers - 1}"),
-                *units[place + BUILT - 1 :])
+        return (
+            *units[:place],
+            *middle,
+            replace(units[place + BUILT - 2], name=f"{stem[:-1]}{layers - 1}"),
+            *units[place + BUILT - 1 :],
+        )
 
     return replace(found, one=longer(found.one), two=longer(found.two))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 
 from penstock.errors import UsageError
@@ -17,7 +18,7 @@ from penstock.planner.cluster import Cluster
 from penstock.planner.layout import Layout, layouts
 from penstock.planner.price import Memory, Pricing
 from penstock.planner.profile import Profile
-from penstock.schedule import Schedule, search_report, simulate
+from penstock.schedule import Schedule
 from penstock.train.config.settings import TrainConfig
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min")
@@ -127,7 +128,10 @@ def no_plan(plans: Plans) -> str:
     """The error about a model that fits nowhere."""
     worst = [f"  {each.layout}: {each.why}" for each in plans.rejected[:5]]
     return "\n".join(
-        [f"no layout of {plans.cluster.world} devices can train this model of {plans.parameters:.3g} parameters:", *worst]
+        [
+            f"no layout of {plans.cluster.world} devices can train this model of {plans.parameters:.3g} parameters:",
+            *worst,
+        ]
     )
 
 
@@ -253,11 +257,7 @@ def rank_plans(
     chosen.sort(key=lambda each: each[0])
     for seconds, layout, _ in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {seconds:.4g} s, longer than the plans above"))
-    plans = [
-        make_plan(config, each[2].best, profile, cluster)
-        for each in chosen[:RANKED]
-        if each[2].best is not None
-    ]
+    plans = [make_plan(config, each[2].best, profile, cluster) for each in chosen[:RANKED] if each[2].best is not None]
     advice = tuple(_advice(plans[0], chosen, cluster)) if plans else ()
     return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
 
@@ -286,9 +286,7 @@ def make_plan(config: TrainConfig, candidate: Candidate, profile: Profile, clust
     starts = [candidate.pricing.units[place].name for place in candidate.cuts]
     named = [number for number, unit in enumerate(candidate.pricing.units) if unit.name]
     bounds = [0, *candidate.cuts, len(candidate.pricing.units)]
-    counts = tuple(
-        sum(begin <= number < end for number in named) for begin, end in zip(bounds, bounds[1:], strict=False)
-    )
+    counts = tuple(sum(begin <= number < end for number in named) for begin, end in pairwise(bounds))
     work = candidate.microbatches / layout.pp
     products, traffic, links = (work * each for each in candidate.pricing.shares())
     again = work * sum(each.again for each in candidate.stages) if candidate.recompute else 0.0
@@ -325,7 +323,8 @@ def make_plan(config: TrainConfig, candidate: Candidate, profile: Profile, clust
 def _advice(best: Plan, chosen: Sequence[tuple[float, Layout, _Choice]], cluster: Cluster) -> Iterator[str]:
     """What limits the best plan."""
     kind, seconds = max(((name, each) for name, each in best.shares.items() if name != "products"), key=lambda e: e[1])
-    yield f"{kind} takes {seconds / best.seconds:.0%} of a step; products of matrices {best.shares['products'] / best.seconds:.0%}"
+    products = best.shares["products"]
+    yield f"{kind} takes {seconds / best.seconds:.0%} of a step; products of matrices {products / best.seconds:.0%}"
     blocked = min((each[2] for each in chosen), key=lambda choice: choice.blocked)
     if blocked.blocked < 0.97 * best.seconds:
         yield (
@@ -340,22 +339,3 @@ def states_of(config: TrainConfig) -> float:
         return OPTIMIZERS["adamw"] / 4
     momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
     return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
-
-
-def improve(plan: Plan, candidate: Candidate) -> tuple[Schedule, float] | None:
-    """A searched schedule that is faster, within the memory of the family's; None where there is none."""
-    if len(candidate.stages) * plan.microbatches > SEARCHED or candidate.layout.pp == 1:
-        return None
-    costs = candidate.costs
-    before = simulate(plan.schedule, costs)
-    found = search_report(
-        candidate.layout.pp,
-        plan.microbatches,
-        costs,
-        memory=list(before.peak_memory),
-        stages_per_rank=candidate.stages_per_rank,
-        placements="v" if candidate.family in DOUBLE else "loop",
-        effort=2_000,
-    )
-    after = simulate(found.schedule, costs)
-    return (found.schedule, after.makespan) if after.makespan < 0.995 * before.makespan else None

@@ -17,8 +17,8 @@ def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
     """The ranking, memory of the fullest rank by kind, what limits the best, and why others were left out."""
     cluster = plans.cluster
     lines = [
-        f"{plans.parameters / 1e9:.3g} billion parameters on {cluster.hosts} x {cluster.devices} devices ({cluster.name}), "
-        f"{cluster.device.memory / 1e9:.3g} GB each",
+        f"{plans.parameters / 1e9:.3g} billion parameters on {cluster.hosts} x {cluster.devices} devices "
+        f"({cluster.name}), {cluster.device.memory / 1e9:.3g} GB each",
         "",
     ]
     if not plans.ranked:
@@ -36,7 +36,20 @@ def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
 def ranking_table(plans: Sequence[Plan]) -> str:
     """One line per plan."""
     rows = [
-        ("", "layout", "schedule", "stages", "microbatches", "recompute", "step", "+-", "tokens/s", "mfu", "idle", "memory")
+        (
+            "",
+            "layout",
+            "schedule",
+            "stages",
+            "microbatches",
+            "recompute",
+            "step",
+            "+-",
+            "tokens/s",
+            "mfu",
+            "idle",
+            "memory",
+        )
     ]
     for number, plan in enumerate(plans, 1):
         rows.append(

@@ -1,4 +1,4 @@
-"""`penstock plan`: which layouts of a model fit on a cluster, which is fastest, and how a run compares with its plan."""
+"""`penstock plan`: which layouts of a model fit on a cluster, which is fastest, and how a run compares with that."""
 
 from __future__ import annotations
 

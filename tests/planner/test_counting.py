@@ -99,5 +99,5 @@ def test_tensor_parallelism_divides_what_its_layers_make_until_they_are_summed()
 def test_a_model_without_a_list_of_layers_is_refused_by_name() -> None:
     with FakeTensorMode():
         model = nn.Linear(4, 4)
-    with pytest.raises(Exception, match="Linear has no nn.Sequential"):
+    with pytest.raises(Exception, match=r"Linear has no nn\.Sequential"):
         profile_model(model, lambda rows: F.relu(model(torch.zeros(rows, 4))).sum())

@@ -45,8 +45,8 @@ def plan(
     are for this machine, and their costs are measured here, on processes.
 
     Args:
-        model: What is trained: `"gpt"`, `"huggingface:FOLDER"` or `"huggingface:NAME"`, `"module:function"`; the path of
-            a configuration of `penstock train`; or a `TrainConfig`.
+        model: What is trained: `"gpt"`, `"huggingface:FOLDER"` or `"huggingface:NAME"`, `"module:function"`; the path
+            of a configuration of `penstock train`; or a `TrainConfig`.
         cluster: The cluster, or the path of its TOML file.
         batch: Rows of a step, over all replicas.
         sequence: Tokens of a row.

@@ -207,7 +207,7 @@ class Pricing:
         return found
 
     def costs(self, stages: Sequence[StageCosts], recompute: bool = False) -> Costs:
-        """For the simulator: seconds and bytes; with `recompute` those of stages whose backward runs the forward again."""
+        """For the simulator: seconds and bytes; `recompute`: of stages whose backward runs the forward again."""
         wire = self.layout.wire("pp", self.cluster)
         scattered = self.layout.tp if self.cluster.software.name == "megatron" else 1  # each rank sends its part
         if self.cluster.software.sequence_parallel:

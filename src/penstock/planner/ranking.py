@@ -25,7 +25,8 @@ SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
 RANKED = 10  # layouts that are priced to the end
-SEARCHED = 2_000  # computes: the schedule of a smaller plan is also searched for
+SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
+WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[Layout, int], Pricing]
 
 
@@ -258,7 +259,10 @@ def rank_plans(
     for seconds, layout, _ in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {seconds:.4g} s, longer than the plans above"))
     plans = [make_plan(config, each[2].best, profile, cluster) for each in chosen[:RANKED] if each[2].best is not None]
-    advice = tuple(_advice(plans[0], chosen, cluster)) if plans else ()
+    advice: tuple[str, ...] = ()
+    if plans:
+        plans[0] = _searched(plans[0], chosen[0][2].best)
+        advice = tuple(_advice(plans[0], chosen))
     return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
 
 
@@ -320,7 +324,40 @@ def make_plan(config: TrainConfig, candidate: Candidate, profile: Profile, clust
     )
 
 
-def _advice(best: Plan, chosen: Sequence[tuple[float, Layout, _Choice]], cluster: Cluster) -> Iterator[str]:
+def _searched(plan: Plan, candidate: Candidate | None) -> Plan:
+    """The same with a schedule that is searched for within the family's memory, where that is clearly faster."""
+    if candidate is None or candidate.layout.pp == 1 or plan.schedule.stages * plan.microbatches > SEARCHED:
+        return plan
+    before = simulate(plan.schedule, candidate.costs)
+    found = search_report(
+        candidate.layout.pp,
+        plan.microbatches,
+        candidate.costs,
+        memory=list(before.peak_memory),
+        stages_per_rank=candidate.stages_per_rank,
+        placements="v" if candidate.family in DOUBLE else "loop",
+        effort=EFFORT,
+    )
+    after = simulate(found.schedule, candidate.costs)
+    saved = before.makespan - after.makespan
+    if saved < WORTH * before.makespan or any(
+        a > b for a, b in zip(after.peak_memory, before.peak_memory, strict=True)
+    ):
+        return plan
+    seconds = plan.seconds - saved
+    return replace(
+        plan,
+        family="searched",
+        schedule=found.schedule,
+        seconds=seconds,
+        idle=after.bubble,
+        tokens_per_second=plan.tokens_per_second * plan.seconds / seconds,
+        mfu=plan.mfu * plan.seconds / seconds,
+        shares={**plan.shares, "idle": max(0.0, plan.shares["idle"] - saved)},
+    )
+
+
+def _advice(best: Plan, chosen: Sequence[tuple[float, Layout, _Choice]]) -> Iterator[str]:
     """What limits the best plan."""
     kind, seconds = max(((name, each) for name, each in best.shares.items() if name != "products"), key=lambda e: e[1])
     products = best.shares["products"]

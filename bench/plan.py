@@ -1,0 +1,199 @@
+"""How well plans are predicted: steps measured on two processes beside what `penstock plan --here` says of them.
+
+    penstock bench plan [--quick] [--json] [--rounds 5] [--schedules 1f1b,...] [--widths 128,256] [--rows 2,4]
+
+For each width of a small GPT, and each number of rows per microbatch, the settings are measured as the planner measures
+them, and then every schedule with 4, 8 and 16 microbatches is run: steps of all of them in turn, from a barrier to the
+last rank's end, with clipping and the optimizer. Shown are the predicted and the measured median of each, the peak of
+live tensors, predicted and counted by torch's profiler, and for each batch how far the chosen plan is from the fastest.
+
+Goals: step time within 5 % in the median and 10 % at the 90th percentile; memory within 10 %; the chosen plan within 5 %
+of the best in 90 % of cases. Two ranks compute on two cores here: run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from argparse import Namespace
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import run_ranks
+from report import Column, Goal, add_names, bench
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.planner.candidates import Candidate
+from penstock.planner.cluster import Cluster
+from penstock.planner.here import MeasuredPricing, Setting, _Run, measure, settings_of
+from penstock.planner.layout import Layout
+from penstock.planner.plan import config_for
+from penstock.planner.profile import profile_config
+from penstock.planner.ranking import Wanted, candidates
+from penstock.train.config.settings import TrainConfig
+from penstock.train.data.batches import open_data
+
+ONE, TWO = ("1f1b", "gpipe", "zb-h1", "zb-h2"), ("interleaved-1f1b", "interleaved-zb", "zb-v")
+COUNTS = (4, 8, 16)  # microbatches
+RANKS, LAYERS, SEQUENCE = 2, 8, 64
+WARM_UP = 2
+
+
+def config_of(width: int, batch: int) -> TrainConfig:
+    options = {"layers": LAYERS, "width": width, "heads": 4}
+    config = config_for("gpt", batch=batch, sequence=SEQUENCE, options=options)
+    return replace(config, pipeline=replace(config.pipeline, ranks=RANKS))
+
+
+def predictions(config: TrainConfig, names: list[str], rows: int) -> list[Candidate]:
+    """Every schedule and number of microbatches, priced by costs that are measured now."""
+    cluster = Cluster(hosts=1, devices=RANKS)
+    found = profile_config(config, cluster.software)
+    layout = Layout(RANKS)
+
+    def priced(known: Any) -> list[Candidate]:
+        ways = []
+        for count in COUNTS:
+            wanted = Wanted(rows * count, 2.0, names, (False,), (rows,), (1, 2))
+            ways += list(
+                candidates(layout, lambda where, size: MeasuredPricing(found, cluster, where, size, known), wanted)
+            )
+        return ways
+
+    return priced(measure(config, settings_of(iter(priced({})))))
+
+
+class Contestant(_Run):
+    """One schedule with its own number of microbatches, open."""
+
+    def __init__(self, config: TrainConfig, candidate: Candidate, batch: Any, stack: ExitStack) -> None:
+        (setting,) = settings_of(iter([candidate]))
+        super().__init__(config, _Named(setting, candidate), batch, stack)
+
+    def seconds(self) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        self._train()
+        dist.barrier()
+        return time.perf_counter() - began
+
+    def peak(self) -> float:
+        """The most bytes of tensors that a step adds to those that there are, without gradients."""
+        self._train()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            self.call()
+        now = most = 0
+        for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                now += event.nbytes()
+                most = max(most, now)
+        gradients = sum(each.numel() * each.element_size() for each in self.pipe.parameters())
+        self.pipe.zero_grad()
+        return float(max(0, most - gradients))
+
+
+class _Named(Setting):
+    """A setting with the schedule and the number of microbatches of a candidate."""
+
+    def __init__(self, setting: Setting, candidate: Candidate) -> None:
+        super().__init__(*(getattr(setting, name) for name in ("layout", "rows", "cuts", "counts", "names", "split")))
+        object.__setattr__(self, "candidate", candidate)
+
+    @property
+    def family(self) -> str:
+        return self.candidate.family  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def microbatches(self) -> int:
+        return self.candidate.microbatches  # type: ignore[attr-defined, no-any-return]
+
+
+def run_all(rank: int, config: TrainConfig, ways: list[Any], rounds: int, path: str) -> None:
+    """Measure every way, in turn; rank 0 writes seconds and bytes."""
+    batch = open_data(config).first()
+    with ExitStack() as stack:
+        runs = [Contestant(config, way, batch, stack) for way in ways]
+        times: list[list[float]] = [[] for _ in runs]
+        for number in range(WARM_UP + rounds):
+            for place in (*range(number % len(runs), len(runs)), *range(number % len(runs))):
+                spent = runs[place].seconds()
+                if number >= WARM_UP:
+                    times[place].append(spent)
+        peaks = torch.tensor([run.peak() for run in runs], dtype=torch.float64)
+    gathered = [torch.zeros_like(peaks) for _ in range(RANKS)]
+    dist.all_gather(gathered, peaks)
+    if rank == 0:
+        medians = [statistics.median(each) for each in times]
+        torch.save((medians, torch.stack(gathered).T.tolist()), path)
+
+
+def measure_all(config: TrainConfig, ways: list[Candidate], rounds: int) -> tuple[list[float], list[list[float]]]:
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "measured")
+        run_ranks(run_all, RANKS, config, ways, rounds, path)
+        found: tuple[list[float], list[list[float]]] = torch.load(path)
+        return found
+
+
+def main() -> None:
+    def more(parser: Any) -> None:
+        add_names(parser, "--widths", ("128", "256"))
+        add_names(parser, "--rows", ("2", "4"))
+
+    with bench(__doc__, 5, (*ONE, *TWO), more=more) as settings:
+        compare(settings)
+
+
+def compare(settings: Namespace) -> None:
+    columns = [Column("width"), Column("rows"), Column("schedule", 17), Column("microbatches", 12)]
+    columns += [Column(f"{what} ms", 12, "{:.2f}") for what in ("predicted", "measured")] + [
+        Column("error %", 8, "{:+.1f}")
+    ]
+    columns += [Column("memory error %", 14, "{:+.1f}")]
+    table = settings.report.table(0, "steps, predicted and measured", columns)
+    errors: list[float] = []
+    memory: list[float] = []
+    regrets: list[float] = []
+    for width in map(int, settings.widths):
+        for rows in map(int, settings.rows):
+            config = config_of(width, rows * max(COUNTS))
+            ways = predictions(config, list(settings.schedules), rows)
+            told = [way.priced.makespan + sum(way.around) for way in ways]
+            real, peaks = measure_all(config, ways, settings.rounds)
+            for way, one, two, held in zip(ways, told, real, peaks, strict=True):
+                errors.append(abs(one / two - 1))
+                off = [told / seen - 1 for told, seen in zip(way.priced.activations, held, strict=True) if seen]
+                memory += map(abs, off)
+                table.row(
+                    width,
+                    rows,
+                    way.family,
+                    way.microbatches,
+                    one * 1e3,
+                    two * 1e3,
+                    100 * (one / two - 1),
+                    100 * max(off, key=abs),
+                )
+            for count in COUNTS:
+                same = [place for place, way in enumerate(ways) if way.microbatches == count]
+                chosen = min(same, key=lambda place: told[place])
+                regrets.append(real[chosen] / min(real[place] for place in same) - 1)
+    summary = [Column("what", 40), Column("value", 10, "{:.1f}"), Column("goal", 21)]
+    table = settings.report.table(0, "in all", summary)
+    ordered = sorted(errors)
+    within = 100 * sum(each <= 0.05 for each in regrets) / len(regrets)
+    table.row("step time, median error %", 100 * statistics.median(errors), Goal(100 * statistics.median(errors), 5.0))
+    tenth = 100 * ordered[int(0.9 * (len(ordered) - 1))]
+    table.row("step time, 90th percentile %", tenth, Goal(tenth, 10.0))
+    table.row("memory, median error %", 100 * statistics.median(memory), Goal(100 * statistics.median(memory), 10.0))
+    table.row("choices not within 5 % of the best, %", 100 - within, Goal(100 - within, 10.0))
+
+
+if __name__ == "__main__":
+    main()

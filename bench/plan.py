@@ -5,10 +5,10 @@
 For each width of a small GPT, and each number of rows per microbatch, the settings are measured as the planner measures
 them, and then every schedule with 4, 8 and 16 microbatches is run: steps of all of them in turn, from a barrier to the
 last rank's end, with clipping and the optimizer. Shown are the predicted and the measured median of each, the peak of
-live tensors, predicted and counted by torch's profiler, and for each batch how far the chosen plan is from the fastest.
+live tensors, predicted and counted by torch's profiler, and for each batch how far the chosen plan is from the best.
 
-Goals: step time within 5 % in the median and 10 % at the 90th percentile; memory within 10 %; the chosen plan within 5 %
-of the best in 90 % of cases. Two ranks compute on two cores here: run it on a machine that does nothing else.
+Goals: step time within 5 % in the median and 10 % at the 90th percentile; memory within 10 %; the chosen plan within
+5 % of the best in 90 % of cases. Two ranks compute on two cores here: run it on a machine that does nothing else.
 """
 
 from __future__ import annotations

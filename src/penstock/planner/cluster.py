@@ -44,6 +44,12 @@ class Software:
         "penstock",
         "penstock: 32-bit weights under autocast; megatron: 16-bit weights with 32-bit copies, gradients and states",
     )
+    gradient_bytes: int = key(
+        2,
+        "of megatron: bytes of a gradient as it is added up and reduced; of 2, a copy of 4 is kept too",
+        least=2,
+        most=4,
+    )
     fused_attention: bool = key(True, "whether attention is one kernel that keeps no scores")
     overlapped: bool = key(True, "whether ranks compute while messages between stages are on their way")
     sharding: bool = key(True, "whether replicas can hold a part of the parameters each")

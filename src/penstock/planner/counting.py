@@ -66,7 +66,7 @@ class Counted:
     peak_divided: float = 0.0  # and how many of them were divided then
 
 
-class Counter(TorchDispatchMode):
+class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations inside its `with` block; `mark` ends one part of it and begins the next.
 
     `styles` gives the parameters that a tensor plan divides, by the address of their memory: "colwise", "gathered",
@@ -74,7 +74,7 @@ class Counter(TorchDispatchMode):
     """
 
     def __init__(self, trained: Mapping[int, bool], styles: Mapping[int, str], *, shares: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.backward = False
         self._trained, self._shares = dict(trained), shares
         self._styles = dict(styles)
@@ -223,11 +223,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _flops(func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> float | None:
     """Floating-point operations of a product, None for what is no product; causal attention needs half of them."""
     if func is FLASH:
-        whole = float(sdpa_flop_count(*(each.shape for each in inputs[:3])))
+        whole = float(sdpa_flop_count(*(each.shape for each in inputs[:3])))  # type: ignore[no-untyped-call]
         causal = len(args) > 4 and args[4]
         return whole / 2 if causal else whole
     if func is FLASH_BACKWARD:
-        whole = float(sdpa_backward_flop_count(*(each.shape for each in inputs[:4])))
+        whole = float(sdpa_backward_flop_count(*(each.shape for each in inputs[:4])))  # type: ignore[no-untyped-call]
         causal = len(args) > 7 and args[7]
         return whole / 2 if causal else whole
     counted = flop_registry.get(func.overloadpacket)

@@ -249,7 +249,7 @@ class Pricing:
         shares = layout.dp if layout.sharded else 1
         numbers, trained = sum(each.numbers for each in own), sum(each.trained for each in own)
         whole = numbers * element.weight + sum(each.copies for each in own)
-        master = trained * (8 if self.cluster.software.master_weights else 0) / shares  # weights and gradients
+        master = trained * element.master / shares
         weights = whole + (numbers * element.weight / shares if shares > 1 else 0.0)
         gradients = trained * element.gradient
         optimizer = trained * element.state * states / shares + master
@@ -263,7 +263,8 @@ class Pricing:
     @cached_property
     def _element(self) -> _Element:
         if self.cluster.software.master_weights:
-            return _Element(2, 2, 4, 12, 2)
+            gradient = self.cluster.software.gradient_bytes
+            return _Element(2, gradient, 4, 12, 2, master=4 if gradient == 4 else 8)
         size = self.profile.element
         return _Element(size, size, size, 2 * size, size)
 
@@ -277,6 +278,7 @@ class _Element:
     state: int
     optimizer: int
     gathered: int
+    master: int = 0  # copies of weights, and of gradients
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from penstock.planner.cluster import Cluster
 from penstock.planner.layout import Layout, layouts
 from penstock.planner.price import Memory, Pricing
 from penstock.planner.profile import Profile
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, search_report, simulate
 from penstock.train.config.settings import TrainConfig
 
 SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min")

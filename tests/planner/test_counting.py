@@ -52,7 +52,8 @@ def test_layers_that_are_not_built_count_like_those_that_are() -> None:
 
         def train(rows: int) -> Tensor:
             ids = torch.zeros(rows, 32, dtype=torch.int64)
-            return loss(model(ids), torch.zeros_like(ids))
+            target = torch.zeros_like(ids)
+            return loss(model(ids), target)
 
         built = profile_model(model, train, sequence=32)
     short = gpt(9, 64, 4, 500, 32, Software())

@@ -1,4 +1,4 @@
-"""Published runs: one efficiency, calibrated on one run of each source, predicts the others; and their layouts rank high.
+"""Published runs: one efficiency per source, calibrated on one run, predicts the others; their layouts rank high.
 
 `published_runs.csv` states the runs and where they are from. Rows of the same tables that are not in that file are
 listed here: nothing was fitted to them. Step times follow from the published FLOP/s by each source's own count.

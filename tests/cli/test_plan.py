@@ -35,7 +35,7 @@ def run(*arguments: str) -> tuple[int, str]:
 def test_plans_are_printed_as_tables_and_as_json(cluster: str) -> None:
     code, text = run(*MODEL, "--cluster", cluster)
     assert code == 0
-    assert "layout" in text and "activations" in text and "products of matrices" in text
+    assert all(words in text for words in ("layout", "activations", "products of matrices"))
     code, text = run(*MODEL, "--cluster", cluster, "--json")
     document = json.loads(text)
     assert code == 0
@@ -48,7 +48,7 @@ def test_the_best_plan_is_written_for_the_training_command(cluster: str, tmp_pat
     code, text = run(*MODEL, "--cluster", cluster, "--save", str(tmp_path / "best.toml"))
     assert code == 0
     assert "penstock train" in text
-    assert (tmp_path / "best.toml").is_file() and (tmp_path / "best.schedule.json").is_file()
+    assert {path.name for path in tmp_path.iterdir()} >= {"best.toml", "best.schedule.json"}
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class Candidate:
         rows = []
         for rank, own in enumerate(self.own):
             flight = min(self.microbatches, max(1.0, share * (self.layout.pp - (0 if share < 1 else rank))))
-            kept = sum(each.taken if self.recompute else each.saved for each in own)
+            kept = sum(each.kept if self.recompute else each.saved for each in own)
             rows.append(self.pricing.memory(own, flight * kept, self.states))
         return max(rows, key=lambda each: each.total)
 
@@ -142,7 +142,7 @@ def _priced(candidate: Candidate) -> Priced:
         candidate.family, candidate.layout.pp, candidate.microbatches, candidate.stages_per_rank, costs
     )
     activations = tuple(
-        peak + max(each.extra + (each.saved if candidate.recompute else 0.0) for each in own)
+        peak + max(each.extra + (each.burst if candidate.recompute else 0.0) for each in own)
         for peak, own in zip(peaks, candidate.own, strict=True)
     )
     memory = tuple(

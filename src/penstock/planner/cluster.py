@@ -46,7 +46,7 @@ class Software:
     )
     gradient_bytes: int = key(
         2,
-        "of megatron: bytes of a gradient as it is added up and reduced; of 2, a copy of 4 is kept too",
+        "of megatron: bytes of a gradient as it is added up and reduced; of 2, updates need a copy of 4",
         least=2,
         most=4,
     )

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 
 from penstock.errors import RunError
 from penstock.parallel.mesh import mesh as make_mesh
@@ -134,11 +134,11 @@ def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUN
         path = Path(folder)
         threads = max(1, len(os.sched_getaffinity(0)) // world)
         arguments = (world, threads, str(path), config, list(settings), rounds)
-        running = mp.spawn(_rank, arguments, nprocs=world, join=False, daemon=True)  # type: ignore[no-untyped-call]
+        running = spawn(_rank, arguments, nprocs=world, join=False, daemon=True)  # type: ignore[no-untyped-call]
         try:
             while not running.join():
                 pass
-        except mp.ProcessRaisedException as error:
+        except ProcessRaisedException as error:
             raise RunError(f"a layout could not be measured here: {str(error).strip().splitlines()[-1]}") from None
         finally:
             for process in running.processes:

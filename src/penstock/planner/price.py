@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.model.balance.partition import partition
 from penstock.planner.cluster import Cluster
+from penstock.planner.counting import Counted
 from penstock.planner.layout import Layout, all_reduce, gather
 from penstock.planner.profile import Profile, Unit
 from penstock.schedule import Costs
@@ -54,6 +55,8 @@ class StageCosts:
     saved: float  # bytes from the forward to the backward
     held: float  # bytes from I to W
     taken: float  # bytes of its input
+    kept: float  # bytes from the forward to the backward where it recomputes
+    burst: float  # and those that recomputing then makes
     extra: float  # bytes that computing needs for a moment, beside those
     output: float  # bytes that it sends
     numbers: float  # parameters
@@ -106,12 +109,11 @@ class Pricing:
         ]
         return times[0], max(0.0, times[1]), times[2]
 
-    def _links(self, unit: Unit, part: object) -> float:
+    def _links(self, unit: Unit, part: Counted) -> float:
         """What ranks of the tensor-parallel axis tell each other, and of the context-parallel one keys and values."""
         layout, cluster = self.layout, self.cluster
-        summed, gathered = part.summed, part.gathered  # type: ignore[attr-defined]
-        seconds = all_reduce(summed, layout, "tp", cluster) + gather(gathered, layout, "tp", cluster)
-        seconds += part.collectives * cluster.inside.latency * (layout.tp > 1)  # type: ignore[attr-defined]
+        seconds = all_reduce(part.summed, layout, "tp", cluster) + gather(part.gathered, layout, "tp", cluster)
+        seconds += part.collectives * cluster.inside.latency * (layout.tp > 1)
         if layout.cp > 1:
             keys = unit.forward.keys * self.profile.keys_share * layout.cp / layout.tp
             seconds += gather(keys, layout, "cp", cluster)
@@ -134,9 +136,10 @@ class Pricing:
         """As many layers in each stage, or one less in the first and in the last; what is around them stays there."""
         layers = [number for number, unit in enumerate(self.units) if unit.name in self._repeated]
         spared = next((spared for spared in (0, 1) if (len(layers) + 2 * spared) % stages == 0), None)
-        if spared is None or stages > len(layers):
+        if spared is None or stages > len(layers) + 2 * spared:
             return None
-        size = (len(layers) + 2 * spared) // stages
+        layers.append(layers[-1] + 1)  # a last stage without layers has what follows them
+        size = (len(layers) - 1 + 2 * spared) // stages
         return tuple(layers[size * stage - spared] for stage in range(1, stages))
 
     def stage(self, begin: int, end: int) -> StageCosts:
@@ -159,8 +162,9 @@ class Pricing:
             extra = max(extra, output + unit.fall.at(tp, divides) - live)
             live += unit.saved.at(tp, divides)
         held = sum(unit.forward.deferred.at(tp, divides) for unit in units)
-        again = forward
-        if self.cluster.software.name == "megatron":  # which recomputes layers, and not what is around them
+        again, kept, burst = forward, taken, saved
+        if self.cluster.software.name == "megatron":  # which recomputes layer by layer, and not what is around them
+            kept, burst = self._by_layer(begin, end, divides)
             again = sum(
                 times[0]
                 for unit, times in zip(units, self.seconds[begin:end], strict=True)
@@ -174,12 +178,26 @@ class Pricing:
             saved,
             min(saved + output, held) if held else 0.0,
             taken,
+            kept,
+            burst,
             extra,
             output,
             sum(unit.parameters.at(tp) for unit in units),
             sum(unit.trained.at(tp) for unit in units),
             sum(unit.forward.copies.at(tp) for unit in units),
         )
+
+    def _by_layer(self, begin: int, end: int, divides: bool) -> tuple[float, float]:
+        """Bytes kept where each layer recomputes by itself: inputs of layers and all of the rest; and of one layer."""
+        tp, kept, burst = self.layout.tp, 0.0, 0.0
+        for number in range(begin, end):
+            unit = self.units[number]
+            if unit.name in self._repeated:
+                kept += self.units[number - 1].output / (tp if divides else 1)
+                burst = max(burst, unit.saved.at(tp, divides))
+            else:
+                kept += unit.saved.at(tp, divides)
+        return kept, burst
 
     @cached_property
     def _repeated(self) -> set[str]:
@@ -220,7 +238,7 @@ class Pricing:
             latency=wire.latency,
             bandwidth=wire.bandwidth,
             bytes=[each.output / scattered for each in stages],
-            activation=[each.taken if recompute else each.saved for each in stages],
+            activation=[each.kept if recompute else each.saved for each in stages],
             held=[min(each.held, each.saved) for each in stages],
         )
 
@@ -249,7 +267,8 @@ class Pricing:
         shares = layout.dp if layout.sharded else 1
         numbers, trained = sum(each.numbers for each in own), sum(each.trained for each in own)
         whole = numbers * element.weight + sum(each.copies for each in own)
-        master = trained * element.master / shares
+        master = trained * (4 if self.cluster.software.master_weights else 0) / shares
+        activations = max(activations, trained * element.update / shares)
         weights = whole + (numbers * element.weight / shares if shares > 1 else 0.0)
         gradients = trained * element.gradient
         optimizer = trained * element.state * states / shares + master
@@ -264,7 +283,7 @@ class Pricing:
     def _element(self) -> _Element:
         if self.cluster.software.master_weights:
             gradient = self.cluster.software.gradient_bytes
-            return _Element(2, gradient, 4, 12, 2, master=4 if gradient == 4 else 8)
+            return _Element(2, gradient, 4, 12, 2, update=0 if gradient == 4 else 4)
         size = self.profile.element
         return _Element(size, size, size, 2 * size, size)
 
@@ -278,7 +297,7 @@ class _Element:
     state: int
     optimizer: int
     gathered: int
-    master: int = 0  # copies of weights, and of gradients
+    update: int = 0  # gradients in 32 bits, when activations are gone and the optimizer runs
 
 
 @lru_cache(maxsize=4096)

@@ -172,7 +172,7 @@ def _counted(
 @contextmanager
 def _half_scores() -> Iterator[None]:
     """Attention that is no single kernel has its scores in the type of what it is given."""
-    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
         yield
@@ -196,14 +196,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _heads(model: nn.Module) -> int:
-    return next(
-        (
-            int(module.heads)
-            for module in model.modules()
-            if isinstance(getattr(module, "heads", 0), int) and getattr(module, "heads", 0)
-        ),
-        0,
-    )
+    """Attention heads of a model that says so as the built-in GPT does; 0 where it does not."""
+    found = [getattr(module, "heads", None) for module in model.modules()]
+    return next((heads for heads in found if isinstance(heads, int)), 0)
 
 
 class _Watch:
@@ -251,7 +246,7 @@ class _Watch:
         self.outputs.append(float(sum(each.numel() * each.element_size() for each in tensors if each.dim() > 1)))
         for each in tensors:
             if each.requires_grad and each.is_floating_point():
-                each.register_hook(lambda gradient, number=number: self._back(number))
+                each.register_hook(lambda gradient, number=number: self._back(number))  # type: ignore[no-untyped-call]
 
     def turn(self) -> None:
         """The forward has ended."""
@@ -364,7 +359,8 @@ def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str,
     if isinstance(config.data.source, str) and is_function(config.data.source) and config.data.format == "auto":
         batch = open_data(config).first()
         cut = lambda value: value[:rows] if isinstance(value, Tensor) and value.dim() else value  # noqa: E731
-        return tuple(pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target)))  # type: ignore[return-value]
+        args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
+        return args, kwargs, target
     ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64)
     if config.model.source.startswith(HUGGINGFACE):
         return (), {"input_ids": ids}, torch.zeros_like(ids)
@@ -376,7 +372,7 @@ def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
     options, source = dict(config.model.options), config.model.source
     model = replace(config.model, init="random")
     if source == "gpt":
-        count = gpt_options(config).layers
+        count: int | None = gpt_options(config).layers
         name = "layers"
     elif source.startswith(HUGGINGFACE) and not config.training.freeze:
         shape = _shape_of(config)

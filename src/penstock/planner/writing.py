@@ -39,7 +39,7 @@ def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:
         tp=layout.tp,
         replicate="fsdp" if layout.sharded else "ddp",
         window=max(1, plan.schedule.stages // layout.pp),
-        inner=layout.inner,
+        inner="pp" if layout.inner == "pp" else "dp",
     )
     return replace(before, pipeline=pipeline, mesh=mesh, training=replace(before.training, accumulate=1))
 

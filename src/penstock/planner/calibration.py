@@ -14,7 +14,7 @@ from typing import Any
 from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.errors import UsageError
 from penstock.planner.candidates import Candidate
-from penstock.planner.cluster import Cluster
+from penstock.planner.cluster import Cluster, Device
 from penstock.planner.layout import Layout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
@@ -139,4 +139,7 @@ def from_run(run: RecordedRun, profile: Profile, cluster: Cluster) -> Cluster:
 def cluster_of(run: RecordedRun, memory: float, peak: float) -> Cluster:
     """Where a run was, if no cluster is stated: this machine, each process with its share of the memory."""
     processes = processes_of(run.config)
-    return Cluster(name=f"as {run.folder}", hosts=1, devices=processes).sized(memory / processes, peak)
+    kinds = ("weights", "gradients", "optimizer", "activations")
+    alone = [each["process"] - sum(each[kind] or 0.0 for kind in kinds) for each in run.memory]
+    device = Device(memory=memory / processes, peak=peak, reserved=max(alone, default=5e8), holds_checkpoints=True)
+    return Cluster(name=f"as {run.folder}", hosts=1, devices=processes, device=device)

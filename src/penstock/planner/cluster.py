@@ -98,7 +98,3 @@ class Cluster:
     def at(self, efficiency: float) -> Cluster:
         """The same with another efficiency."""
         return replace(self, device=replace(self.device, efficiency=efficiency))
-
-    def sized(self, memory: float, peak: float) -> Cluster:
-        """The same with other devices."""
-        return replace(self, device=replace(self.device, memory=memory, peak=peak))

@@ -111,6 +111,12 @@ class MeasuredPricing(Pricing):
         ]
 
 
+def available_memory() -> float:
+    """Bytes of this machine's memory that nobody uses."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
 def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory."""
     count = devices or len(os.sched_getaffinity(0))
@@ -120,7 +126,10 @@ def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     )
     reserved = process_bytes(libraries_of(config))
     device = Device(
-        memory=0.9 * available / count, peak=peak[0] if peak else 1e12, reserved=float(reserved), holds_checkpoints=True
+        memory=0.9 * available_memory() / count,
+        peak=peak[0] if peak else 1e12,
+        reserved=float(reserved),
+        holds_checkpoints=True,
     )
     return Cluster(name="this machine", hosts=1, devices=count, device=device, error=ERROR)
 

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.planner.calibration import RecordedRun, candidate_of, cluster_of, from_run, read_run
 from penstock.planner.cluster import Cluster
-from penstock.planner.here import MeasuredPricing, measure, settings_of, this_machine
+from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
 from penstock.planner.layout import Layout, layouts
 from penstock.planner.profile import Profile, profile_config
 from penstock.planner.ranking import SCHEDULES, Plan, Plans, Wanted, candidates, make_plan, rank_plans, states_of
@@ -122,9 +122,8 @@ def cluster_for(cluster: Cluster | str | Path | None, run: RecordedRun | None, c
     if cluster is not None:
         return Cluster.load(cluster)
     assert run is not None
-    memory = sum(each["process"] for each in run.memory) * 2 if run.memory else 16e9
     peak = peak_flops(config)
-    return cluster_of(run, memory, 4 * peak[0] if peak else 1e12)
+    return cluster_of(run, 0.9 * available_memory(), 4 * peak[0] if peak else 1e12)  # a peak that no run exceeds
 
 
 def _plan_here(config: TrainConfig, wanted: Wanted, among: Sequence[Layout] | None, devices: int | None) -> Plans:
@@ -199,5 +198,7 @@ def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -
     for kind in ("weights", "gradients", "optimizer", "activations"):
         held = [each[kind] for each in run.memory if each.get(kind) is not None]
         if held:
-            measured[kind], expected[kind] = max(held), max(getattr(each, kind) for each in told.memory)
+            ranks = [getattr(each, kind) for each in told.memory]
+            in_threads = run.config.pipeline.workers == "threads"  # all ranks are in one process
+            measured[kind], expected[kind] = max(held), sum(ranks) if in_threads else max(ranks)
     return Comparison(told, measured, expected, rank_plans(run.config, profile, better))

@@ -55,6 +55,8 @@ NAMES = sorted(
 HELD = [  # classes that users get from a call and have no name of their own in `penstock`
     "penstock.model.balance.proposal.Proposal",
     "penstock.parity_check.parity.Parity",
+    "penstock.planner.ranking.Plan",
+    "penstock.planner.ranking.Plans",
     "penstock.runtime.engine.handlers.Context",
 ]
 

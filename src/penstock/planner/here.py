@@ -121,9 +121,6 @@ def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory."""
     count = devices or len(os.sched_getaffinity(0))
     peak = peak_flops(config)
-    available = next(
-        int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line
-    )
     reserved = process_bytes(libraries_of(config))
     device = Device(
         memory=0.9 * available_memory() / count,

@@ -385,7 +385,7 @@ def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
             options["layer_types"] = list(kinds)[:BUILT]
     else:
         return replace(config, model=model), None
-    if count <= BUILT:
+    if count is None or count <= BUILT:
         return replace(config, model=model), None
     return replace(config, model=replace(model, options={**options, name: BUILT})), count
 

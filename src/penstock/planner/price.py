@@ -125,8 +125,8 @@ class Pricing:
             return self._equal_cut(stages)
         times = [sum(each) for each in self.seconds]
         starts = [number for number, unit in enumerate(self.units) if unit.name and number]
-        while starts and not any(times[: starts[0]]):  # nothing is before it
-            starts.pop(0)
+        if starts and not any(unit.parameters.at(1) for unit in self.units[: starts[0]]):
+            starts.pop(0)  # nothing is before it that could be a stage
         if stages - 1 > len(starts):
             return None
         unit = max(times) / 20 or 1.0  # what differs less is alike, so that cuts can be used again

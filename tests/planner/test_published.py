@@ -1,7 +1,8 @@
 """Published runs: one efficiency per source, calibrated on one run, predicts the others; their layouts rank high.
 
 `published_runs.csv` states the runs and where they are from. Rows of the same tables that are not in that file are
-listed here: nothing was fitted to them. Step times follow from the published FLOP/s by each source's own count.
+listed here, from memory. All rows were seen while memory bandwidth and the share of attention were chosen, so none of
+them is held out. Step times follow from the published FLOP/s by each source's own count.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Schedule, Timeline
-from penstock.view.figures import counted
+from penstock.view.figures import bytes_text, counted, number
 
 
 class Run(NamedTuple):
@@ -14,10 +14,29 @@ class Run(NamedTuple):
 
     label: str
     timeline: Timeline
+    activation: float | None = None  # bytes that one microbatch holds on a rank, in all its stages, where it is known
 
     @property
     def sizes(self) -> str:
         return sizes_of(self.timeline.schedule)
+
+
+    @property
+    def peak_memory(self) -> float | None:
+        """The most that a rank holds, in whole-rank microbatches: one in a rank's two stages is two halves."""
+        placement = self.timeline.schedule.placement
+        peaks = enumerate(self.timeline.peak_activations)
+        return max((peak / len(placement.stages_of(rank)) for rank, peak in peaks), default=None)
+
+    @property
+    def memory_text(self) -> str:
+        """The same in words, in bytes where they are known."""
+        peak = self.peak_memory
+        if peak is None:
+            return ""
+        if self.activation is not None:
+            return bytes_text(peak * self.activation)
+        return f"{number(peak)} whole-rank {'microbatch' if peak == 1 else 'microbatches'}"
 
 
 def sizes_of(schedule: Schedule) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.run.metrics import read_metrics
-from penstock.train.run.recordings import read_recorded, recorded_notes
+from penstock.train.run.recordings import recorded_notes, recorded_steps
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.curve import Curve
 from penstock.view.page import page
@@ -24,11 +24,12 @@ def save_run_page(folder: RunFolder) -> Path | None:
         return None
     timeline = Timeline.load(folder.timeline)
     planned = replace(simulate(timeline.schedule, Costs.from_timeline(timeline)), unit="s")
-    step = read_recorded(folder)[1].get("typical")
-    runs = [Run("recorded" if step is None else f"step {step}", timeline), Run("as planned with its costs", planned)]
+    steps = recorded_steps(folder)
+    runs = [Run("recorded" if steps is None else f"step {steps.shown}", timeline), Run("as planned with its costs", planned)]
     lines = read_metrics(folder.metrics)
     notes = [*recorded_notes(folder), *_figures(lines)]
-    write_whole(folder.page, page(runs, f"{folder.root.name}: a typical step", notes=notes, curve=_curve(lines)))
+    title = f"{folder.root.name}: a typical step"
+    write_whole(folder.page, page(runs, title, notes=notes, curve=_curve(lines), recordings=steps))
     return folder.page
 
 

@@ -31,8 +31,9 @@ from penstock.train.nonfinite import NonFinite, find_culprit
 from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
-from penstock.train.run.recordings import Recorded, Recordings
+from penstock.train.run.recordings import Recordings
 from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.view.recorded import Recorded
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 

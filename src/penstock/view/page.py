@@ -21,7 +21,7 @@ from penstock.view.account import Account, account
 from penstock.view.curve import Curve
 from penstock.view.document import SHARED, asset, embedded, filled, ops
 from penstock.view.figures import idle_shares, in_flight, time_text
-from penstock.view.recorded import Recordings
+from penstock.view.recorded import RecordedSteps
 from penstock.view.run import Run
 
 TICKS = 10_000_000
@@ -37,7 +37,7 @@ def save_page(
     *,
     notes: Sequence[str] = (),
     curve: Curve | None = None,
-    recordings: Recordings | None = None,
+    recordings: RecordedSteps | None = None,
 ) -> None:
     """Write the page of runs side by side to a file."""
     text = page(runs, title, notes=notes, curve=curve, recordings=recordings)
@@ -50,7 +50,7 @@ def page(
     *,
     notes: Sequence[str] = (),
     curve: Curve | None = None,
-    recordings: Recordings | None = None,
+    recordings: RecordedSteps | None = None,
 ) -> str:
     """The page of runs side by side.
 
@@ -84,7 +84,7 @@ def _loss(curve: Curve | None) -> str:
     return f'<section aria-labelledby="loss-title" id="loss">{head}<ul class="keys">{keys}</ul>{drawn}</section>'
 
 
-def page_data(runs: Sequence[Run], recordings: Recordings | None = None) -> dict[str, Any]:
+def page_data(runs: Sequence[Run], recordings: RecordedSteps | None = None) -> dict[str, Any]:
     """Everything that the page is told of the runs."""
     steps = recordings.document() if recordings is not None and len(recordings.steps) > 1 else None
     return {"ops": ops(), "runs": [_run(run) for run in runs], "steps": steps}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from penstock.view.figures import percent, time_text
 
-__all__ = ["OUTLIER", "Recorded", "Recordings", "cores_note"]
+__all__ = ["OUTLIER", "Recorded", "RecordedSteps", "cores_note"]
 
 OUTLIER = 1.5  # times the median makespan
 LISTED = 5  # outliers that are named
@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recordings:
+class RecordedSteps:
     """Recorded steps, at least one, and which of them is shown."""
 
     steps: tuple[Recorded, ...]

@@ -22,9 +22,7 @@ from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.account import account
-from penstock.view.recorded import Recorded
-from penstock.view.recorded import Recordings as RecordedSteps
-from penstock.view.recorded import cores_note
+from penstock.view.recorded import Recorded, RecordedSteps, cores_note
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept

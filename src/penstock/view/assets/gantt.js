@@ -36,7 +36,8 @@ function drawNames(pen, view, places, rowHeight, gutter, width) {
   pen.font = `600 13px ${FONT}`;
   pen.fillStyle = ink("text");
   for (const { run, y } of places.heads) {
-    pen.fillText(`${view.isOpen(run) ? "\u25be" : "\u25b8"} ${run.letter}  ${run.label}`, 0, y + 11, width);
+    const mark = view.folds ? (view.isOpen(run) ? "\u25be " : "\u25b8 ") : "";
+    pen.fillText(`${mark}${run.letter}  ${run.label}`, 0, y + 11, width);
   }
   pen.font = `${rowHeight < 12 ? 10 : 12}px ${FONT}`;
   pen.fillStyle = ink("soft");

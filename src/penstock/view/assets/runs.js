@@ -67,7 +67,7 @@ class Run {
 // Which runs are shown, which of them with their ranks, and in which window of time, order and scale.
 class View {
   constructor(runs) {
-    Object.assign(this, { from: 0, to: 1, order: "run", critical: false, arrows: false, range: null, selected: null, cap: null });
+    Object.assign(this, { from: 0, to: 1, order: "run", critical: false, arrows: false, range: null, selected: null, cap: null, folds: true });
     this.take(runs);
     this.scale = this.sameUnit ? "same" : "fit";
     const rows = runs.reduce((sum, run) => sum + run.rows.length, 0);

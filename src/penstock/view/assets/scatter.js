@@ -1,4 +1,4 @@
-// Elements, and a scatter of points with names: in SVG, so that each point can be focused, read out and clicked.
+// Elements, the legend, and a scatter of points with names: in SVG, so that each point can be focused, read out and clicked.
 
 function element(name, { text, kind, title, ...rest } = {}, ...children) {
   const made = document.createElement(name);
@@ -11,6 +11,25 @@ function element(name, { text, kind, title, ...rest } = {}, ...children) {
 }
 
 function byId(id) { return document.getElementById(id); }
+
+// What the colours mean; of those that are there.
+function legend(list, runs) {
+  const there = new Set(runs.flatMap((run) => run.rows.flatMap((row) => [...new Set(row.op)])));
+  const entries = [...there].sort().map((place) => {
+    const op = OPS[OP_NAMES[place]], swatch = element("span", { text: op.pair ? "F B" : op.letter, kind: "swatch" });
+    swatch.style.background = op.colour;
+    return element("li", {}, swatch, op.meaning);
+  });
+  if (runs.some((run) => run.rows.some((row) => row.chunk.some((chunk) => chunk > 0)))) {
+    entries.push(element("li", { text: "darker: a later stage of the same rank" }));
+  }
+  if (runs.some((run) => run.rows.some((row) => row.sends.start.length))) {
+    const swatch = element("span", { kind: "swatch" });
+    swatch.style.cssText = "background:var(--send);height:4px";
+    entries.push(element("li", {}, swatch, "sending"));
+  }
+  list.replaceChildren(...entries);
+}
 
 class Scatter {
   // `xText` and `yText` write numbers of the axes; `choose(point, event)` is called with a point that was chosen.
@@ -53,25 +72,28 @@ class Scatter {
   }
 
   points(points, X, Y, width) {
-    const taken = [];
-    for (const point of points) {
-      const x = X(point.x), y = Y(point.y), settings = { cx: x, cy: y, r: point.kind ? 7 : 5 };
-      const dot = this.make("circle", `dot ${point.kind || ""}`, settings);
-      const words = `${point.mark ? point.mark + " " : ""}${point.name}: ${this.yName} ${this.yText(point.y)}, ${this.xName} ${this.xText(point.x)}`;
-      dot.append(Object.assign(document.createElementNS(this.svg.namespaceURI, "title"), { textContent: words }));
-      if (this.choose) {
-        for (const [key, value] of [["tabindex", 0], ["role", "button"], ["aria-label", words]]) dot.setAttribute(key, value);
-        dot.addEventListener("click", (event) => this.choose(point, event));
-        dot.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(point, event); } });
-      }
-      if (point.label === "") continue;
-      const text = point.label ?? `${point.mark ? point.mark + " " : ""}${point.name}`, size = 6.6 * text.length;
-      const box = (dx, dy) => ({ left: dx > 0 ? x + dx : x + dx - size, right: dx > 0 ? x + dx + size : x + dx, y: y + dy });
+    const places = points.map((point) => ({ point, x: X(point.x), y: Y(point.y), size: point.kind ? 7 : 5 }));
+    for (const place of places) this.dot(place);
+    const taken = places.map(({ x, y, size }) => ({ left: x - size - 2, right: x + size + 2, y }));
+    for (const { point, x, y, size } of places) {
+      const text = point.label ?? `${point.mark ? point.mark + " " : ""}${point.name}`, length = 6.8 * text.length, far = size + 5;
+      if (!text) continue;
+      const box = (dx, dy) => ({ left: dx > 0 ? x + dx : x + dx - length, right: dx > 0 ? x + dx + length : x + dx, y: y + dy - 4 });
       const clear = ({ left, right, y: at }) => right < width && left > 60 && !taken.some((other) => other.left < right && other.right > left && Math.abs(other.y - at) < 12);
-      const spots = [[9, 4], [-9, 4], [9, -10], [9, 18], [-9, -10], [-9, 18], [9, -24], [9, 32]];
+      const spots = [4, -10, 18, -24, 32, -38, 46].flatMap((dy) => [[far, dy], [-far, dy]]);
       const [dx, dy] = spots.find((spot) => clear(box(...spot))) || spots[0];
-      taken.push(box(dx, dy), { left: x - 6, right: x + 6, y });
+      taken.push(box(dx, dy));
       this.make("text", point.kind ? "name chosen" : "name", { x: x + dx, y: y + dy, "text-anchor": dx > 0 ? "start" : "end" }, text);
     }
+  }
+
+  dot({ point, x, y, size }) {
+    const words = `${point.mark ? point.mark + " " : ""}${point.name}: ${this.yName} ${this.yText(point.y)}, ${this.xName} ${this.xText(point.x)}`;
+    const made = this.make("circle", `dot ${point.kind || ""}`, { cx: x, cy: y, r: size });
+    made.append(Object.assign(document.createElementNS(this.svg.namespaceURI, "title"), { textContent: words }));
+    if (!this.choose) return;
+    for (const [key, value] of [["tabindex", 0], ["role", "button"], ["aria-label", words]]) made.setAttribute(key, value);
+    made.addEventListener("click", (event) => this.choose(point, event));
+    made.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(point, event); } });
   }
 }

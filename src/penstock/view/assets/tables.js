@@ -38,25 +38,6 @@ function adviceList(view) {
   }
 }
 
-// What the colours mean; of those that are there.
-function legend(list, runs) {
-  const there = new Set(runs.flatMap((run) => run.rows.flatMap((row) => [...new Set(row.op)])));
-  const entries = [...there].sort().map((place) => {
-    const op = OPS[OP_NAMES[place]], swatch = element("span", { text: op.pair ? "F B" : op.letter, kind: "swatch" });
-    swatch.style.background = op.colour;
-    return element("li", {}, swatch, op.meaning);
-  });
-  if (runs.some((run) => run.rows.some((row) => row.chunk.some((chunk) => chunk > 0)))) {
-    entries.push(element("li", { text: "darker: a later stage of the same rank" }));
-  }
-  if (runs.some((run) => run.rows.some((row) => row.sends.start.length))) {
-    const swatch = element("span", { kind: "swatch" });
-    swatch.style.cssText = "background:var(--send);height:4px";
-    entries.push(element("li", {}, swatch, "sending"));
-  }
-  list.replaceChildren(...entries);
-}
-
 function idleTable(view) {
   const heads = [["rank", "text"], ["", "wide"], ...KINDS.map(([name]) => [name, "figure"]), ["idle", "figure total"]];
   const rows = view.runs.filter((run) => view.isOpen(run)).flatMap((run) => run.rows.map((row) => {

@@ -53,7 +53,9 @@ function interleaved1f1b(ranks, microbatches, each) {
 
 function fillWeights(orders, placement, cap, durations = { forward: 1, input: 1, weight: 1, hop: 0 }, overrun = 1e-9) {
   const last = placement.length - 1, leastGap = (1 - overrun) * durations.weight;
-  const arrivals = new Map(), waiting = new Map();
+  const count = 1 + orders.reduce((most, order) => order.reduce((high, { microbatch }) => Math.max(high, microbatch), most), 0);
+  const keyOfPart = (stage, op, microbatch) => ((op === F ? 0 : last + 1) + stage) * count + microbatch;
+  const arrivals = new Float64Array(2 * (last + 1) * count).fill(-1), waiting = new Map();
   const ranks = orders.map((order) => ({ order, next: 0, clock: 0, owed: [], held: 0, peak: 0, filled: [] }));
   const pay = (rank) => {
     const { stage, microbatch } = rank.owed.shift();
@@ -65,16 +67,18 @@ function fillWeights(orders, placement, cap, durations = { forward: 1, input: 1,
   while (ready.length) {
     const number = ready.pop(), rank = ranks[number];
     for (; rank.next < rank.order.length; rank.next++) {
-      const { stage, op, microbatch } = rank.order[rank.next], own = `${stage} ${op} ${microbatch}`;
-      const arrival = stage === (op === F ? 0 : last) ? 0 : arrivals.get(own);
-      if (arrival === undefined) { waiting.set(own, number); break; }
+      const { stage, op, microbatch } = rank.order[rank.next], own = keyOfPart(stage, op, microbatch);
+      const arrival = stage === (op === F ? 0 : last) ? 0 : arrivals[own];
+      if (arrival < 0) { waiting.set(own, number); break; }
       while (rank.owed.length && (arrival - rank.clock >= leastGap || (op === F && rank.held >= cap))) pay(rank);
       if (op === F) rank.peak = Math.max(rank.peak, ++rank.held);
       else rank.owed.push(rank.order[rank.next]);
       rank.clock = Math.max(rank.clock, arrival) + (op === F ? durations.forward : durations.input);
       rank.filled.push(rank.order[rank.next]);
-      const target = op === F ? stage + 1 : stage - 1, key = `${target} ${op} ${microbatch}`;
-      if (target >= 0 && target <= last) arrivals.set(key, rank.clock + (placement[target] === placement[stage] ? 0 : durations.hop));
+      const target = op === F ? stage + 1 : stage - 1;
+      if (target < 0 || target > last) continue;
+      const key = keyOfPart(target, op, microbatch);
+      arrivals[key] = rank.clock + (placement[target] === placement[stage] ? 0 : durations.hop);
       if (waiting.has(key)) { ready.push(waiting.get(key)); waiting.delete(key); }
     }
   }

@@ -51,28 +51,30 @@ function shapeFaults({ rows, placement, microbatches }) {
 
 // Each (stage, microbatch) has exactly one F and one B, or one I and one W.
 function completenessFaults({ placement, microbatches, forwardOnly }, columns) {
-  const there = new Set(), twice = [], found = [];
+  const there = new Uint8Array(placement.length * microbatches), twice = [], found = []; // a bit for each op
   columns.parts.forEach((each, number) => {
-    const name = partText(each);
-    if (there.has(name)) twice.push(fault("is there twice; it must run once", columns.rank[number], columns.position[number], name));
-    there.add(name);
+    const key = each.stage * microbatches + each.microbatch;
+    if (there[key] & (1 << each.op)) twice.push(fault("is there twice; it must run once", columns.rank[number], columns.position[number], partText(each)));
+    there[key] |= 1 << each.op;
   });
-  for (let stage = 0; stage < placement.length; stage++) {
-    for (let microbatch = 0; microbatch < microbatches; microbatch++) {
-      const [forward, full, half, other] = [F, B, I, W].map((op) => there.has(`${stage}${LETTERS[op]}${microbatch}`));
-      const name = (op) => `${stage}${LETTERS[op]}${microbatch}`;
-      const add = (op, message) => found.push(fault(message, placement[stage], null, name(op)));
-      const halves = [[I, half], [W, other]].filter((each) => each[1]).map(([op]) => name(op));
-      if (!forward) add(F, "never runs");
-      if (forwardOnly) {
-        for (const [op, is] of [[B, full], [I, half], [W, other]]) if (is) add(op, "is a backward in a forward-only schedule");
-      } else if (full) {
-        if (halves.length) add(B, `is a full backward, yet ${halves.join(" and ")} runs too`);
-      } else if (!halves.length) add(B, `never runs, nor do ${name(I)} and ${name(W)}`);
-      else if (halves.length === 1) add(half ? W : I, `never runs, but its other half ${halves[0]} does`);
-    }
-  }
+  const right = forwardOnly ? [1 << F] : [(1 << F) | (1 << B), (1 << F) | (1 << I) | (1 << W)];
+  there.forEach((ops, key) => { if (!right.includes(ops)) found.push(...incomplete(Math.floor(key / microbatches), key % microbatches, ops, placement, forwardOnly)); });
   return [...twice, ...found];
+}
+
+// What is wrong with the computes of one microbatch in one stage, by which of F, B, I and W there are.
+function incomplete(stage, microbatch, ops, placement, forwardOnly) {
+  const found = [], name = (op) => `${stage}${LETTERS[op]}${microbatch}`, has = (op) => Boolean(ops & (1 << op));
+  const add = (op, message) => found.push(fault(message, placement[stage], null, name(op)));
+  const halves = [I, W].filter(has).map(name);
+  if (!has(F)) add(F, "never runs");
+  if (forwardOnly) {
+    for (const op of [B, I, W].filter(has)) add(op, "is a backward in a forward-only schedule");
+  } else if (has(B)) {
+    if (halves.length) add(B, `is a full backward, yet ${halves.join(" and ")} runs too`);
+  } else if (!halves.length) add(B, `never runs, nor do ${name(I)} and ${name(W)}`);
+  else if (halves.length === 1) add(has(I) ? W : I, `never runs, but its other half ${halves[0]} does`);
+  return found;
 }
 
 // On its own rank nothing stands before what it needs.
@@ -82,7 +84,7 @@ function orderFaults({ placement, rows }, columns) {
     columns.parts.forEach((each, number) => {
       const need = needsOf(each, columns.stages)[turn], rank = columns.rank[number];
       if (!need || placement[need[1]] !== rank) return;
-      const maker = makers[keyOf(columns, ...need, each.microbatch)];
+      const maker = makers[keyOf(columns, need[0], need[1], each.microbatch)];
       if (maker >= 0 && columns.cell[maker] < columns.cell[number]) return;
       const position = columns.position[number], [value, source] = need;
       const inside = rows[rank][position].length < 2 ? undefined : rows[rank][position].find(

@@ -45,9 +45,15 @@ function columnsOf({ rows, placement, microbatches }, opened = false) {
 
 const keyOf = (columns, value, stage, microbatch) => (value * columns.stages + stage) * columns.microbatches + microbatch;
 
-// The (value, stage) pairs that must exist before a compute, for the same microbatch.
+// By op and stage: the (value, stage) pairs that must exist before a compute, for the same microbatch.
+const needTables = new Map();
+
 function needsOf({ stage, op }, stages) {
-  return RULES.needs[op].map(([value, offset]) => [value, stage + offset]).filter(([, source]) => source >= 0 && source < stages);
+  if (!needTables.has(stages)) {
+    const inside = ([, source]) => source >= 0 && source < stages;
+    needTables.set(stages, RULES.needs.map((needs) => Array.from({ length: stages }, (_, own) => needs.map(([value, offset]) => [value, own + offset]).filter(inside))));
+  }
+  return needTables.get(stages)[op][stage];
 }
 
 // By key: the first part that makes a value; -1 where none does.
@@ -62,21 +68,22 @@ function makersOf(columns) {
   return found;
 }
 
-// By event: { on, key, source, who } of everything that it waits for, but for what a rank's own order sees to.
+// By event: { on, value, source, who } of everything that it waits for, but for what a rank's own order sees to.
 function waitsOf(columns) {
-  const makers = makersOf(columns), found = new Map();
+  const makers = makersOf(columns), found = new Array(columns.parts.length);
   for (let turn = 0; turn < 2; turn++) {
     columns.parts.forEach((each, who) => {
       const need = needsOf(each, columns.stages)[turn];
       if (!need) return;
-      const key = keyOf(columns, ...need, each.microbatch), on = makers[key], event = columns.cell[who];
+      const key = keyOf(columns, need[0], need[1], each.microbatch), on = makers[key], event = columns.cell[who];
       if (on >= 0 && columns.rank[on] === columns.rank[who] && columns.cell[on] < event) return;
-      if (!found.has(event)) found.set(event, []);
-      found.get(event).push({ on, value: need[0], source: need[1], who });
+      (found[event] ??= []).push({ on, value: need[0], source: need[1], who });
     });
   }
   return found;
 }
+
+const NOTHING = [];
 
 // Rows of events that run in order, each when what it waits for has ended: ends, and the wait that each row is stuck at.
 function runRows({ starts }, lengths, waits, delayOf = () => 0) {
@@ -88,7 +95,7 @@ function runRows({ starts }, lengths, waits, delayOf = () => 0) {
     stuck[row] = null;
     let step = cursor[row], now = clock[row];
     steps: for (; step < starts[row + 1]; step++) {
-      for (const wait of waits.get(step) || []) {
+      for (const wait of waits[step] || NOTHING) {
         const there = wait.on < 0 ? -1 : ends[wait.on];
         if (there < 0) {
           stuck[row] = wait;
@@ -143,7 +150,7 @@ function simulate(schedule, costs) {
   let first = Infinity, last = -Infinity;
   for (let number = 0; number < lengths.length; number++) {
     free[number] = number === columns.starts[columns.rank[number]] ? 0 : ends[number - 1];
-    starts[number] = (waits.get(number) || []).reduce((most, wait) => Math.max(most, ends[wait.on] + delayOf(wait)), free[number]);
+    starts[number] = (waits[number] || NOTHING).reduce((most, wait) => Math.max(most, ends[wait.on] + delayOf(wait)), free[number]);
     busy[columns.rank[number]] += ends[number] - starts[number];
     first = Math.min(first, starts[number]); last = Math.max(last, ends[number]);
   }

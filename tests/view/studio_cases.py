@@ -34,6 +34,7 @@ def case(draw: random.Random, name: str) -> dict[str, Any]:
     timeline = simulate(schedule, costs)
     bound = lower_bound(schedule.placement, microbatches, costs, None if cap is None else max(cap * each, each))
     damaged = damage(draw, schedule)
+    path = set(map(id, timeline.critical_path))
     return {
         "build": [name, ranks, microbatches, each],
         "costs": {**times, "hop": costs.hop},
@@ -45,7 +46,7 @@ def case(draw: random.Random, name: str) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "peaks": list(timeline.peak_activations),
-        "critical": [place for place, span in enumerate(timeline.spans) if any(span is on for on in timeline.critical_path)],
+        "critical": [place for place, span in enumerate(timeline.spans) if id(span) in path],
         "bound": bound,
         "damaged": cells(damaged),
         "faults": [
@@ -77,11 +78,13 @@ def damage(draw: random.Random, schedule: Schedule) -> Schedule:
 def _damage_once(draw: random.Random, rows: list[list[str]]) -> None:
     row = draw.choice([row for row in rows if row])
     place = draw.randrange(len(row))
-    kind = draw.choice(("move", "move", "move", "near", "away", "double", "drop", "rename"))
+    kind = draw.choice(("move", "move", "move", "near", "pair", "away", "double", "drop", "rename"))
     text = row.pop(place)
     if kind == "move":
         row.insert(draw.randint(0, len(row)), text)
-    elif kind == "near":
+    elif kind == "pair" and place < len(row) and "(" not in text + row[place] and ("F" in text) != ("F" in row[place]):
+        row[place] = f"({text};{row[place]})OVERLAP_{'F_B' if 'F' in text else 'B_F'}"
+    elif kind in ("near", "pair"):
         row.insert(max(0, min(len(row), place + draw.choice((-1, 1)))), text)
     elif kind == "away":
         other = draw.choice(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +39,15 @@ class Deployment:
     def placement(self) -> Placement:
         """Which rank has which stage; the same for every number of microbatches."""
         return self.programs.schedule.placement
+
+    @property
+    def cores(self) -> int:
+        """Cores that the ranks of this host share; 0 where stages are on other devices, or processes are pinned."""
+        if any(each.device.type != "cpu" for holding in self.holdings() for each in holding.module.parameters()):
+            return 0
+        own = len(os.sched_getaffinity(0))
+        pinned = self.world.transport is not None and own == 1 < (os.cpu_count() or 1)
+        return 0 if pinned else own
 
     def holdings(self) -> list[Holding]:
         """What the stages of this process hold."""

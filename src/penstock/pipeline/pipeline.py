@@ -544,7 +544,8 @@ class Pipeline:
             raise UsageError("this pipeline is in a record() already; they do not nest: use the outer one's timeline")
         shifts, error = self.deployment.world.clock_shifts(self.schedule.ranks)
         held = peaks(self.schedule.columns, self.schedule.forward_only)
-        timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s")
+        cores = 0 if error else self.deployment.cores
+        timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s", cores=cores)
         recorder = Recorder(timeline, min(self.deployment.ranks.executors), shifts)
         self._recorder = recorder
         try:

@@ -7,13 +7,13 @@ the others took is told beside it.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from penstock.view.figures import percent, time_text
 
-__all__ = ["OUTLIER", "Recorded", "RecordedSteps", "cores_note"]
+__all__ = ["OUTLIER", "Recorded", "RecordedSteps", "cores_note", "run_notes"]
 
 OUTLIER = 1.5  # times the median makespan
 LISTED = 5  # outliers that are named
@@ -34,6 +34,21 @@ class RecordedSteps:
 
     steps: tuple[Recorded, ...]
     shown: int  # the number of that step
+
+    @classmethod
+    def of(cls, steps: Sequence[Recorded]) -> Self:
+        """Of these steps the one with the median makespan is shown; of an even number, the faster in the middle."""
+        middle = statistics.median_low([entry.makespan for entry in steps])
+        return cls(tuple(steps), next(entry.step for entry in steps if entry.makespan == middle))
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any]) -> Self | None:
+        """The steps that a training run has noted; None where there are none.
+
+        ValueError, KeyError or TypeError where the document is anything else.
+        """
+        steps = tuple(Recorded(int(step), float(time), float(idle)) for step, time, idle in document["steps"])
+        return cls(steps, int(document.get("typical", steps[-1].step))) if steps else None
 
     @property
     def median(self) -> float:
@@ -73,9 +88,8 @@ class RecordedSteps:
         entry = next((each for each in self.steps if each.step == self.shown), self.steps[-1])
         count = len(self.steps) if of is None else of
         one = f"the nearest to the median of {count} recorded steps" if count > 1 else "the only recorded step"
-        return (
-            f"The timeline is of step {entry.step}, {one}: {time_text(entry.makespan, 's')}, {percent(entry.idle)} idle."
-        )
+        figures = f"{time_text(entry.makespan, 's')}, {percent(entry.idle)} idle"
+        return f"The timeline is of step {entry.step}, {one}: {figures}."
 
     def notes(self, of: int | None = None) -> list[str]:
         """All of that in sentences."""
@@ -93,12 +107,6 @@ class RecordedSteps:
         }
 
 
-def median_of(steps: Sequence[Recorded]) -> Recorded:
-    """The step with the median makespan; of an even number, the faster of the two in the middle."""
-    middle = statistics.median_low([entry.makespan for entry in steps])
-    return next(entry for entry in steps if entry.makespan == middle)
-
-
 def cores_note(cores: int, ranks: int) -> str:
     """What must be said first where ranks share cores; nothing where each has its own."""
     if not 0 < cores < ranks:
@@ -108,3 +116,16 @@ def cores_note(cores: int, ranks: int) -> str:
         "idle shares say more about the machine than about the schedule, no rebalancing helps, and advice drawn from "
         "them may not hold where every rank has a core."
     )
+
+
+def run_notes(document: Mapping[str, Any], steps: RecordedSteps | None) -> list[str]:
+    """What a reader of a training run's timeline should know first: too few cores, which step it is, and outliers."""
+    notes = [cores_note(document.get("cores", 0), document.get("ranks", 0))]
+    if steps is not None:
+        notes += steps.notes(document.get("of"))
+    if document.get("asked") and 2 * document["agree"] < document["asked"]:
+        notes.append(
+            f"The advice below is drawn from that step, and only {document['agree']} of {document['asked']} other "
+            f"recorded steps lead to the same: it may be about that step and not about the run."
+        )
+    return [note for note in notes if note]

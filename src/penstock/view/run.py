@@ -20,7 +20,6 @@ class Run(NamedTuple):
     def sizes(self) -> str:
         return sizes_of(self.timeline.schedule)
 
-
     @property
     def peak_memory(self) -> float | None:
         """The most that a rank holds, in whole-rank microbatches: one in a rank's two stages is two halves."""

@@ -30,6 +30,7 @@ FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20
 NUMBERS = 5 * MOST_CELLS  # of a file: five for each span
+MOST_CORES = 1_000_000
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 
@@ -54,6 +55,7 @@ def to_json(timeline: Timeline) -> str:
         MARK: FORMAT,
         "unit": timeline.unit,
         "clock_error": timeline.clock_error,
+        "cores": timeline.cores,
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
         "walls": [list(wall) for wall in timeline.walls],
@@ -91,6 +93,9 @@ def from_json(text: str) -> Timeline:
         faults.append(Fault(f"unit is not a unit of time, such as 's': {document['unit'][:40]!r}"))
     if not _is_time(document["clock_error"]):
         faults.append(Fault(f"clock_error is not a time: {document['clock_error']}"))
+    cores = document.get("cores", 0)  # files of before have none
+    if not is_index(cores, MOST_CORES):
+        faults.append(Fault(f"cores is not a number of cores: {str(cores)[:40]}"))
     peaks = [document[name] for name in ("peak_activations", "peak_memory")]
     for name, numbers in zip(("peak_activations", "peak_memory"), peaks, strict=True):
         if len(numbers) not in (0, schedule.ranks) or not all(map(_is_time, numbers)):
@@ -107,6 +112,7 @@ def from_json(text: str) -> Timeline:
         walls=walls,
         clock_error=document["clock_error"],
         unit=document["unit"],
+        cores=cores,
     )
 
 

@@ -22,7 +22,7 @@ from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.account import account
-from penstock.view.recorded import Recorded, RecordedSteps, cores_note
+from penstock.view.recorded import Recorded, RecordedSteps, run_notes
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept
@@ -122,20 +122,10 @@ def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
 
 def recorded_steps(folder: RunFolder) -> RecordedSteps | None:
     """The recorded steps of a run's folder, for a view; None where there are none."""
-    found, document = read_recorded(folder)
-    return RecordedSteps(tuple(found), document.get("typical", found[-1].step)) if found else None
+    _, document = read_recorded(folder)
+    return RecordedSteps.read(document) if document else None
 
 
 def recorded_notes(folder: RunFolder) -> list[str]:
-    """What a reader of the timeline should know first, in words: too few cores, which step it is, and outliers."""
-    found, document = read_recorded(folder)
-    notes = [cores_note(document.get("cores", 0), document.get("ranks", 0))]
-    steps = recorded_steps(folder)
-    if steps is not None:
-        notes += steps.notes(document.get("of", len(found)))
-    if document.get("asked") and 2 * document["agree"] < document["asked"]:
-        notes.append(
-            f"The advice below is drawn from that step, and only {document['agree']} of {document['asked']} other "
-            f"recorded steps lead to the same: it may be about that step and not about the run."
-        )
-    return [note for note in notes if note]
+    """What a reader of the timeline should know first, in words."""
+    return run_notes(read_recorded(folder)[1], recorded_steps(folder))

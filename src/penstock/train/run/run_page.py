@@ -25,7 +25,10 @@ def save_run_page(folder: RunFolder) -> Path | None:
     timeline = Timeline.load(folder.timeline)
     planned = replace(simulate(timeline.schedule, Costs.from_timeline(timeline)), unit="s")
     steps = recorded_steps(folder)
-    runs = [Run("recorded" if steps is None else f"step {steps.shown}", timeline), Run("as planned with its costs", planned)]
+    runs = [
+        Run("recorded" if steps is None else f"step {steps.shown}", timeline),
+        Run("as planned with its costs", planned),
+    ]
     lines = read_metrics(folder.metrics)
     notes = [*recorded_notes(folder), *_figures(lines)]
     title = f"{folder.root.name}: a typical step"

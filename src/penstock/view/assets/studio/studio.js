@@ -227,7 +227,7 @@ state.slots.forEach((_, place) => {
 // -- the start
 
 try {
-  if (location.hash.length > 1) readState(location.hash.slice(1));
+  readState(location.hash.length > 1 ? location.hash.slice(1) : DATA.begin);
 } catch (error) {
   if (!(error instanceof FileError)) throw error;
   byId("address").textContent = `${error.message}; the usual schedules are shown instead.`;

@@ -158,7 +158,7 @@ def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_r
     facts = {name: value for name, value in (("ranks", ranks), ("microbatches", microbatches)) if value is not None}
     if Path(source).suffix.lower() not in SUFFIXES:
         if not Path(source).exists():
-            raise UsageError(f"there is no file or folder {source}")
+            raise UsageError(f"there is no file or folder {source}; a schedule's file ends in .csv or .json")
         raise UsageError(f"{source}: a schedule's file ends in .csv or .json, so that its form is known")
     try:
         schedule = Schedule.load(source, check=False, **facts)

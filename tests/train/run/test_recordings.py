@@ -55,9 +55,10 @@ def test_the_median_step_is_shown_and_outliers_are_named(tmp_path: Path, monkeyp
     entries, document = read_recorded(folder)
     assert [entry.step for entry in entries] == [10, 20, 30, 40, 50]
     assert document["typical"] == 30
-    first, which, outliers = recorded_notes(folder)
+    first, which, spread, outliers = recorded_notes(folder)
     assert first.startswith("This machine has 2 cores for 4 ranks, so ranks take turns")
     assert which.startswith("The timeline is of step 30, the nearest to the median of 5 recorded steps")
+    assert "of 5 recorded steps: half of them within " in spread
     assert outliers == "Outliers among them: step 20 (7.5 times the median), step 50 (4.2 times the median)."
     folder.metrics.write_text(
         '{"step": 1, "loss": 3.0, "memory": [5000000, 7000000], "tokens_per_second": 10, "mfu": 0.125}\n'

@@ -284,7 +284,7 @@ def test_an_action_is_found_and_its_arrows_are_drawn(browser: Browser, folder: P
       pen.fill = () => { count++; own.call(pen); }; penstock.draw(); return count; })()"""
     assert browser.run(lines) == 0
     browser.run('document.getElementById("arrows").click()')
-    assert browser.run(lines) == 2  # of 0F1: to 1F1 alone comes its value; of the chosen 0F1 none arrives
+    assert browser.run(lines) == 1  # of the chosen 0F1: its value goes to 1F1, and nothing comes to it
     browser.run("penstock.controls.nothing()")
     assert browser.run(lines) == 48  # 8 microbatches, 3 links, both ways
 

@@ -85,6 +85,7 @@ const strip = document.createElement("canvas");
 
 // Rows as one picture, a line each, in a box of the drawing.
 function paintRows(pen, rows, slope, shift, critical, x, y, width, height, ratio) {
+  if (!rows.length) return;
   const across = Math.max(1, Math.round(width * ratio));
   if (strip.width !== across || strip.height !== rows.length) { strip.width = across; strip.height = rows.length; }
   const own = strip.getContext("2d"), image = own.createImageData(across, rows.length);

@@ -20,7 +20,11 @@ class Editor {
     slot.own = { ...schedule, name: schedule.name.startsWith("own") ? schedule.name : `own, from ${schedule.name || "a file"}` };
   }
 
-  keep(slot) { slot.past.push({ source: slot.source, each: slot.each, own: slot.own }); if (slot.past.length > 200) slot.past.shift(); }
+  keep(slot, before = { source: slot.source, each: slot.each, own: slot.own }) {
+    slot.past.push(before);
+    if (slot.past.length > 200) slot.past.shift();
+    this.last = slot;
+  }
 
   undo(slot) {
     const before = slot.past.pop();
@@ -61,7 +65,7 @@ class Editor {
         if (rank !== from.rank || cell !== from.cell) this.put(slot, movedCell(schedule, from.rank, from.cell, rank, cell), false);
         this.chosen(run.number, rank, cell, slot);
       },
-      end: () => { if (slot.own !== before.own) slot.past.push(before); this.changed(); },
+      end: () => { if (slot.own !== before.own) this.keep(slot, before); this.changed(); },
     };
   }
 

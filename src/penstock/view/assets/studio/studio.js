@@ -256,7 +256,7 @@ controls.toggle = () => {};
 view.folds = false;
 Object.assign(controls.keys, {
   "[": () => editor.move(-1, 0), "]": () => editor.move(1, 0), "{": () => editor.move(0, -1), "}": () => editor.move(0, 1),
-  u: () => { if (view.selected) editor.undo(state.slots[view.selected.row.run.slot]); },
+  u: () => { if (editor.last) editor.undo(editor.last); },
 });
 for (const [id, act] of [["zoom-in", () => controls.zoom(1.6)], ["zoom-out", () => controls.zoom(1 / 1.6)], ["zoom-all", () => controls.showAll()], ["pan-left", () => controls.pan(-0.25)], ["pan-right", () => controls.pan(0.25)]]) {
   byId(id).addEventListener("click", act);

@@ -203,6 +203,7 @@ def test_a_picture_is_shared_as_its_address(browser: Browser, page: Path) -> Non
     show(browser, page, address)
     assert browser.run('[studio.text(0, "csv"), studio.shown[1].timeline.makespan, studio.state.cap]') == seen
     show(browser, page, "r=3&m=4&a=own&arows=%3Cb%3E&aon=0&am=1")
+    time.sleep(0.5)
     assert "is not an action" in browser.run('document.getElementById("address").innerText')
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -61,18 +60,18 @@ def test_what_cannot_work_is_said(command: str, words: str) -> None:
 
 def test_it_is_served_on_this_machine_until_ctrl_c() -> None:
     command = [Path(sys.executable).parent / "penstock", "studio"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    try:
-        assert server.stdout is not None
-        found = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())
-        assert found is not None
-        fetch = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        with fetch(found[0], timeout=30) as answer:
-            assert b"Penstock studio" in answer.read()
-        with pytest.raises(urllib.error.HTTPError, match="404"):
-            fetch(f"{found[0]}etc/passwd", timeout=30)
-        server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0
-    finally:
-        server.kill()
-        server.wait()
+    fetch = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            found = re.search(r"http://127\.0\.0\.1:\d+/", server.stdout.readline())
+            assert found is not None
+            with fetch(found[0], timeout=30) as answer:
+                assert b"Penstock studio" in answer.read()
+            with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+                fetch(f"{found[0]}etc/passwd", timeout=30)
+            refused.value.close()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 0
+        finally:
+            server.kill()

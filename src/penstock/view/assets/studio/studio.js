@@ -139,10 +139,22 @@ function drawScatter() {
 
 // -- the address and files
 
+let complaint = ""; // about the address that was given
+
+function readAddress() {
+  complaint = "";
+  try {
+    readState(location.hash.length > 1 ? location.hash.slice(1) : DATA.begin);
+  } catch (error) {
+    if (!(error instanceof FileError)) throw error;
+    complaint = `${error.message}; the usual schedules are shown instead.`;
+  }
+}
+
 function writeAddress() {
   const { text, complete } = stateText();
   history.replaceState(null, "", `#${text}`);
-  byId("address").textContent = complete ? "" : "The schedule is too long for an address: save it as a file to pass it on.";
+  byId("address").textContent = complete ? complaint : "The schedule is too long for an address: save it as a file to pass it on.";
 }
 
 function save(place, kind) {
@@ -226,12 +238,7 @@ state.slots.forEach((_, place) => {
 
 // -- the start
 
-try {
-  readState(location.hash.length > 1 ? location.hash.slice(1) : DATA.begin);
-} catch (error) {
-  if (!(error instanceof FileError)) throw error;
-  byId("address").textContent = `${error.message}; the usual schedules are shown instead.`;
-}
+readAddress();
 view = new View([new Run({ label: "", kind: "", unit: "", tick: 1, makespan: 1, idle: 0, sizes: [0, 0, 0], rows: [] }, 0)]);
 const gantt = new Gantt(byId("chart"), view), memory = new Memory(byId("memory"), view), overview = new Overview(byId("overview"), gantt);
 const editor = new Editor({
@@ -269,6 +276,6 @@ showControls();
 update();
 new ResizeObserver(() => { redraw(); drawScatter(); }).observe(byId("chart"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("hashchange", () => { readState(location.hash.slice(1)); showControls(); update(); });
+addEventListener("hashchange", () => { readAddress(); showControls(); update(); });
 window.studio = { state, view, gantt, editor, controls, update, load, get shown() { return shown; }, get spent() { return spent; },
   text: (place, kind) => { const each = shown[place], whole = each.proved ? align(packed(each.schedule)) : each.schedule; return kind === "csv" ? toCsv(whole) : toJson(whole); } };

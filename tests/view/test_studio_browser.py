@@ -126,6 +126,16 @@ def test_controls_change_both_schedules_at_once(browser: Browser, page: Path) ->
     assert {"A 1f1b", "B zb-v", "v-min"} <= set(names)
 
 
+def test_a_schedule_that_breaks_the_cap_says_so_and_claims_no_bound(browser: Browser, page: Path) -> None:
+    """Within the cap nothing is shorter than the bound; what takes more memory may be."""
+    show(browser, page, "r=8&m=32&h=0.2&cap=6&a=zb-v&b=v-half")
+    broken, kept = (browser.run(f'document.querySelector("#slot-{place} .figures").innerText') for place in (0, 1))
+    assert "8 (over the cap)" in broken
+    assert "within the cap" in broken
+    assert "reached" not in broken
+    assert "above it" in kept
+
+
 def test_dragging_an_action_says_at_once_whether_the_proof_holds_and_why_not(browser: Browser, page: Path) -> None:
     show(browser, page, "r=4&m=6&a=1f1b&b=zb-v")
     assert proof(browser).startswith("✓ The proof holds")

@@ -99,7 +99,7 @@ function figuresOf({ proved, timeline, memory, bound, over, schedule }) {
     ["makespan", proved ? short(timeline.makespan) : "-"],
     ["idle", proved ? percent(timeline.bubble) : "-"],
     ["memory", `${short(memory)}${over ? " (over the cap)" : ""}`],
-    ["lower bound", bound === null ? "-" : `${short(bound)} (${timeline.makespan > bound * (1 + 1e-9) ? `${percent(timeline.makespan / bound - 1)} above it` : "reached"})`],
+    ["lower bound", bound === null ? "-" : over ? `${short(bound)} within the cap` : `${short(bound)} (${timeline.makespan > bound * (1 + 1e-9) ? `${percent(timeline.makespan / bound - 1)} above it` : "reached"})`],
     ["sizes", `${schedule.rows.length} x ${schedule.microbatches}, ${schedule.placement.length} stages`],
   ];
   const list = element("dl");

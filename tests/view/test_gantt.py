@@ -44,7 +44,9 @@ def test_memory_is_counted_in_microbatches_of_a_whole_rank() -> None:
     whole, halves = gantt([run("1f1b")], 200).plain, gantt([run("zb-v")], 200).plain
     assert "a rank holds at most 4 whole-rank microbatches" in whole
     assert "a rank holds at most 4 whole-rank microbatches" in halves
-    assert "a rank holds at most 6 GB" in gantt([run("zb-v")._replace(activation=1.5e9)], 200).plain
+    assert (
+        "a rank holds at most 6 GB" in gantt([run("zb-v")._replace(activation=(1.5e9, 0.5e9, 0.5e9, 0.5e9))], 200).plain
+    )
 
 
 def test_a_crowded_chart_shows_the_ops_and_no_names() -> None:

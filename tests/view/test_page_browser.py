@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("pages")
     curve = Curve([(step, 5 / step**0.5) for step in range(1, 900)], [(step, 5.5 / step**0.5) for step in (9, 99, 890)])
     notes = [f"This machine has 2 cores for 4 ranks {BAD}", "The timeline is of step 30."]
-    one = Run("1f1b", simulate(build("1f1b", 4, 8), Costs(hop=0.25)))
+    one = Run("1f1b", simulate(build("1f1b", 4, 8), Costs(hop=0.25)), (2e9, 1e9, 1e9, 1e9))
     save_page([one], found / "one.html", notes=notes, curve=curve)
     with pipeline([0.001] * 4) as pipe:
         run = record(pipe)
@@ -228,6 +228,12 @@ def test_many_runs_are_compared_first_and_their_ranks_shown_on_demand(browser: B
     assert window(browser)
     assert browser.run("penstock.view.isOpen(penstock.runs[1])")
     browser.size(1300, 900)
+
+
+def test_memory_is_shown_in_bytes_where_they_are_known(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "one.html")
+    assert "8 GB" in text_of(browser, "runs")
+    assert text_of(browser, "memory-text").endswith("in bytes.")
 
 
 def test_recorded_steps_have_a_median_a_spread_and_marked_outliers(browser: Browser, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ class Run(NamedTuple):
 
     label: str
     timeline: Timeline
-    activation: float | None = None  # bytes that one microbatch holds on a rank, in all its stages, where it is known
+    activation: tuple[float, ...] | None = None  # by rank, where known: bytes that one microbatch holds in its stages
 
     @property
     def sizes(self) -> str:
@@ -23,9 +24,7 @@ class Run(NamedTuple):
     @property
     def peak_memory(self) -> float | None:
         """The most that a rank holds, in whole-rank microbatches: one in a rank's two stages is two halves."""
-        placement = self.timeline.schedule.placement
-        peaks = enumerate(self.timeline.peak_activations)
-        return max((peak / len(placement.stages_of(rank)) for rank, peak in peaks), default=None)
+        return max(held_peaks(self.timeline), default=None)
 
     @property
     def memory_text(self) -> str:
@@ -34,8 +33,14 @@ class Run(NamedTuple):
         if peak is None:
             return ""
         if self.activation is not None:
-            return bytes_text(peak * self.activation)
+            return bytes_text(max(map(operator.mul, held_peaks(self.timeline), self.activation)))
         return f"{number(peak)} whole-rank {'microbatch' if peak == 1 else 'microbatches'}"
+
+
+def held_peaks(timeline: Timeline) -> list[float]:
+    """The most that each rank holds, in whole-rank microbatches."""
+    placement = timeline.schedule.placement
+    return [peak / len(placement.stages_of(rank)) for rank, peak in enumerate(timeline.peak_activations)]
 
 
 def sizes_of(schedule: Schedule) -> str:

@@ -100,7 +100,8 @@ def view(
     with working("reading"):
         recorded = {source: load_recording(source) for source in sources if is_run(source)}
         runs = _runs(sources, recorded, (ranks, microbatches, stages_per_rank), predicted, given)
-        runs = [run._replace(activation=held) for run in runs]
+        if held is not None:
+            runs = [run._replace(activation=(held,) * run.timeline.ranks) for run in runs]
     notes = [note for each in recorded.values() for note in each.notes]
     saved = list(_save(runs, notes, recorded, {"html": html, "svg": svg, "png": png, "trace": trace}))
     if as_json:

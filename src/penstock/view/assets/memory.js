@@ -10,13 +10,13 @@ class Memory {
     const { view } = this, height = rowHeightOf(view, 480, 12, 40), mini = 26;
     const places = arrange(view, height, () => mini);
     const { pen, width } = fitCanvas(this.canvas, Math.max(20, places.height));
-    const scale = new Map(view.runs.map((run) => [run, run.activation || 1])), known = view.runs.every((run) => run.activation);
-    const size = (row) => (known ? scale.get(row.run) : 1) / Math.max(1, row.each);
+    const known = view.runs.every((run) => run.activation); // else a microbatch is as high in one run as in the other
+    const size = (row) => (known ? row.run.sizeOf(row) : 1) / Math.max(1, row.each);
     const most = Math.max(view.cap || 0, ...view.runs.flatMap((run) => run.rows.map((row) => row.peak * size(row)))) || 1;
     drawNames(pen, view, places, height, gantt.gutter, width);
     for (const { row, y } of places.rows) this.row(pen, gantt, row, y, height - 4, most / size(row));
     for (const { run, y } of places.minis) {
-      const row = run.rows.reduce((best, each) => (each.held(each.peak) > best.held(best.peak) ? each : best));
+      const row = run.rows.reduce((best, each) => (each.peak * size(each) > best.peak * size(best) ? each : best));
       this.row(pen, gantt, row, y, mini - 6, most / size(row), `rank ${row.rank}, `);
     }
   }
@@ -42,7 +42,7 @@ class Memory {
       for (let x = gantt.gutter; x < gantt.gutter + gantt.plot; x += 8) pen.fillRect(x, at - 0.5, 4, 1);
     }
     if (height < 8) return;
-    const text = `${name}peak ${row.run.memory(row.held(row.peak))}`;
+    const text = `${name}peak ${row.run.memory(row.held(row.peak) * row.run.sizeOf(row))}`;
     pen.font = `11px ${FONT}`;
     const x = gantt.gutter + gantt.plot - pen.measureText(text).width - 4;
     pen.strokeStyle = ink("ground");

@@ -98,7 +98,7 @@ function drawScatters() {
       xName: known ? "memory" : "memory, in whole-rank microbatches", yName: "idle", xText: unit, yText: percent,
       choose: (point) => { toggle(point.run); byId("chart").scrollIntoView({ block: "nearest" }); },
     });
-    scatter.draw(runs.map((run) => ({ run, x: run.peak * (known ? run.activation : 1), y: run.idle, name: run.label, mark: run.letter, label: runs.length > 16 ? run.letter : undefined })));
+    scatter.draw(runs.map((run) => ({ run, x: known ? run.peakSize : run.peak, y: run.idle, name: run.label, mark: run.letter, label: runs.length > 16 ? run.letter : undefined })));
   }
   if (DATA.steps) {
     const { steps, median, outliers, shown } = DATA.steps, slow = new Set(outliers);

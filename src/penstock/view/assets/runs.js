@@ -56,12 +56,15 @@ class Run {
     this.letter = number < 26 ? String.fromCharCode(65 + number) : `${number + 1}`;
     this.rows = given.rows.map((row) => new Row(this, row));
     this.peak = Math.max(0, ...this.rows.map((row) => row.held(row.peak)));
+    this.peakSize = Math.max(0, ...this.rows.map((row) => row.held(row.peak) * this.sizeOf(row)));
   }
+
+  // Bytes of one microbatch on a rank, where they are known; else microbatches are the unit.
+  sizeOf(row) { return this.activation ? this.activation[row.rank] : 1; }
 
   time(ticks) { return timeText(ticks * this.tick, this.unit); }
 
-  // Bytes where they are known, else microbatches.
-  memory(held) { return this.activation ? bytesText(held * this.activation) : short(held); }
+  memory(size) { return this.activation ? bytesText(size) : short(size); }
 }
 
 // Which runs are shown, which of them with their ranks, and in which window of time, order and scale.

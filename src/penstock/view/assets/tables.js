@@ -22,7 +22,7 @@ function runsTable(view, toggle) {
     }
     name.append(`${run.label} (${run.kind})`);
     const figures = [run.makespan, run.idle, run.peak];
-    const cells = [timeText(run.makespan, run.unit), percent(run.idle), run.memory(run.peak), ...KINDS.map((_, part) => percent(idleMean(run, part))), ...run.sizes];
+    const cells = [timeText(run.makespan, run.unit), percent(run.idle), run.memory(run.peakSize), ...KINDS.map((_, part) => percent(idleMean(run, part))), ...run.sizes];
     return element("tr", {}, name, ...cells.map((text, place) => element("td", { text, kind: place < 3 && figures[place] === best[place] ? "best" : kind(place + 1) })));
   });
   byId("runs").append(

@@ -113,7 +113,7 @@ def _run(run: Run) -> dict[str, Any]:
     if timeline.measured and len(timeline.spans) <= MOST_ACCOUNTED:
         books = account(timeline)
         document["account"] = {
-            "advice": books.advice,
+            "advice": books.guarded_advice,
             "path": [[name, time_text(time, timeline.unit)] for name, time in books.path_shares().items()],
             "names": _names(books),
             "ranks": [

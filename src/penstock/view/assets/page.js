@@ -92,7 +92,7 @@ controls.keys["/"] = () => byId("wanted").focus();
 // -- the figures
 
 function drawScatters() {
-  if (view.several) {
+  if (runs.length > 2) {
     const unit = known ? (value) => bytesText(value) : short;
     const scatter = new Scatter(byId("scatter"), {
       xName: known ? "memory" : "memory, in whole-rank microbatches", yName: "idle", xText: unit, yText: percent,
@@ -113,7 +113,7 @@ function drawScatters() {
 
 // -- the start
 
-byId("scatter-section").hidden = !view.several;
+byId("scatter-section").hidden = runs.length < 3; // of two, the table says it all
 byId("steps-section").hidden = !DATA.steps;
 if (DATA.steps) byId("steps-text").textContent = DATA.steps.text;
 for (const group of document.querySelectorAll(".several")) group.hidden = !view.several;

@@ -23,12 +23,10 @@ from penstock.gpipe.calls import Calls
 from penstock.gpipe.cut_request import Balance, CutRequest, cut_another_path
 from penstock.model.lru_cache import LruCache
 from penstock.model.replay.recording.unit_calls import shapes_of
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import check_labels, count_for, split_batch
 from penstock.runtime.state.batch_norm import prepare_batch_norm
-
-__all__ = ["GPipe"]
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of a call
 
@@ -227,7 +225,7 @@ class GPipe(nn.Module):
         self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
         return calls
 
-    def _attach(self, split: Split) -> Calls:
+    def _attach(self, split: StagedModel) -> Calls:
         """The stages of a cut, ready for calls."""
         devices = None if self.devices is None else self.devices[: split.stages]
         calls = Calls(split, self.chunks, self.checkpoint, devices, self._dims, self.timeout)
@@ -240,7 +238,7 @@ class GPipe(nn.Module):
         """Layers and numbers that were replaced, and a process that was forked and has no threads, need a new cut."""
         return (os.getpid(), self.chunks, self.checkpoint, *self._modules.values())
 
-    def _cut(self, first: Given | None) -> Split:
+    def _cut(self, first: Given | None) -> StagedModel:
         looks = first is not None and self._request.needs_batch(self.module)
         return self._request.cut(self.module, self.chunks, self._example(first) if first and looks else None)
 

@@ -78,14 +78,14 @@ class World:
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
         """Read the arguments, then the environment."""
-        transport, said = _choice(transport)
+        transport, source = _choice(transport)
         if group is not None and mesh is not None:
             raise UsageError("pass group= or mesh=, not both")
         if mesh is not None:
             group = mesh.get_group("pp")
         if transport == "threads":
             if group is not None:
-                raise UsageError(f"{said} runs all ranks in this process; it takes no group= or mesh=")
+                raise UsageError(f"{source} runs all ranks in this process; it takes no group= or mesh=")
             return cls(None, None, timeout)
         if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -93,7 +93,7 @@ class World:
             group = dist.group.WORLD
         if group is None:
             if transport is not None:
-                raise UsageError(f"{said} needs a process group: start with torchrun, or pass group=")
+                raise UsageError(f"{source} needs a process group: start with torchrun, or pass group=")
             return cls(None, None, timeout)
         return cls(group, dist.get_world_size(group), timeout, transport)
 
@@ -112,8 +112,10 @@ class World:
     def check_ranks(self, wanted: int, asked: int | None) -> None:
         """The schedule's ranks must be the processes there are."""
         if self.size is not None and wanted != self.size:
-            said = f"ranks={asked}" if asked else f"the schedule needs {wanted} ranks"
-            raise UsageError(f"{said}, but the group has {self.size} processes; start torchrun with {wanted} processes")
+            reason = f"ranks={asked}" if asked else f"the schedule needs {wanted} ranks"
+            raise UsageError(
+                f"{reason}, but the group has {self.size} processes; start torchrun with {wanted} processes"
+            )
 
     def transports(self, ranks: int, devices: Sequence[torch.device | str] | None) -> Sequence[Transport]:
         """One transport for each rank that lives in this process."""
@@ -221,10 +223,10 @@ def _check_built(answers: Sequence[Any]) -> None:
 
 def _choice(asked: str | None) -> tuple[str | None, str]:
     """The transport that was asked for, by argument or else by the environment, and how that was said."""
-    said = f"transport={asked!r}"
+    source = f"transport={asked!r}"
     if asked is None:
         asked = os.environ.get(TRANSPORT_VARIABLE, "").strip().lower() or None
-        said = f"{TRANSPORT_VARIABLE}={asked}"
+        source = f"{TRANSPORT_VARIABLE}={asked}"
     if asked not in (None, *TRANSPORTS):
-        raise UsageError(f"{said}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
-    return asked, said
+        raise UsageError(f"{source}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
+    return asked, source

@@ -20,8 +20,6 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_kind
 
-__all__ = ["DeclaresSkips", "Key", "SkipRoutes", "find_routes", "take_skip", "use_skips", "waiting_skips"]
-
 Key = tuple[Any, str]  # what the name is unique in (None: the model), and the name
 Routes = dict[tuple[int, int], tuple[Key, ...]]  # (from stage, to stage) -> what travels
 Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]

@@ -92,6 +92,19 @@ class StagePart:
         """After a step: set on the user's modules what the code of their copies has set."""
 
 
+def hang(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    """Put a parameter or buffer into a tree of modules under its dotted name: the object itself, not a copy."""
+    *path, leaf = name.split(".")
+    for step in path:
+        root = root._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+    if isinstance(tensor, nn.Parameter):
+        root._parameters[leaf] = tensor
+    else:
+        root._buffers[leaf] = tensor
+        if not persistent:
+            root._non_persistent_buffers_set.add(leaf)
+
+
 def state_names(module: nn.Module) -> list[str]:
     """Every name under which the module has something: parameters, all buffers, and what only its state knows.
 

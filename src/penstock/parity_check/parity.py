@@ -26,7 +26,7 @@ from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
 from penstock.model.part import OUTPUT
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision
 from penstock.parity_check.tensor_trace import Trace, watching_stages
 from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
@@ -149,7 +149,7 @@ def _check_arguments(model: Any, pipeline: Any) -> None:
         )
 
 
-def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, loss_fn: Any) -> None:
+def _run_plain(pipe: Pipeline, split: StagedModel, batch: Batch, trace: Trace, loss_fn: Any) -> None:
     """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
     before, pipe.loss_fn = pipe.loss_fn, loss_fn
     try:
@@ -159,7 +159,7 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, loss_fn
         pipe.loss_fn = before
 
 
-def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precision: Precision | None) -> None:
+def _accumulate(pipe: Pipeline, split: StagedModel, batch: Batch, trace: Trace, precision: Precision | None) -> None:
     for part in split.parts:
         part.around = unit_stream
     fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
@@ -193,7 +193,7 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precis
 
 def _plain_forward(
     pipe: Pipeline,
-    split: Split,
+    split: StagedModel,
     batch: Batch,
     step: int,
     number: int,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.model.part import OUTPUT
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.pipeline import Pipeline
 from penstock.runtime.engine.stage import Stage, StageInput
 
@@ -39,7 +39,7 @@ class TensorPlace(NamedTuple):
 class Trace:
     """The tensors that one side computes, by place."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: StagedModel) -> None:
         self.tensors: dict[TensorPlace, Tensor] = {}
         self.numbers = [-1] * split.stages  # the microbatch that each stage goes back through now
         self.forks = -1  # the last stage that emits several tensors: from there back, gradients meet in another order

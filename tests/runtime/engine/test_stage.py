@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PeerFailure, RunError
-from penstock.model.split import split_model
+from penstock.model.by_position import split_by_position
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.state.randomness import StageRandomness
 
@@ -287,7 +287,7 @@ def test_a_gradient_that_a_stage_takes_itself_is_not_what_goes_back(schedule: st
 def one_stage(module: nn.Module) -> Stage:
     from contextlib import nullcontext
 
-    (part,) = split_model([module], None, None).parts
+    (part,) = split_by_position([module], None, None).parts
     return Stage(part, StageRandomness(lambda microbatch: nullcontext(), None), is_last=True)
 
 

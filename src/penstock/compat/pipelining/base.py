@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat.pipelining.actions import orders_of
+from penstock.compat.pipelining.actions import failures_in_grid, orders_of
 from penstock.compat.pipelining.chunks import CustomFunctions
 from penstock.compat.pipelining.errors import ArgumentTypeError
-from penstock.compat.pipelining.failures import in_its_grid
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, check_specs, one_each
 from penstock.compat.pipelining.order import Ordered
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
@@ -24,8 +23,6 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, insert_reductions, lower
-
-__all__ = ["_PipelineSchedule"]
 
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
 Given = tuple[Sequence[Any], Mapping[str, Any], Any]  # positional and keyword arguments of a step, and its target
@@ -153,9 +150,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             )
         self._check_ranks(schedule)
         self._tell_stages(dict(enumerate(schedule.placement)))
-        wanted = sorted(schedule.placement.stages_of(self.rank))
-        if mine != wanted:
-            raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")
+        due = sorted(schedule.placement.stages_of(self.rank))
+        if mine != due:
+            raise UsageError(f"the order runs stages {due} on rank {self.rank}, but it was given stages {mine}")
 
     # -- running it
 
@@ -277,7 +274,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             args, kwargs, target, loss_kwargs = (), {}, None, None
         extra = {name: Shared(value) for name, value in (loss_kwargs or {}).items()}  # each loss gets it whole
         run = pipe.step if training else pipe.evaluate
-        with in_its_grid(type(self).__name__, pipe.program if training else None):
+        with failures_in_grid(type(self).__name__, pipe.program if training else None):
             result = run(*args, target=target, loss_kwargs=extra, outputs=return_outputs, **kwargs)
         last = next((stage for stage in self._all_stages if stage.is_last), None)
         if last is None:

@@ -22,8 +22,6 @@ from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.report import StepInput
 from penstock.schedule import Action, Op
 
-__all__ = ["Translated", "custom_handler", "weight_handlers"]
-
 
 class TranslatedBatches(Batches):
     """Batches with torch's way to join outputs; keeps each microbatch's output until the schedule takes them."""
@@ -102,14 +100,14 @@ def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handl
 
     def handler(action: Action, context: Context) -> None:
         batch, losses = context.batch, context.losses
-        seen = _PipelineContext(
+        torch_context = _PipelineContext(
             schedule, batch.args, batch.kwargs, batch.targets, [losses[number] for number in sorted(losses)], context
         )
         running = Running(action, context)
         for stage in schedule._all_stages:
             stage.running = running
         try:
-            function(_of(action), seen)
+            function(_of(action), torch_context)
         finally:
             for stage in schedule._all_stages:
                 stage.running = None

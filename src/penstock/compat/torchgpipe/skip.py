@@ -31,6 +31,7 @@ class Namespace:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class stash:
     """`yield stash("name", value)` in a layer's forward keeps a value for the layer that pops it; `None` is a value.
 
@@ -39,12 +40,11 @@ class stash:
         tensor: The value.
     """
 
-    __slots__ = ("name", "tensor")
-
-    def __init__(self, name: str, tensor: Any) -> None:
-        self.name, self.tensor = name, tensor
+    name: str
+    tensor: Any
 
 
+@dataclass(frozen=True, slots=True)
 class pop:
     """`value = yield pop("name")` in a layer's forward takes what an earlier layer has stashed.
 
@@ -52,10 +52,7 @@ class pop:
         name: The name of the skip.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 class Skippable(DeclaresSkips):

@@ -46,7 +46,7 @@ def watched_calls(where: Where) -> Iterator[None]:
     """Around a plain forward in this thread: a call of a clock or of one of Python's generators is an error."""
     found: list[tuple[str, str]] = []
 
-    def look(frame: Any, event: str, called: Any) -> None:
+    def on_call(frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and not found:
             what = _source(called)
             if what and not frame.f_code.co_filename.startswith(_TORCH):
@@ -55,7 +55,7 @@ def watched_calls(where: Where) -> Iterator[None]:
     before, collects = sys.getprofile(), gc.isenabled()
     with where.watched():
         gc.disable()  # what is called when garbage is collected (`gc.callbacks`) would be taken for the model's
-        sys.setprofile(look)
+        sys.setprofile(on_call)
         try:
             yield
         finally:

@@ -47,7 +47,7 @@ class Changes:
         self._forwards = {id(module): vars(module).get("forward") for module in modules}
         self._patched: set[int] = set()
         parameters = _Parameters(parts, dict(named), modules, self._where)
-        self._types = _Types(parameters.places())
+        self._types = _Types(parameters.entries())
         self._checks: list[_Check] = [
             _List(model),
             _Tree(modules, self._where),
@@ -60,7 +60,7 @@ class Changes:
 
     def follow(self) -> bool:
         """Before a step: what was set on the model reaches its stages. Whether anything was."""
-        changes = self._settings.look() + self._types.look()
+        changes = self._settings.take_changes() + self._types.take_changes()
         self._note(changes)
         for part in self._parts:
             part.follow(changes)
@@ -72,7 +72,7 @@ class Changes:
         for part in self._parts:
             part.give_back(self._settings)
         if self._moves:
-            self._note(self._settings.look())
+            self._note(self._settings.take_changes())
 
     def check(self) -> None:
         """Refuse what cannot be followed."""
@@ -104,9 +104,9 @@ def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(model, nn.Module):
         yield from model.named_modules(remove_duplicate=False)
         return
-    for place, root in enumerate(model or ()):
+    for index, root in enumerate(model or ()):
         for name, module in root.named_modules(remove_duplicate=False):
-            yield dotted_name(str(place), name), module
+            yield dotted_name(str(index), name), module
 
 
 Where = Callable[..., str]
@@ -181,14 +181,14 @@ class _Parameters:
         found = list(chain.from_iterable([module._parameters.values() for module in self._whole]))
         return found + [module._parameters.get(leaf) for module, leaf in self._single] if self._single else found
 
-    def places(self) -> list[tuple[nn.Module, str]]:
+    def entries(self) -> list[tuple[nn.Module, str]]:
         """Where they are: a module, and a name in it."""
         return [(module, leaf) for module in self._whole for leaf in module._parameters] + self._single
 
     def fault(self) -> str:
         if [*map(id, self._now())] == self._ids:
             return ""
-        for module, leaf in self.places():
+        for module, leaf in self.entries():
             parameter = module._parameters.get(leaf)
             if parameter is not None and id(parameter) not in self._ids:
                 return f"the parameter {self._where(module, leaf)} was added, or exchanged for another"
@@ -199,19 +199,19 @@ class _Parameters:
 class _Types:
     """The types of parameters, as `model.double()` changes them."""
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str]]) -> None:
-        found = [(module, parameter) for module, leaf in places if (parameter := module._parameters[leaf]) is not None]
+    def __init__(self, entries: Sequence[tuple[nn.Module, str]]) -> None:
+        found = [(module, parameter) for module, leaf in entries if (parameter := module._parameters[leaf]) is not None]
         self._modules, self._parameters = [module for module, _ in found], [parameter for _, parameter in found]
         self._was = [*map(_dtype, self._parameters)]
 
-    def look(self) -> list[Change]:
+    def take_changes(self) -> list[Change]:
         """The modules whose parameters are of another type than at the last look."""
         now = [*map(_dtype, self._parameters)]
         if now == self._was:
             return []
-        changed = [place for place, kind in enumerate(now) if kind != self._was[place]]
+        changed = [index for index, kind in enumerate(now) if kind != self._was[index]]
         self._was = now
-        return [(self._modules[place], "_parameters") for place in changed]
+        return [(self._modules[index], "_parameters") for index in changed]
 
 
 class _Code:
@@ -242,18 +242,18 @@ class _Hooks:
 
     def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
         self._where = where
-        self._places = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
+        self._tables = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
         self._was = [dict(table) for table in self._now()]
 
     def _now(self) -> list[Any]:
-        return [module.__dict__[name] for module, name in self._places]
+        return [module.__dict__[name] for module, name in self._tables]
 
     def fault(self) -> str:
         now = self._now()
         if now == self._was:
             return ""
-        place = next(place for place, table in enumerate(now) if table != self._was[place])
+        index = next(index for index, table in enumerate(now) if table != self._was[index])
         return (
-            f"a hook was added to {self._where(self._places[place][0])} or taken from it, whose own code does not run "
+            f"a hook was added to {self._where(self._tables[index][0])} or taken from it, whose own code does not run "
             f"as it is: it is spread over stages, or captured in a graph"
         )

@@ -35,8 +35,8 @@ class Settings:
     def __init__(
         self, modules: Iterable[nn.Module], copied: Iterable[nn.Module] = (), *, objects: bool = False
     ) -> None:
-        self._seen = [(module, dict(vars(module))) for module in modules]
-        self._by_module = {id(module): seen for module, seen in self._seen}
+        self._known = [(module, dict(vars(module))) for module in modules]
+        self._by_module = {id(module): known for module, known in self._known}
         self._copied = list(copied)
         self._objects = objects
         self._tables: list[dict[str, Any]] = []
@@ -46,17 +46,17 @@ class Settings:
         self._inside: list[tuple[Any, list[Any], list[Change]]] = []  # a box, what was in it, whose it is
         self._note()
 
-    def look(self) -> list[Change]:
+    def take_changes(self) -> list[Change]:
         """What has changed since the last look."""
         found: list[Change] = []
         same = self._is_all_the_same()
         if not same:
-            for module, seen in self._seen:
+            for module, known in self._known:
                 table = module.__dict__
-                names = dict.fromkeys((*seen, *table))
-                found += [(module, name) for name in names if table.get(name, _ABSENT) is not seen.get(name, _ABSENT)]
-                seen.clear()
-                seen.update(table)
+                names = dict.fromkeys((*known, *table))
+                found += [(module, name) for name in names if table.get(name, _ABSENT) is not known.get(name, _ABSENT)]
+                known.clear()
+                known.update(table)
         for box, contents, places in self._inside:
             now = _contents(box, self._objects)
             if len(now) != len(contents) or not all(map(is_, now, contents)):
@@ -77,9 +77,9 @@ class Settings:
 
     def all(self) -> list[Change]:
         """Every attribute, as if it had changed."""
-        return [(module, name) for module, seen in self._seen for name in seen]
+        return [(module, name) for module, known in self._known for name in known]
 
-    def is_as_seen(self, module: nn.Module, name: str) -> bool:
+    def is_unchanged(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute is the one of the last look."""
         return vars(module).get(name, _ABSENT) is self._by_module[id(module)].get(name, _ABSENT)
 
@@ -90,8 +90,8 @@ class Settings:
 
     def _note(self) -> None:
         """All values in a row; and what is inside of the copied modules' attributes, of each box once."""
-        names = [[name for name in seen if name not in _TABLES] for _, seen in self._seen]
-        self._tables = [module.__dict__ for module, _ in self._seen]
+        names = [[name for name in known if name not in _TABLES] for _, known in self._known]
+        self._tables = [module.__dict__ for module, _ in self._known]
         self._takes = [itemgetter(*each, each[-1]) if each else _nothing for each in names]  # of one, no tuple
         self._counts = [*map(len, self._tables)]
         self._flat = [value for take, table in zip(self._takes, self._tables, strict=True) for value in take(table)]

@@ -122,7 +122,7 @@ class ReplayPart(StagePart):
         self.names = Names(known, within={str(number): unit for number, unit in enumerate(units)})
         own = [number for number, stage in enumerate(plan.stage_of) if stage == index]
         self._last_own = own[-1] if own else -1
-        self._wanted = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}
+        self._sent = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}
         self._in = {source: marks for (source, target), marks in plan.crossing.items() if target == index}
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
@@ -190,7 +190,7 @@ class ReplayPart(StagePart):
             for mark, tensor in zip(marks, arrived[source], strict=True)
         }
         kwargs = {**self._defaults, **kwargs}
-        self._outside.look()
+        self._outside.follow_parameters()
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (not self._followed.get(kind) and not self.filling)  # a check looks by itself
         run = self._local.run = _Replay(received, Absent(stale) if follow else None)
@@ -269,7 +269,7 @@ class ReplayPart(StagePart):
         if run.checkpoint is not None:
             own = functools.partial(run.checkpoint, own)
         guard = self._guards.get(call.unit)
-        seen = [] if guard is None else guard.look()
+        guarded = [] if guard is None else guard.values()
         expected = None if self._is_last else self._shapes_of(run, number, args, kwargs)
         sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
@@ -279,14 +279,14 @@ class ReplayPart(StagePart):
         finally:
             run.inside = False
         if guard is not None:
-            guard.check(seen)
+            guard.check(guarded)
         if sinks is not None and not call.adds and sinks.added():
             raise stale(f"{call.unit} adds to a list that it left alone with the example")
         leaves, spec = flatten((output, sinks.added()) if sinks is not None and call.adds else output)
         if expected is not None:
             check_returned(self._plan.recording.calls, number, leaves, spec, *expected)
         for place, leaf in enumerate(leaves):
-            if (number, place) in self._wanted:
+            if (number, place) in self._sent:
                 run.emitted[number, place] = leaf
                 if run.absent is not None and not call.changed_in_place:
                     run.absent.guard([leaf], f"what {call.unit} returned")

@@ -68,7 +68,7 @@ class GlueTensors:
             for name, parameter in owner._parameters.items()
             if parameter is not None
         }
-        self._places = [
+        self._parameters = [
             (holder, name, *owners[id(parameter)], parameter)
             for holder in root.modules()
             for name, parameter in holder._parameters.items()
@@ -86,14 +86,14 @@ class GlueTensors:
         }
 
     def follow_buffers(self) -> None:
-        for (name, leaf), (holder, seen) in self._buffers.items():
+        for (name, leaf), (holder, known) in self._buffers.items():
             now = holder._buffers.get(leaf)
-            if now is not seen:
+            if now is not known:
                 self._own[name] = now
                 self._buffers[name, leaf] = holder, now
 
-    def look(self) -> None:
-        for holder, name, owner, own_name, first in self._places:
+    def follow_parameters(self) -> None:
+        for holder, name, owner, own_name, first in self._parameters:
             now = owner._parameters[own_name]
             if now is not first and holder._parameters[name] is not now:
                 holder.__dict__["_parameters"] = {**holder._parameters, name: now}  # the user's module has the old one

@@ -189,7 +189,7 @@ class Twins:
         """Set on the stage's units what their code has set on the copies; where the user has done so too, he counts."""
         for own, twin in self._owned:
             for name, value in list(vars(twin).items()):
-                if name not in OWN and vars(own).get(name, _ABSENT) is not value and settings.is_as_seen(own, name):
+                if name not in OWN and vars(own).get(name, _ABSENT) is not value and settings.is_unchanged(own, name):
                     settings.put(own, name, value)
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
-from penstock.parallel.data_parallel.reduce import Reducer, local_of
+from penstock.parallel.data_parallel.reduce import Reducer
 from penstock.parallel.tensor_parallel.spread import plain_parameters
 from penstock.runtime.batch.comparison import different_batches
 from penstock.runtime.batch.fingerprint import alike, sample
@@ -62,7 +63,7 @@ class ReplicaChecks:
 
     def before(self) -> None:
         self.apart = False
-        self._look()
+        self._sample_parameters()
         held = self._reducer.held()
         strangers = self._reducer.strangers(held)
         if strangers:
@@ -83,7 +84,7 @@ class ReplicaChecks:
                     )
             self._trained = trained
 
-    def _look(self) -> None:
+    def _sample_parameters(self) -> None:
         if any(parameter._backward_hooks for parameter in self._sharded):
             raise UsageError(
                 "a parameter has a hook (register_hook), which ParallelOptions(replicate='fsdp') cannot call: "

@@ -22,7 +22,7 @@ import torch
 from penstock.errors import PeerFailure, RunError, UsageError
 from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.backward.record import own_by_hook
 from penstock.runtime.engine.executor import Executor
@@ -57,7 +57,7 @@ class LocalRanks:
 
     def __init__(
         self,
-        split: Split,
+        split: StagedModel,
         placement: Placement,
         transports: Sequence[Transport],
         clock: Clock,
@@ -107,7 +107,7 @@ class LocalRanks:
         if self.changes.follow():
             self.thread_randomness.forget()
 
-    def successor(self, split: Split, placement: Placement) -> LocalRanks:
+    def successor(self, split: StagedModel, placement: Placement) -> LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()

@@ -76,11 +76,19 @@ def changed_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
     """The names of what a call has changed on a unit."""
     for name, value in own_state(unit).items():
         old = before.get(name)
-        if isinstance(value, Tensor):
-            if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
-                yield name
-        elif isinstance(old, Tensor) or value != old:
+        if isinstance(value, Tensor) and isinstance(old, Tensor):
+            same = _equal(old, value)
+        else:
+            same = type(old) is type(value) and old == value
+        if not same:
             yield name
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same numbers; what is not a number on both sides counts as the same."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def updates_itself(unit: nn.Module) -> Iterator[str]:

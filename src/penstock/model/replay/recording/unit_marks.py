@@ -107,7 +107,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
             self.recording.reads_values = True
             self.control |= self.of(tensors)
 
-    def seen(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+    def on_operation(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
         if self.quiet:
             return
         if self.inside is not None:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 import penstock
 from penstock import CutOptions
 from penstock.errors import ModelError, PenstockError
+from penstock.model.by_position import split_by_position
 from penstock.model.cut import cut_model
-from penstock.model.split import split_model
 
 WIDTH = 4
 
@@ -63,14 +63,14 @@ def test_a_forward_of_its_own_is_not_cut_by_position(split: str) -> None:
 def test_hooks_on_the_container_are_not_cut_away(register: str) -> None:
     """A3: nobody called the container any more."""
     with pytest.raises(ModelError, match="the Sequential has hooks on itself"):
-        split_model(hooked(register), 2, None)
+        split_by_position(hooked(register), 2, None)
 
 
 def test_a_forward_put_on_the_object_counts() -> None:
     model = layers()
     model.forward = lambda x: x
     with pytest.raises(ModelError, match="has a forward of its own"):
-        split_model(model, 2, None)
+        split_by_position(model, 2, None)
 
 
 def test_a_list_with_a_forward_is_a_model_and_no_list_of_stages() -> None:
@@ -90,7 +90,7 @@ def test_a_subclass_without_one_and_hooks_on_layers_are_cut_as_ever() -> None:
     model = Named()
     model[0].register_forward_hook(lambda module, inputs, output: output * 2)
     x = torch.randn(2, WIDTH)
-    first, second = split_model(model, 2, None).parts
+    first, second = split_by_position(model, 2, None).parts
     assert torch.equal(_through(first, second, x), model(x))
 
 

@@ -1,26 +1,20 @@
-"""A model cut into stages, as the runtime sees it: parts, and which feeds which.
-
-Whatever way a model is cut, the result is one `Split`: a `StagePart` for each stage and the
-topology of the values that cross. A part is called with what arrived from each producing
-stage and answers with what each consuming stage gets; the runtime never looks inside. Here is
-the way that needs no look at the model: lists of stage modules, and `nn.Sequential` by position.
-"""
+"""The way to cut that needs no example: lists of stage modules, and `nn.Sequential`, by the position of layers."""
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from penstock.errors import FallbackWarning, ModelError
+from penstock.errors import ModelError
 from penstock.model.declared_skips import SkipRoutes, find_routes
 from penstock.model.part import OUTPUT, Names, StagePart, state_names
 from penstock.model.shared_layers import SharedLayers, refuse_shared_norms
+from penstock.model.staged_model import StagedModel
 from penstock.model.transformers_models import origin_of
 from penstock.rules import is_count
 from penstock.schedule.topology import Topology
@@ -115,63 +109,6 @@ class ModulePart(StagePart):
         return {self._next: routed.output, **routed.to}
 
 
-@dataclass(frozen=True)
-class Holding:
-    """A module that a stage holds, and what names its parameters, buffers and other state have in the whole model."""
-
-    stage: int
-    module: nn.Module
-    names: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Split:
-    """A model in parts, one per stage, and the topology of what crosses."""
-
-    parts: tuple[StagePart, ...]
-    topology: Topology
-    how: str  # one sentence for the user: in which way it was cut
-    model: Any = None  # what was cut: a module, or a list of stage modules
-    aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
-    repeated: Mapping[str, str] = field(default_factory=dict)  # in the model's state, of no part: name -> a part's name
-    weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
-    balance: tuple[int, ...] = ()  # the layers or units that each stage has, counted as `balance=` counts them
-    cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
-    allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
-    recut: Callable[[Sequence[int]], Split] | None = None  # the same model, cut before these pieces
-    loss: Holding | None = None  # what the loss function holds, beside the last stage
-    order: tuple[str, ...] = ()  # of the names in the model's state, where it is not that of the parts
-    origin: Mapping[str, Any] | None = None  # of a model of transformers or with peft's adapters: their configurations
-    fallback: str = ""  # why it is this way, where another that comes first has refused the model
-
-    def warn(self) -> None:
-        """Say that a fallback was taken, and why."""
-        if self.fallback:
-            warnings.warn(
-                f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "
-                f"model, because replaying its own forward is not possible ({self.fallback}). Pass cut_options="
-                f"CutOptions(method='graph') if "
-                f"that is what you want, or method='replay' for an error instead",
-                FallbackWarning,
-                stacklevel=3,
-            )
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return len(self.parts)
-
-    def holdings(self) -> list[Holding]:
-        """All that the stages hold, in their order, and then the loss."""
-        found = [Holding(part.index, part.module, part.names) for part in self.parts]
-        return found if self.loss is None else [*found, self.loss]
-
-    def weights_of(self, stage: int) -> tuple[Any, ...]:
-        """What the pieces of one stage weigh, where that is known."""
-        bounds = [0, *self.cuts, len(self.weights)]
-        return self.weights[bounds[stage] : bounds[stage + 1]] if self.weights else ()
-
-
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
     """Its layers in order, by name; one that stands there twice, such as a ReLU used everywhere, twice."""
     return [(name, layer) for name, layer in model._modules.items() if layer is not None]
@@ -192,12 +129,12 @@ def more_than_its_layers(model: Any) -> str:
     return ""
 
 
-def split_model(
+def split_by_position(
     model: nn.Module | Sequence[nn.Module],
     stages: int | None,
     balance: Sequence[int] | None,
     skips: Iterable[tuple[int, int]] = (),
-) -> Split:
+) -> StagedModel:
     """Cut a list of stage modules or an `nn.Sequential`, by position."""
     if more := more_than_its_layers(model):
         raise ModelError(
@@ -246,7 +183,7 @@ def split_model(
     whole = Topology(len(modules), [*topology.edges, *routes])
     balance = tuple(1 if spread else len(module._modules) for module in modules)
     origin = origin_of(model)
-    return Split(parts, whole, how, model, aliases=_aliases(modules, names), balance=balance, origin=origin)
+    return StagedModel(parts, whole, how, model, aliases=_aliases(modules, names), balance=balance, origin=origin)
 
 
 def _aliases(modules: Sequence[nn.Module], names: Sequence[Names]) -> dict[str, str]:

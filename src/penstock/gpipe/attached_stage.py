@@ -130,10 +130,10 @@ def muted(parameters: Sequence[Tensor]) -> Iterator[None]:
             table.update(before)
 
 
-Weights = list[tuple[Tensor, int]]  # parameters, and the versions that they had
+WeightVersions = list[tuple[Tensor, int]]  # parameters, and the versions that they had
 
 
-def check_weights(now: Iterable[Tensor], then: Weights) -> None:
+def check_weights(now: Iterable[Tensor], then: WeightVersions) -> None:
     """A forward cannot run again with other weights than it first had."""
     found = list(now)
     changed = sum(tensor._version != version for tensor, version in then)

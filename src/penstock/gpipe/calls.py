@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PeerFailure, RunError
-from penstock.gpipe.attached_stage import AttachedStage, Outputs, Stages, Weights, check_weights, muted
+from penstock.gpipe.attached_stage import AttachedStage, Outputs, Stages, WeightVersions, check_weights, muted
 from penstock.model.replay.modes import in_modes
 from penstock.model.staged_model import StagedModel
 from penstock.runtime.backward.record import GraphRecord
@@ -182,7 +182,7 @@ class ForwardCall:
             parameters += stage.foreign.values()
         self._modules: list[nn.Module] = []  # and the modes that they ran in, in which they run again
         self._modes: list[bool] = []
-        self._weights: list[Weights] = []  # by rank, where forwards run again
+        self._weights: list[WeightVersions] = []  # by rank, where forwards run again
         if self._recomputed:
             self._modules = [module for stage in stages for module in stage.module.modules()]
             self._modes = [module.training for module in self._modules]

@@ -28,7 +28,7 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import check_labels, count_for, split_batch
 from penstock.runtime.state.batch_norm import prepare_batch_norm
 
-Given = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of a call
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of a call
 
 
 class GPipe(nn.Module):
@@ -134,7 +134,7 @@ class GPipe(nn.Module):
             return calls(*given, self.training)
         return self._find_path(kind, given)
 
-    def _find_path(self, kind: Any, given: Given) -> Any:
+    def _find_path(self, kind: Any, given: CallArguments) -> Any:
         """The output for a first batch of its kind: whether it takes the path of a cut that there is, a run shows."""
         assert self._calls is not None
         for calls in (self._calls, *self._others):
@@ -213,7 +213,7 @@ class GPipe(nn.Module):
 
     # -- the cut
 
-    def _build(self, first: Given | None) -> Calls:
+    def _build(self, first: CallArguments | None) -> Calls:
         if self._calls is not None and self._cut_from[:1] == self._what_is_cut()[:1]:
             self.close()
         self.__dict__.update(_calls=None, _others=[], _serves=LruCache())
@@ -238,11 +238,11 @@ class GPipe(nn.Module):
         """Layers and numbers that were replaced, and a process that was forked and has no threads, need a new cut."""
         return (os.getpid(), self.chunks, self.checkpoint, *self._modules.values())
 
-    def _cut(self, first: Given | None) -> StagedModel:
+    def _cut(self, first: CallArguments | None) -> StagedModel:
         looks = first is not None and self._request.needs_batch(self.module)
         return self._request.cut(self.module, self.chunks, self._example(first) if first and looks else None)
 
-    def _example(self, given: Given) -> tuple[Any, ...] | dict[str, Any]:
+    def _example(self, given: CallArguments) -> tuple[Any, ...] | dict[str, Any]:
         """The first microbatch, as what to look at for the cut."""
         args, kwargs = given
         count = count_for(self.chunks, args, kwargs, None, self._dims) or 1

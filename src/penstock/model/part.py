@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.use_names import dotted_name
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
@@ -78,17 +78,17 @@ class StagePart:
         """For a comparison: make values that it does not need NaN; whether it computes with such values at all."""
         return False
 
-    def begin(self, settings: Sequence[Change]) -> None:
+    def begin(self, settings: Sequence[AttributeChange]) -> None:
         """Before the first step: all attributes of the user's modules, some of which may be others than at the cut."""
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Sequence[AttributeChange]) -> None:
         """Before a step: these attributes of the user's modules are others now, or, of parameters, of another type."""
 
     def fault(self) -> str:
         """What the user's model is set to that this stage cannot follow; or nothing."""
         return ""
 
-    def give_back(self, settings: Settings) -> None:
+    def give_back(self, settings: ModuleSettings) -> None:
         """After a step: set on the user's modules what the code of their copies has set."""
 
 

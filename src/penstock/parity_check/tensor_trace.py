@@ -36,7 +36,7 @@ class TensorPlace(NamedTuple):
         return f"step {self.step}, stage {self.stage}{number}, {self.name}"
 
 
-class Trace:
+class TensorTrace:
     """The tensors that one side computes, by place."""
 
     def __init__(self, split: StagedModel) -> None:
@@ -111,7 +111,7 @@ class Trace:
 
 
 @contextmanager
-def watching_stages(pipe: Pipeline, trace: Trace) -> Iterator[None]:
+def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
     """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
     stages = {
         index: stage

@@ -25,7 +25,9 @@ from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, insert_reductions, lower
 
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
-Given = tuple[Sequence[Any], Mapping[str, Any], Any]  # positional and keyword arguments of a step, and its target
+StepArguments = tuple[
+    Sequence[Any], Mapping[str, Any], Any
+]  # positional and keyword arguments of a step, and its target
 
 
 class _PipelineSchedule(Ordered, CustomFunctions):
@@ -185,7 +187,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             The output on the rank of the last stage.
         """
 
-        def given() -> Given:
+        def given() -> StepArguments:
             if not self._trains() and (target is not None or target_mbs is not None or losses is not None):
                 raise RunError(
                     "Forward-only schedule does not support loss computation: it was made without a loss_fn, or is "
@@ -224,7 +226,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             **kwargs: Keyword inputs.
         """
 
-        def given() -> Given:
+        def given() -> StepArguments:
             return self._whole_or_split((args, kwargs, target), arg_mbs, kwarg_mbs, target_mbs)
 
         return self._run(False, given, losses, True, loss_kwargs)
@@ -242,7 +244,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **split)
 
-    def _whole_or_split(self, whole: Given, *split: list[Any] | None) -> Given:
+    def _whole_or_split(self, whole: StepArguments, *split: list[Any] | None) -> StepArguments:
         """A batch that is to be split, or one that is split already; these are arguments, keywords and targets."""
         if all(each is None for each in split):
             return whole
@@ -257,7 +259,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
     def _run(
         self,
         training: bool,
-        given: Callable[[], Given],
+        given: Callable[[], StepArguments],
         losses: list[Any] | None,
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
@@ -285,7 +287,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             losses[:] = [loss.to(last.device) for loss in found]
         return result.output
 
-    def _prepared(self, given: Callable[[], Given], losses: Any, loss_kwargs: Any) -> Given:
+    def _prepared(self, given: Callable[[], StepArguments], losses: Any, loss_kwargs: Any) -> StepArguments:
         """What the pipeline is called with on this rank; refuses what cannot run."""
         batches = self.pipeline.batches
         batches.dims = {}

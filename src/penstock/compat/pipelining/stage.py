@@ -176,7 +176,7 @@ class RemoteStage(nn.Module):
     What it has and what its state lists may differ: hooks of a module may save one parameter as three tensors.
     """
 
-    def __init__(self, held: Held, wrapped_in: frozenset[str]) -> None:
+    def __init__(self, held: HeldTensors, wrapped_in: frozenset[str]) -> None:
         super().__init__()
         self.wrapped_in = wrapped_in
         parameters, self._listed = held
@@ -200,10 +200,10 @@ class RemoteStage(nn.Module):
 
 
 HeldParameter = tuple[str, tuple[int, ...], torch.dtype, bool, int]  # name, shape, dtype, trained, which
-Held = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # and what the state lists
+HeldTensors = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # and what the state lists
 
 
-def _held(module: nn.Module) -> Held:
+def _held(module: nn.Module) -> HeldTensors:
     parameters = [
         (name, tuple(value.shape), value.dtype, value.requires_grad, id(value))
         for name, value in module.named_parameters(remove_duplicate=False)

@@ -152,7 +152,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return keys[0] == keys[1]
 
 
-class Where:
+class RunningModule:
     """The module whose forward runs, so that an error can name it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -187,7 +187,7 @@ class Where:
 
 
 @contextmanager
-def nothing_lost(where: Where) -> Iterator[None]:
+def nothing_lost(where: RunningModule) -> Iterator[None]:
     """Refuse, in this thread, what autograd would do and a graph of the forward does not show."""
     thread = threading.get_ident()
     apply, hook = vars(torch.autograd.Function)["apply"], vars(Tensor)["register_hook"]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.export.effects import Where
+from penstock.model.export.effects import RunningModule
 from penstock.model.random_states import generators_of, global_states, put_back, states_of
 
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ def _refusal(where: str, what: str) -> ModelError:
 
 
 @contextmanager
-def watched_calls(where: Where) -> Iterator[None]:
+def watched_calls(where: RunningModule) -> Iterator[None]:
     """Around a plain forward in this thread: a call of a clock or of one of Python's generators is an error."""
     found: list[tuple[str, str]] = []
 
@@ -78,7 +78,7 @@ def _source(called: Any) -> str:
     return "random numbers of the operating system" if name == "urandom" else ""
 
 
-class Draws:
+class RandomDraws:
     """Whether runs of a model draw from Python's or numpy's generators.
 
     In a capture torch's must not move either, because its operations do not draw then; but generators that do not

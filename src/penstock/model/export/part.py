@@ -26,7 +26,7 @@ from penstock.model.export.stage_graphs import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import with_memory
-from penstock.model.original.settings import Change, value_key
+from penstock.model.original.settings import AttributeChange, value_key
 from penstock.model.part import OUTPUT, Names, StagePart
 from penstock.model.replay.modes import in_modes
 from penstock.model.replay.tree import OWN
@@ -228,11 +228,11 @@ class GraphPart(StagePart):
         places = [(name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers(remove_duplicate=False)]
         self._buffers = {name: (holders[path], leaf, holders[path]._buffers[leaf]) for name, path, leaf in places}
 
-    def begin(self, settings: Sequence[Change]) -> None:
+    def begin(self, settings: Sequence[AttributeChange]) -> None:
         """What was set since the capture needs another one."""
         self.follow(settings)
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Sequence[AttributeChange]) -> None:
         """Another buffer in the user's model takes its place here; other settings need another capture."""
         replaced = False
         for name, (holder, leaf, seen) in self._buffers.items():

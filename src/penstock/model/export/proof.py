@@ -21,8 +21,8 @@ from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.export.capture import Capture
 from penstock.model.export.containers import Arguments, Template, as_contiguous, put_together, take_apart
-from penstock.model.export.effects import Where
-from penstock.model.export.nondeterminism import Draws, watched_calls
+from penstock.model.export.effects import RunningModule
+from penstock.model.export.nondeterminism import RandomDraws, watched_calls
 from penstock.model.export.stage_graphs import StageGraph
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.undo import undone
@@ -74,7 +74,7 @@ def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Ma
     """Whether the model runs on the example as it is now; clocks or random numbers that are not torch's are refused."""
     form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
     try:
-        draws = Draws(model, capture=False)
+        draws = RandomDraws(model, capture=False)
         draws.never(lambda: _run_plain(model, lambda: arguments.call(model, form, _filled(named, tensors)), draws))
     except PenstockError:
         raise
@@ -114,11 +114,11 @@ def _never_unpack(_: Any) -> Tensor:
     raise ModelError("a forward that takes derivatives has no graph that could be checked")
 
 
-def _run_plain(model: nn.Module, call: Callable[[], Any], draws: Draws | None = None) -> RunResult:
+def _run_plain(model: nn.Module, call: Callable[[], Any], draws: RandomDraws | None = None) -> RunResult:
     """What the model itself gives; nothing of the run stays in it."""
     with undone(model), _seeded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the model has to say, it says when it trains
-        with watched_calls(Where(model)), nullcontext() if draws is None else draws.watched():
+        with watched_calls(RunningModule(model)), nullcontext() if draws is None else draws.watched():
             output = call()
         return _result(output, {name: buffer.clone() for name, buffer in model.named_buffers()})
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import StagePart
 from penstock.model.use_names import dotted_name
 
@@ -42,7 +42,7 @@ class Changes:
         modules = list({id(module): module for _, module in named}.values())
         copied = list({id(module): module for part in parts for module in part.copied}.values())
         captured = any(part.captured for part in parts)
-        self._settings = Settings(modules, copied, objects=captured)
+        self._settings = ModuleSettings(modules, copied, objects=captured)
         self._moves = False  # the model's own code changes its attributes
         self._forwards = {id(module): vars(module).get("forward") for module in modules}
         self._patched: set[int] = set()
@@ -89,7 +89,7 @@ class Changes:
             return f"the forward of {self._names[next(iter(self._patched))] or 'the model'} was replaced"
         return next((fault for each in (*self._checks, *self._parts) if (fault := each.fault())), "")
 
-    def _note(self, changes: Sequence[Change]) -> None:
+    def _note(self, changes: Sequence[AttributeChange]) -> None:
         for module, name in changes:
             if name == "forward":
                 same = vars(module).get(name) == self._forwards[id(module)]  # a bound method is made anew
@@ -109,7 +109,7 @@ def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
             yield dotted_name(str(index), name), module
 
 
-Where = Callable[..., str]
+NameOf = Callable[..., str]
 
 
 class _Check(Protocol):
@@ -136,7 +136,7 @@ class _List:
 class _Tree:
     """Which modules there are, and of which class."""
 
-    def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
+    def __init__(self, modules: Sequence[nn.Module], where: NameOf) -> None:
         self._modules = [module for module in modules if not isinstance(module, _SCRIPTED)]
         self._where = where
         self._kinds = [type(module) for module in self._modules]
@@ -164,7 +164,7 @@ class _Parameters:
     """The parameters that stages of this process have; others may be elsewhere."""
 
     def __init__(
-        self, parts: Sequence[StagePart], named: dict[str, nn.Module], modules: Sequence[nn.Module], where: Where
+        self, parts: Sequence[StagePart], named: dict[str, nn.Module], modules: Sequence[nn.Module], where: NameOf
     ) -> None:
         self._where = where
         places = (full.rpartition(".") for part in parts for full in part.names.values())
@@ -182,7 +182,7 @@ class _Parameters:
         return found + [module._parameters.get(leaf) for module, leaf in self._single] if self._single else found
 
     def entries(self) -> list[tuple[nn.Module, str]]:
-        """Where they are: a module, and a name in it."""
+        """The module and the name there of each of them."""
         return [(module, leaf) for module in self._whole for leaf in module._parameters] + self._single
 
     def fault(self) -> str:
@@ -204,7 +204,7 @@ class _Types:
         self._modules, self._parameters = [module for module, _ in found], [parameter for _, parameter in found]
         self._was = [*map(_dtype, self._parameters)]
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[AttributeChange]:
         """The modules whose parameters are of another type than at the last look."""
         now = [*map(_dtype, self._parameters)]
         if now == self._was:
@@ -240,7 +240,7 @@ class _Code:
 class _Hooks:
     """Hooks of modules that do not run as they are."""
 
-    def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
+    def __init__(self, modules: Sequence[nn.Module], where: NameOf) -> None:
         self._where = where
         self._tables = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
         self._was = [dict(table) for table in self._now()]

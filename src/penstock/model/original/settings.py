@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Change = tuple[nn.Module, str]  # a module, and the name of an attribute that is another now, or gone
+AttributeChange = tuple[nn.Module, str]  # a module, and the name of an attribute that is another now, or gone
 
 BOXES = (list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict)
 DEPTH = 4  # of boxes in boxes
@@ -26,7 +26,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _ABSENT = object()
 
 
-class Settings:
+class ModuleSettings:
     """The attributes of modules as they were at the last look; of `copied` ones, what is inside of them too.
 
     With `objects`, also what is inside of objects that are no boxes, such as the configuration of a model.
@@ -43,12 +43,12 @@ class Settings:
         self._takes: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
         self._counts: list[int] = []
         self._flat: list[Any] = []
-        self._inside: list[tuple[Any, list[Any], list[Change]]] = []  # a box, what was in it, whose it is
+        self._inside: list[tuple[Any, list[Any], list[AttributeChange]]] = []  # a box, what was in it, whose it is
         self._note()
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[AttributeChange]:
         """What has changed since the last look."""
-        found: list[Change] = []
+        found: list[AttributeChange] = []
         same = self._is_all_the_same()
         if not same:
             for module, known in self._known:
@@ -75,7 +75,7 @@ class Settings:
             return False
         return all(map(is_, chain.from_iterable(now), self._flat))
 
-    def all(self) -> list[Change]:
+    def all(self) -> list[AttributeChange]:
         """Every attribute, as if it had changed."""
         return [(module, name) for module, known in self._known for name in known]
 
@@ -95,7 +95,7 @@ class Settings:
         self._takes = [itemgetter(*each, each[-1]) if each else _nothing for each in names]  # of one, no tuple
         self._counts = [*map(len, self._tables)]
         self._flat = [value for take, table in zip(self._takes, self._tables, strict=True) for value in take(table)]
-        boxes: dict[int, tuple[Any, list[Any], list[Change]]] = {}
+        boxes: dict[int, tuple[Any, list[Any], list[AttributeChange]]] = {}
         for module in self._copied:
             for name, value in vars(module).items():
                 if name not in _TABLES and _is_box(value, self._objects):

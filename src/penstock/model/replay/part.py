@@ -28,7 +28,7 @@ from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, run_as
 from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import is_away, stand_ins
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import OUTPUT, WHOLE_MODEL, Names, StagePart, state_names
 from penstock.model.replay.checkpointed_units import cannot_repeat, check_reentrant
 from penstock.model.replay.divergence import check_returned, diverged, stale
@@ -147,13 +147,13 @@ class ReplayPart(StagePart):
         self.filling = float("nan")
         return True
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Sequence[AttributeChange]) -> None:
         """What was set on the user's modules, on their copies; buffers that the user replaced, in the stage's own."""
         self.begin(changes)
         if changes:
             self._shapes.forget()
 
-    def begin(self, settings: Sequence[Change]) -> None:
+    def begin(self, settings: Sequence[AttributeChange]) -> None:
         """As `follow`, but what units return for the example is still known: the recording is of the same settings."""
         self._outside.follow_buffers()
         if settings:
@@ -170,7 +170,7 @@ class ReplayPart(StagePart):
             f"looked at in training mode then ({untried.reason})"
         )
 
-    def give_back(self, settings: Settings) -> None:
+    def give_back(self, settings: ModuleSettings) -> None:
         """Units get what their code has set on their copies, as if they had run themselves."""
         self._twins.give_back(settings)
 

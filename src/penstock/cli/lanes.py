@@ -43,7 +43,7 @@ class LaneEvent:
 
 
 def read_event(line: str) -> LaneEvent:
-    """What a printed line says."""
+    """Read an event from a line that a program printed."""
     if found := SENDS.fullmatch(line):
         targets = tuple(int(rank) for rank in found["targets"].split(", "))
         return LaneEvent(found["text"], int(found["source"]), targets)

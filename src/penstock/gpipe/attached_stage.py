@@ -99,7 +99,7 @@ class AttachedStage(Stage):
             self._summed[place] = True
 
     def begin(self, parameters: list[Tensor], pieces: list[list[Tensor]], keep_graph: bool = False) -> None:
-        """Before a half of a step."""
+        """Begin one half of a step, forward or backward."""
         self.parameters, self.pieces, self.keep_graph = parameters, pieces, keep_graph
         self.foreign = {}
         self.found = [None] * len(parameters)

@@ -94,7 +94,7 @@ class Calls:
         return merge(outputs, self.batch_dims.get("output", 0))
 
     def undone_if_it_fails(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
-        """As a call, but one that fails leaves the model as it was."""
+        """The model's output for one batch; a call that fails leaves the model as it was."""
         with self.turn, self._transaction(training=True):
             return self(args, kwargs, training)
 
@@ -189,7 +189,7 @@ class ForwardCall:
             self._weights = [[(weight, weight._version) for weight in stage.module.parameters()] for stage in stages]
 
     def join(self, outputs: list[Any]) -> list[Any]:
-        """The same outputs as nodes of the user's graph."""
+        """The outputs of the forward, as nodes of the user's graph."""
         flat = [pytree.tree_flatten(output) for output in outputs]
         self.outputs = [leaf.detach() for leaves, _ in flat for leaf in leaves if _requires_grad(leaf)]
         self._sizes = [sum(map(_requires_grad, leaves)) for leaves, _ in flat]

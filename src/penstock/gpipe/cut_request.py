@@ -64,11 +64,11 @@ class CutRequest:
         return not self.by_position(model) or not (isinstance(self.how, list) or self.how in (None, "parameters"))
 
     def with_counts(self, counts: list[int] | None) -> Self:
-        """The same, with the places that were found; None: there are none."""
+        """The same request with the layers per stage that were found, if any were."""
         return replace(self, how=counts, split_at=()) if counts else self
 
     def cut(self, model: nn.Module, chunks: int, example: Example | None) -> StagedModel:
-        """The model in stages."""
+        """Cut the model into stages."""
         by_position = self.by_position(model)
         stages = self.stages or _stages_by_itself(model)
         balancing = Balancing(self.how, schedule_for=lambda count: build("gpipe", count, chunks))

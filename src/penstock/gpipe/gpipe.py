@@ -275,7 +275,7 @@ class GPipe(nn.Module):
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the ranks: a copy makes its own."""
+        """The state for a copy or pickle, without the ranks: a copy makes its own."""
         counts = self.balance if isinstance(self.module, nn.Sequential) else None
         kept = {name: value for name, value in self.__dict__.items() if name != "_serves"}
         return {**kept, "_calls": None, "_others": [], "_cut_from": (), "_request": self._request.with_counts(counts)}

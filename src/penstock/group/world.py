@@ -151,12 +151,12 @@ class World:
 
     @contextmanager
     def stepping(self, call: str) -> Iterator[None]:
-        """Around a step: as `calling`; and on processes, Ctrl-C waits until a message, or the step's end, is whole."""
+        """A context around a step: as `calling`, and on processes Ctrl-C waits until no message is half sent."""
         with self.calling(call), nullcontext() if self.transport is None else CTRL_C.around_step():
             yield
 
     def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
-        """On processes: the same schedule, stages, options and seed everywhere."""
+        """Check on processes that all have the same schedule, stages and options, and take the first rank's seed."""
         if self.transport is None:
             return
         self._informed = True
@@ -170,7 +170,7 @@ class World:
         self._one_host = len({host for _, _, host in answers}) == 1
 
     def built(self) -> None:
-        """On processes: all ranks have built what comes after they agreed."""
+        """Wait on processes until all ranks have built what comes after they agreed."""
         if self.transport is None:
             return
         self._informed = True
@@ -202,7 +202,7 @@ class World:
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
+        """A context in which this process is in a call that all must make; an outer call counts."""
         transport = self.transport
         if transport is None or transport.call:
             yield

@@ -203,7 +203,7 @@ def _encoded_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None,
 
 
 def _encoded_other(value: Any, store_tensor: StoreTensor | None) -> Any:
-    """What is no container."""
+    """JSON for a value that is no container."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (str, int)):  # of a type of its own

@@ -110,7 +110,7 @@ class ModulePart(StagePart):
 
 
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Its layers in order, by name; one that stands there twice, such as a ReLU used everywhere, twice."""
+    """The layers of an `nn.Sequential` in order, by name; one that stands there twice is there twice."""
     return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 

@@ -55,7 +55,7 @@ def take_skip(key: SkipKey) -> Any:
 
 @contextmanager
 def use_skips(table: dict[SkipKey, Any]) -> Iterator[dict[SkipKey, Any]]:
-    """Inside, layers stash to and pop from this table alone."""
+    """A context in which layers stash to and pop from this table alone."""
     outer = getattr(_thread, "table", None)
     _thread.table = table
     try:
@@ -78,7 +78,7 @@ class SkipRoutes:
 
     @classmethod
     def of(cls, stage: int, module: nn.Module, routes: Routes) -> SkipRoutes | None:
-        """Those of one stage; None where none of its layers declares a skip."""
+        """The routes of one stage; None where none of its layers declares a skip."""
         return cls(stage, routes) if any(isinstance(layer, DeclaresSkips) for layer in module.modules()) else None
 
     def around(

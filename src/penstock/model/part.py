@@ -33,7 +33,7 @@ class Names(dict[str, str]):
         return self._prefix + name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `names[name]`: there is an answer for every name."""
+        """The same as `names[name]`: there is an answer for every name."""
         return self[name]
 
 
@@ -75,7 +75,7 @@ class StagePart:
         """This process's parameters are about to be taken apart: find out what needs them complete."""
 
     def poison(self) -> bool:
-        """For a comparison: make values that it does not need NaN; whether it computes with such values at all."""
+        """Fill values that the stage does not need with NaN, for a comparison; whether it computes with such at all."""
         return False
 
     def begin(self, settings: Sequence[AttributeChange]) -> None:

@@ -50,7 +50,7 @@ class SharedLayers:
 
     @classmethod
     def of(cls, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> Self | None:
-        """That of one stage; None where it shares no layer."""
+        """The shared layers of one stage; None where it shares none."""
         state = cls(index, modules, names)
         return state if state._found else None
 

@@ -62,7 +62,7 @@ def join_norms(norms: Iterable[PartialNorm | None], order: float) -> Tensor:
 
 
 def join_partial(norms: Sequence[PartialNorm | None], order: float) -> PartialNorm | None:
-    """The same where there may be no gradients at all: then None."""
+    """The norm of all, from the norm of each; None where there are no gradients at all."""
     if all(each is None for each in norms):
         return None
     total = join_norms(norms, order)
@@ -70,7 +70,7 @@ def join_partial(norms: Sequence[PartialNorm | None], order: float) -> PartialNo
 
 
 def check_finite(total: Tensor, order: float) -> None:
-    """On every rank alike, since all have the same total."""
+    """Refuse a norm that is inf or NaN, on every rank alike, since all have the same total."""
     if not torch.isfinite(total):
         raise RunError(
             f"the norm of order {order:g} of all gradients is {total.item()}, so they cannot be clipped by it; find "

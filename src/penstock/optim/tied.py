@@ -88,7 +88,7 @@ class TiedParameters:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Around a step: afterwards each copy's gradient has what all ranks added to it."""
+        """A context around a step: afterwards each copy's gradient has what all ranks added to it."""
         if not self.groups:
             yield
             return

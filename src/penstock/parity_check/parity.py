@@ -150,7 +150,7 @@ def _check_arguments(model: Any, pipeline: Any) -> None:
 
 
 def _run_plain(pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, loss_fn: Any) -> None:
-    """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
+    """Run the plain loop with a loss function of its own, whose parameters and buffers the pipeline does not share."""
     before, pipe.loss_fn = pipe.loss_fn, loss_fn
     try:
         with pipe.deployment.ranks.precise() as precisions:

@@ -50,7 +50,7 @@ class TensorTrace:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Inside runs a step: keep what each backward gives to each parameter."""
+        """A context around a step, which keeps what each backward gives to each parameter."""
         self._step = step
         with ExitStack() as hooks:
             for part in self._split.parts:
@@ -112,7 +112,7 @@ class TensorTrace:
 
 @contextmanager
 def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
-    """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
+    """A context in which the trace hears what stages emit, and which microbatch they go back through."""
     stages = {
         index: stage
         for executor in pipe.deployment.ranks.executors.values()

@@ -65,7 +65,7 @@ class _Action(NamedTuple):
 
     @staticmethod
     def from_str(action_string: str) -> _Action | None:
-        """By its text; nothing for an idle slot. `2F`, without a microbatch, is an action too, but cannot be run."""
+        """Read an action; None for an idle slot. `2F`, without a microbatch, is an action too, but cannot be run."""
         text = action_string.strip()
         if not text:
             return None

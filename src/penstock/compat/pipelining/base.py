@@ -142,7 +142,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         return pipe
 
     def _check(self) -> None:
-        """Each stage of this rank is where the order runs it."""
+        """Check that each stage of this rank is where the order runs it."""
         schedule = self._schedule()
         mine = sorted(stage.stage_index for stage in self._all_stages)
         if schedule.stages != self._num_stages or schedule.ranks != self.pp_group_size:

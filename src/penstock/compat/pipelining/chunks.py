@@ -63,7 +63,7 @@ class Running:
 
 
 class ByChunk:
-    """Of a stage: torch's computes by microbatch, inside of a custom function."""
+    """The methods of a torch stage that compute one microbatch, for custom functions."""
 
     stage_index: int
     submod: nn.Module
@@ -136,7 +136,7 @@ class ByChunk:
 
 
 class CustomFunctions:
-    """Of a schedule: what torch's custom functions ask it for."""
+    """The methods and tables of a torch schedule that custom functions use."""
 
     _all_stages: list[Any]
 

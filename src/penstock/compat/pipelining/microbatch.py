@@ -167,7 +167,7 @@ def as_arguments(
 
 
 def present(batch: Batch) -> Batch:
-    """The same batch without what single microbatches do not have."""
+    """Leave out the arguments that single microbatches do not have."""
     batch.args = [tuple(value for value in args if value is not NotPassed) for args in batch.args]
     batch.kwargs = [{name: value for name, value in kw.items() if value is not NotPassed} for kw in batch.kwargs]
     return batch

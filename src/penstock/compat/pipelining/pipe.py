@@ -192,7 +192,7 @@ class _SplitLog:
 
 
 class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Also sees torch's own pipe_split, which is an operation."""
+    """Logs calls of torch's own pipe_split, which is an operation."""
 
     def __init__(self, log: _SplitLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -268,7 +268,7 @@ def _begins(events: list[tuple[str, str]], place: int, owners: set[str]) -> str 
 
 @contextmanager
 def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _SplitLog) -> Iterator[None]:
-    """Inside, calls are logged; everything that the run changes is put back."""
+    """A context in which calls are logged; everything that the run changes is put back."""
     handles = []
 
     def before(name: str) -> Callable[..., None]:

@@ -68,7 +68,7 @@ def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Gr
 
 
 def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> list[set[str]]:
-    """For each stage the names of what it holds: all that it reads, and neighbours that nobody reads.
+    """The names of what each stage holds: all that it reads, and neighbours that nobody reads.
 
     A tensor with several names goes by the one of the module that reads it: a tied head by the
     head's name on the last stage and by the embedding's on the first.

@@ -172,7 +172,7 @@ def _pieces(values: Values, tensors: dict[str, Tensor]) -> list[_Piece]:
 
 
 def _crossing(values: Values) -> list[float]:
-    """For a cut before each operation: how many bytes cross it."""
+    """How many bytes cross a cut before each operation."""
     end = len(values.nodes)
     results = {result for result in values.capture.results if isinstance(result, Node)}
     spans: dict[Node, tuple[int, int]] = {}

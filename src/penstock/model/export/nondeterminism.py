@@ -34,7 +34,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _refusal(where: str, what: str) -> ModelError:
-    """For a forward that reads something which a graph would have built in."""
+    """The error for a forward that reads something which a graph would have built in."""
     return ModelError(
         f"{where} reads {what}, and a captured graph would keep what it read in the capture, for ever; draw with torch "
         f"(torch.rand), pass it to the model as an input, or switch that off (layerdrop=0, mask_time_prob=0)"
@@ -43,7 +43,7 @@ def _refusal(where: str, what: str) -> ModelError:
 
 @contextmanager
 def watched_calls(where: RunningModule) -> Iterator[None]:
-    """Around a plain forward in this thread: a call of a clock or of one of Python's generators is an error."""
+    """A context around a plain forward: a call of a clock or of one of Python's generators is an error."""
     found: list[tuple[str, str]] = []
 
     def on_call(frame: Any, event: str, called: Any) -> None:

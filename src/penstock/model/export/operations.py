@@ -174,7 +174,7 @@ def _is_arithmetic(node: Node) -> bool:
 
 
 def size_in_bytes(node: Node) -> float:
-    """Of the tensors of a value, at the sizes of the example."""
+    """The bytes of the tensors that an operation makes, at the sizes of the example."""
 
     def length(size: Any) -> float:
         return float(size if isinstance(size, int) else size.node.hint or 1)

@@ -78,7 +78,7 @@ class GraphPrograms:
         self.held: list[set[str]] = []  # by stage: the names of what it holds
 
     def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See that the graph is the model's function; and what there is to say of other modes, for when they come.
+        """Check that the graph computes what the model does, and note what other modes would be refused for.
 
         A model that is all in eval mode, as `from_pretrained` returns it, will be trained: that graph is made and
         proved as well.

@@ -100,7 +100,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """With gradients, of which nothing is saved, and with known random numbers."""
+    """A context with gradients, of which nothing is saved, and with known random numbers."""
     before = random_state()
     try:
         torch.manual_seed(SEED)
@@ -152,7 +152,7 @@ def _result(output: Any, buffers: dict[str, Tensor]) -> RunResult:
 
 
 def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """The same numbers in other places, and a little beside; if the model does not take that, numbers with a point."""
+    """Other inputs of the same shapes: the example's numbers in another order; then floating-point ones only."""
     chance = torch.Generator().manual_seed(SEED)
 
     def mixed(tensor: Tensor) -> Tensor:

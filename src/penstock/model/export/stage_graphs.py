@@ -109,7 +109,7 @@ class _Walk:
             self._run(node)
 
     def _wanders(self, node: Node) -> bool:
-        """Whether its memory is written in another stage than the one that makes it, other than lasting state."""
+        """Whether a value's memory is written in another stage than the one that makes it, and is no lasting state."""
         for group in self.values.groups[node] - self.values.lasting:
             root = self.values.root(group)
             writers = {self._stage_of(writer) for writer in self.values.writers.get(group, ())}

@@ -84,7 +84,7 @@ class ModuleSettings:
         return vars(module).get(name, _ABSENT) is self._by_module[id(module)].get(name, _ABSENT)
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute so that the next look does not count it as set from outside."""
+        """Set an attribute so that `take_changes` does not count it as set from outside."""
         module.__dict__[name] = self._by_module[id(module)][name] = value
         self._counts = []
 

@@ -222,7 +222,7 @@ def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
 
 
 def _crossing(recording: ForwardRecording) -> list[float]:
-    """For a cut before each call: how many bytes of values cross it."""
+    """How many bytes of values cross a cut before each call."""
     calls = recording.calls
     last_use: dict[tuple[int, int], int] = {}
     for number, call in enumerate(calls):
@@ -238,7 +238,7 @@ def _crossing(recording: ForwardRecording) -> list[float]:
 
 
 def _owners(units: list[str], plan: StagePlan) -> list[list[str]]:
-    """Each unit with the stages that call it; one that nobody calls stays with its neighbour before it."""
+    """The units of each stage: those that it calls; one that nobody calls stays with its neighbour before it."""
     owned: list[list[str]] = [plan.units_of(stage) for stage in range(plan.stages)]
     called = {unit for names in owned for unit in names}
     stage = 0

@@ -154,7 +154,7 @@ class ReplayPart(StagePart):
             self._shapes.forget()
 
     def begin(self, settings: Sequence[AttributeChange]) -> None:
-        """As `follow`, but what units return for the example is still known: the recording is of the same settings."""
+        """Follow settings before the first step; what units return for the example is still known."""
         self._outside.follow_buffers()
         if settings:
             self._twins.follow(settings, self._between)
@@ -249,7 +249,7 @@ class ReplayPart(StagePart):
         return self._ghost(run, number, args, kwargs)
 
     def _rerun_in_backward(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
-        """In the backward: a unit checkpoints itself, or the model's code its call."""
+        """Run a unit again in the backward, because it checkpoints itself or the model's code checkpoints its call."""
         if not by_call:
             return own(*args, **kwargs)
         numbers = [number for number, call in enumerate(self._plan.recording.calls) if call.unit == name]

@@ -103,7 +103,7 @@ def _asked(name: str, module: nn.Module, answer: Answer) -> nn.Module:
 
 
 class _Scripted(nn.Module):
-    """In the place of a compiled module, whose class cannot be derived from."""
+    """Stands for a compiled module, whose class cannot be derived from."""
 
     is_asked = True
 
@@ -186,7 +186,7 @@ class Twins:
                 twin.__dict__[name] = between(own, name, _mapped(vars(own)[name], self._made, True, 4))
 
     def give_back(self, settings: ModuleSettings) -> None:
-        """Set on the stage's units what their code has set on the copies; where the user has done so too, he counts."""
+        """Set on the stage's units what their code has set on the copies; what the user has set counts more."""
         for own, twin in self._owned:
             for name, value in list(vars(twin).items()):
                 if name not in OWN and vars(own).get(name, _ABSENT) is not value and settings.is_unchanged(own, name):

@@ -57,7 +57,7 @@ class Bucket:
         return flat
 
     def spread(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its sum: views of the bucket, which lives as long as one of them."""
+        """Each parameter with the sum of its gradients, as views of the bucket."""
         assert self.flat is not None
         for parameter, part in zip(self.parameters, torch.split(self.flat, self.sizes), strict=True):
             shaped = part.view(local_of(parameter).shape)

@@ -36,7 +36,7 @@ DRIFT = 1e-3  # of the largest: devices of different kinds round differently, an
 
 
 class ReplicaChecks:
-    """Of one rank, with the links to the copies of its stages (dp) and to the other parts of its tensors (tp)."""
+    """The checks of one rank, over links to copies of its stages (dp) and to other parts of its tensors (tp)."""
 
     def __init__(
         self,

@@ -136,7 +136,7 @@ class Replicas(Replication):
         return answers
 
     def _answer(self) -> None:
-        """In a step that has failed: others may wait to compare."""
+        """Answer replicas that wait to compare, in a step that has failed here."""
         if self._comparisons and self._link is not None and self._failure is not None:
             self._comparisons, self._met = 0, True
             self._link.exchange(ReplicaReport(failure=self._link.named(self._failure)))

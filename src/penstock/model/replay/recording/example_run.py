@@ -213,7 +213,7 @@ def _compiles_itself(model: nn.Module) -> ModelError:
 
 
 def _check_not_mapped(name: str, values: Any) -> None:
-    """Inside of a function transform a tensor stands for many, and has no memory that could be sent."""
+    """Refuse tensors of a function transform, which stand for many and have no memory that could be sent."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors_in(values)):
         raise ModelError(
             f"{name} is called inside of torch.vmap, grad or another function transform, whose tensors cannot be sent "

@@ -37,7 +37,7 @@ _BY_SHAPE = frozenset(  # read no value of what they are given
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """The same values in a storage of its own; one element stays one element."""
+    """A copy of a tensor in a storage of its own; one expanded element stays one element."""
     if tensor.numel() > 1 and not any(tensor.stride()):
         return tensor.as_strided((), ()).clone().expand(tensor.shape)
     return tensor.detach().clone()

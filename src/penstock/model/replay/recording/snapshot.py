@@ -27,7 +27,7 @@ def changes_in_place(value: Any) -> bool:
 
 
 def has_fields(value: Any) -> bool:
-    """Whether it is an object of the user's, such as a configuration."""
+    """Whether a value is an object of the user's, such as a configuration."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (*_OPAQUE, *CONTAINERS))
 
 
@@ -92,7 +92,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def updates_itself(unit: nn.Module) -> Iterator[str]:
-    """As `changed_by`, for a unit that cannot be run: running statistics are known by their kind."""
+    """The names of what a unit that cannot be run would change: running statistics are known by their kind."""
     for name, module in unit.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
             yield dotted_name(name, "running_mean")

@@ -117,7 +117,7 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
 
 
 def _openable(module: nn.Module) -> bool:
-    """Its parameters all lie in children, so that its own forward can be glue."""
+    """Whether all parameters of a module lie in children, so that its own forward can be glue."""
     own = next(module.parameters(recurse=False), None)
     return _count(module) >= 1 and own is None and not isinstance(module, torch.jit.ScriptModule)
 

@@ -85,7 +85,7 @@ class GlueState:
                 )
 
     def _snapshot(self) -> dict[Attribute, Any]:
-        """Each value, and of what changes in place what is in it."""
+        """The value of each attribute, with a frozen copy of what is in it."""
         found: dict[Attribute, Any] = {}
         for name, holder in self._holders.items():
             values = {key: value for key, value in vars(holder).items() if key not in OWN}
@@ -94,7 +94,7 @@ class GlueState:
 
 
 def _glue(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules outside of units."""
+    """The modules of a tree that are outside of units, by name."""
     if not getattr(type(module), "is_asked", False) and not isinstance(module, torch.jit.ScriptModule):
         yield name, module
         for child_name, child in module.named_children():

@@ -42,7 +42,7 @@ class Access(NamedTuple):
 
 
 class _AccessLog:
-    """All accesses of one run."""
+    """All reads and writes of attributes in one run of the example."""
 
     def __init__(self, marks: UnitMarks) -> None:
         self.marks = marks

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError, PathError, UsageError
 from penstock.gpipe.arguments import as_devices, check_gpipe, check_tangents
@@ -179,9 +179,9 @@ class GPipe(nn.Module):
             *args: As for `nn.Module.to`.
             **kwargs: As for `nn.Module.to`.
         """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            self._check_move(f"to({str(device)!r})")
+        named = kwargs.get("device", kwargs.get("tensor", args[0] if args else None))
+        if isinstance(named, (torch.device, str, int, Tensor)):
+            self._check_move(f"to({'tensor' if isinstance(named, Tensor) else repr(str(named))})")
         return super().to(*args, **kwargs)
 
     def cpu(self) -> Self:

@@ -46,12 +46,12 @@ ROOMS = [
 @pytest.mark.parametrize("module", ["penstock", "penstock.errors", "penstock.schedule"])
 def test_importing_it_imports_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
     code = "import sys, penstock; penstock.Pipeline, penstock.save; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True).stdout
     assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & set(loaded.split())
 
 
@@ -64,7 +64,7 @@ schedule = build("zb-v", ranks=4, microbatches=8)
 verify(lower(schedule, reduce=True, window=2))
 print(schedule.draw(), simulate(schedule).makespan)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True).returncode == 0
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.pipeline.call_arguments import check_call, check_is_data, check_loss_kwargs, positional
+from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import Key, Seen, look
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
-from penstock.runtime.batch.microbatch import Batch, Microbatches, check_labels, count_for, split_batch
+from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
 from penstock.runtime.batch.result import StepResult, merge
 from penstock.runtime.engine.replication import result_of
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
@@ -303,8 +303,7 @@ class Batches:
             )
         self._check_keywords(kwargs)
         if call.training:
-            named = {f"argument {place}": value for place, value in enumerate(args)} | {"the target": call.target}
-            check_is_data([*named.items(), *kwargs.items(), *loss_kwargs.items()])
+            check_is_data(args, kwargs, call.target, loss_kwargs)
         if self.dims:
             filled = positional(self.deployment.split.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}

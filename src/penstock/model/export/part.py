@@ -234,6 +234,7 @@ class StageState(nn.Module):
 class GraphPart(StagePart):
     """A stage, as the runtime sees it."""
 
+    follows = True
     reads_inputs = True  # inputs are read where they are needed
     captured = True
 

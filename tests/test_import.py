@@ -51,7 +51,9 @@ def test_importing_it_imports_neither_torch_nor_numpy(module: str) -> None:
 
 def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
     code = "import sys, penstock; penstock.Pipeline, penstock.save; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True).stdout
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True
+    ).stdout
     assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & set(loaded.split())
 
 

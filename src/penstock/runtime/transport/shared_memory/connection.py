@@ -262,7 +262,7 @@ class Connections(dict[int, Connection]):
                 if watch.verdict is not None:
                     raise after_loss(watch.verdict)
                 if CTRL_C.since:
-                    CTRL_C.look()
+                    CTRL_C.raise_held()
                 if monotonic() < awake:
                     if not connection.read(False):
                         os.sched_yield()

@@ -338,8 +338,8 @@ def test_where_nothing_changes_all_microbatches_share_what_was_seen() -> None:
         looks.append(attributes.before())
         attributes.after(looks[-1])
     assert all(looks[1][number] is looks[2][number] for number in looks[1])
-    (seen,) = [module.seen for module in looks[0].values() if "large" in module.seen]
-    assert seen["large"].copy is None  # it was, for the first forward, which left it alone
+    (captured,) = [module.captured for module in looks[0].values() if "large" in module.captured]
+    assert captured["large"].copy is None  # it was, for the first forward, which left it alone
     now = dict(vars(holder))
     with attributes.as_they_were(looks[0]):
         assert all(vars(holder)[name] is value for name, value in now.items())

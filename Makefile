@@ -4,6 +4,7 @@
 #   make compare    set up if needed, then draw and price every schedule side by side
 #   make test       set up if needed, then lint, types and the fast tests
 #   make test-slow  the long tests
+#   make check      lint, types, the fast and the long tests: what .ci/run calls
 #   make test-all   both, and every case where they run a part of many: half an hour
 #   make docs       the documentation as a site, in build/site; a broken link fails
 #
@@ -22,7 +23,7 @@ SLOW := -n 4 --dist worksteal
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train compare test test-all test-slow docs lint format setup clean
+.PHONY: train compare test test-all test-slow check docs lint format setup clean
 
 train: $(READY)
 	$(BIN)/penstock train examples/train/gpt.toml --fresh
@@ -35,6 +36,10 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest $(SLOW) -m ""
+
+# One run of both tiers: the workers load torch, and what the tests import, once.
+check: lint
+	$(BIN)/pytest $(SLOW) -m "not exhaustive"
 
 test-slow: $(READY)
 	$(BIN)/pytest $(SLOW) -m slow

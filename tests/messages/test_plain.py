@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
@@ -61,3 +63,19 @@ def test_what_is_not_plain_is_refused_by_its_place() -> None:
 def test_what_no_rank_writes_is_refused(content: bytes) -> None:
     with pytest.raises(plain.NotPlainError):
         plain.loads(content)
+
+
+def test_mutated_messages_are_read_or_refused() -> None:
+    chance = random.Random(3)
+    for device in ("bogus", "cuda:99999999999"):
+        with pytest.raises(plain.NotPlainError, match="torch does not have"):
+            plain.loads(json.dumps({"$device": device}).encode())
+    good = plain.dumps((3, {"a": (1, 2.5, None, "x" * 40)}, [torch.float32, b"bytes", {1, 2}, float("nan")]))
+    for _ in range(2000):
+        content = bytearray(good)
+        for _ in range(chance.randint(1, 6)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        try:
+            plain.loads(bytes(content[: chance.randint(1, len(content))]))
+        except plain.NotPlainError:
+            continue

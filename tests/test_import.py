@@ -46,13 +46,13 @@ ROOMS = [
 @pytest.mark.parametrize("module", ["penstock", "penstock.errors", "penstock.schedule"])
 def test_importing_it_imports_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 def loaded_by(names: str) -> set[str]:
     """The modules that a fresh process has loaded once it has these names of `penstock`."""
     code = f"import sys, penstock; {names}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], timeout=110, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 
@@ -75,7 +75,7 @@ schedule = build("zb-v", ranks=4, microbatches=8)
 verify(lower(schedule, reduce=True, window=2))
 print(schedule.draw(), simulate(schedule).makespan)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True).returncode == 0
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter, OrderedDict
 from typing import Any
 
@@ -168,3 +169,19 @@ def test_the_states_of_torchs_schedulers_and_scaler_go_through() -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(1))
     assert through_json(scaler.state_dict()) == scaler.state_dict()
+
+
+def test_mutated_messages_are_read_or_refused() -> None:
+    chance = random.Random(3)
+    for device in ("bogus", "cuda:99999999999"):
+        with pytest.raises(plain.NotPlainError, match="torch does not have"):
+            plain.loads(json.dumps({"$device": device}).encode())
+    good = plain.dumps((3, {"a": (1, 2.5, None, "x" * 40)}, [torch.float32, b"bytes", {1, 2}, float("nan")]))
+    for _ in range(2000):
+        content = bytearray(good)
+        for _ in range(chance.randint(1, 6)):
+            content[chance.randrange(len(content))] = chance.randrange(256)
+        try:
+            plain.loads(bytes(content[: chance.randint(1, len(content))]))
+        except plain.NotPlainError:
+            continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +24,6 @@ from penstock.messages.collective import all_gather
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import Clock
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 from penstock.runtime.transport.threads import IN_MEMORY
@@ -148,12 +147,6 @@ class World:
             if self.transport is not None:
                 self.transport.close()
             raise
-
-    @contextmanager
-    def stepping(self, call: str) -> Iterator[None]:
-        """A context around a step: as `calling`, and on processes Ctrl-C waits until no message is half sent."""
-        with self.calling(call), nullcontext() if self.transport is None else CTRL_C.around_step():
-            yield
 
     def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
         """Check on processes that all have the same schedule, stages and options, and take the first rank's seed."""

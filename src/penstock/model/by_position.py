@@ -6,6 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -53,7 +54,6 @@ class ModulePart(StagePart):
         spread: bool,
         entrances: Sequence[str] = (),
         shared: SharedLayers | None = None,
-        declared: SkipRoutes | None = None,
     ) -> None:
         super().__init__(index)
         self.module = module
@@ -65,17 +65,11 @@ class ModulePart(StagePart):
         self._next = index + 1 if index + 1 < topology.stages else OUTPUT
         self._spread = spread
         self.shared = shared
-        self.declared = declared
         self.takes = _keywords(module)
         self._order = tuple(name if name in entrances else None for name in _positional(module))
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         """Compute: payload by producing stage in, payload by consuming stage out."""
-        if self.declared is None:
-            return self._compute(arrived, args, kwargs)
-        return self.declared.around(self._compute, arrived, args, kwargs)
-
-    def _compute(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
         if self._previous is None:
             inputs: tuple[Any, ...] = args
         else:
@@ -107,6 +101,18 @@ class ModulePart(StagePart):
                 f"with exactly the stages of skips="
             )
         return {self._next: routed.output, **routed.to}
+
+
+class SkippingPart(ModulePart):
+    """A stage whose layers declare skips, which it stashes for later stages or takes from earlier ones."""
+
+    def __init__(self, routes: SkipRoutes, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._routes_of_skips = routes
+
+    def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
+        """Compute, with the skips that have arrived in reach of the layers that take them."""
+        return self._routes_of_skips.around(super().run, arrived, args, kwargs)
 
 
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
@@ -166,8 +172,10 @@ def split_by_position(
     topology = Topology.chain(len(modules), skips)
     routes = find_routes(modules)
     entrances = _positional(modules[0])
-    parts = tuple(
-        ModulePart(
+
+    def part(index: int, module: nn.Module) -> ModulePart:
+        skips = SkipRoutes.of(index, module, routes)
+        return (ModulePart if skips is None else partial(SkippingPart, skips))(
             index,
             module,
             names[index],
@@ -176,10 +184,9 @@ def split_by_position(
             spread=spread,
             entrances=entrances,
             shared=SharedLayers.of(index, modules, names[index]),
-            declared=SkipRoutes.of(index, module, routes),
         )
-        for index, module in enumerate(modules)
-    )
+
+    parts = tuple(map(part, range(len(modules)), modules))
     whole = Topology(len(modules), [*topology.edges, *routes])
     balance = tuple(1 if spread else len(module._modules) for module in modules)
     origin = origin_of(model)

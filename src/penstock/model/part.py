@@ -55,6 +55,7 @@ class StagePart:
     captured = False
     takes: frozenset[str] | None = None
     reads_inputs = False
+    follows = False  # whether it computes with copies of the user's modules, which must follow what is set on these
 
     def __init__(self, index: int) -> None:
         self.index = self.stream = index

@@ -211,6 +211,7 @@ def _kind(tensor: Tensor | None) -> Any:
 class GraphPart(StagePart):
     """A stage, as the runtime sees it."""
 
+    follows = True
     reads_inputs = True  # inputs are read where they are needed
     captured = True
 

@@ -36,7 +36,7 @@ class Changes:
     """What the user does to a model, seen from the stages of this process."""
 
     def __init__(self, model: Any, parts: Sequence[StagePart]) -> None:
-        self._parts = parts
+        self._following = [part for part in parts if part.follows]
         named = list(_named_modules(model))
         self._names = {id(module): name for name, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
@@ -55,21 +55,21 @@ class Changes:
             _Code(modules, captured),
             _Hooks(copied, self._where),
         ]
-        for part in parts:  # what was set since the cut, by a state that was loaded or moved here
+        for part in self._following:  # what was set since the cut, by a state that was loaded or moved here
             part.begin(self._settings.all())
 
     def follow(self) -> bool:
         """Before a step: what was set on the model reaches its stages. Whether anything was."""
         changes = self._settings.take_changes() + self._types.take_changes()
         self._note(changes)
-        for part in self._parts:
+        for part in self._following:
             part.follow(changes)
         self._moves = self._moves or bool(changes)
         return bool(changes)
 
     def give_back(self) -> None:
         """After a step: what stages' code has set is set on the user's modules, and is no change of the user's."""
-        for part in self._parts:
+        for part in self._following:
             part.give_back(self._settings)
         if self._moves:
             self._note(self._settings.take_changes())
@@ -87,7 +87,7 @@ class Changes:
         """What about the model is not as it was when it was cut, and cannot be followed; or nothing."""
         if self._patched:
             return f"the forward of {self._names[next(iter(self._patched))] or 'the model'} was replaced"
-        return next((fault for each in (*self._checks, *self._parts) if (fault := each.fault())), "")
+        return next((fault for each in (*self._checks, *self._following) if (fault := each.fault())), "")
 
     def _note(self, changes: Sequence[AttributeChange]) -> None:
         for module, name in changes:

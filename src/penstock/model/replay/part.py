@@ -70,6 +70,7 @@ class _Replay:
 class ReplayPart(StagePart):
     """A stage, as the runtime sees it."""
 
+    follows = True
     reads_inputs = True  # and every keyword argument: the glue may read any of them
 
     def __init__(

@@ -141,8 +141,8 @@ class ReplicaChecks:
             for name, parameter in plain_parameters(self._executor.stages)
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
-        seen = self._executor.seen
-        given = {} if seen is None else seen.details()
+        sampled = self._executor.sampled
+        given = {} if sampled is None else sampled.details()
         reports = self._shards.exchange(((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]

@@ -42,6 +42,7 @@ from penstock.runtime.state.randomness import (
 from penstock.runtime.state.transaction import Transaction, modules_of
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.failure.compiling import may_compile
+from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import whole_again
 from penstock.schedule import Placement, Schedule
 
@@ -120,6 +121,23 @@ class LocalRanks:
         if self._takes_turns:
             return self.thread_randomness.of(part.index, part.stream, part.module, device)
         return seeded(self.clock, part.stream, device)
+
+    @contextmanager
+    def in_call(self, call: str) -> Iterator[None]:
+        """Around a step or an evaluation: on processes, other ranks hear which call this one is in, and Ctrl-C waits
+        until a message, or the end of the step, is complete.
+        """
+        transport = self.transports[0]
+        if not transport.holds_interrupts:
+            yield
+            return
+        outer = transport.call
+        with CTRL_C.around_step():
+            transport.call = outer or call
+            try:
+                yield
+            finally:
+                transport.call = outer
 
     @contextmanager
     def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:

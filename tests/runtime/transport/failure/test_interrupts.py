@@ -106,7 +106,7 @@ def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
     with CTRL_C.around_step():
         a_message()
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.look()
+            CTRL_C.raise_held()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()  # nothing is held: as ever
     assert signal.getsignal(signal.SIGINT) is before
@@ -116,10 +116,10 @@ def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never
     with CTRL_C.around_step():
         a_message()
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.look()
+            CTRL_C.raise_held()
         CTRL_C.end_step()
         ctrl_c()
-        CTRL_C.look()
+        CTRL_C.raise_held()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
 
@@ -153,7 +153,7 @@ def test_it_is_not_lost_in_a_finaliser_and_the_finaliser_runs_to_its_end() -> No
         del dying
         assert ENDED == ["the finaliser"]
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.look()
+            CTRL_C.raise_held()
 
 
 def test_one_that_comes_as_the_step_ends_does_not_leave_the_next_without_care(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ function update() {
     runs.push(run);
   });
   takeRuns(runs);
+  frame(); // before anything else changes, so that no layout is asked for twice
   state.slots.forEach(showSlot);
-  frame();
   spent = performance.now() - begin;
   showRange(byId("range"), view);
   legend(byId("legend"), runs);

@@ -98,8 +98,8 @@ def min_cap(ranks: int, stages_per_rank: int = 2) -> int:
     return stages_per_rank * ((ranks + 4) // 3)
 
 
-def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Zero bubble in 1F1B's memory: at most `ranks` whole-rank microbatches."""
+def zb_v(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Action]]:
+    """Zero bubble in 1F1B's memory: at most `ranks` whole-rank microbatches; without `weights`, only F and I."""
     orders = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
@@ -108,7 +108,7 @@ def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
         legs += [(up, Op.F), (up, Op.I)] * (ranks - rank)
         legs += [(down, Op.F), (down, Op.I), (up, Op.F), (up, Op.I)] * microbatches
         orders.append(_numbered(legs, microbatches))
-    return fill_weights(orders, v_placement(ranks), cap=2 * ranks).orders
+    return fill_weights(orders, v_placement(ranks), cap=2 * ranks).orders if weights else orders
 
 
 def v_placement(ranks: int) -> list[int]:

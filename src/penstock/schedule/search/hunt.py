@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import Candidate, Overrun, Score, complete, price
+from penstock.schedule.search.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
 from penstock.schedule.search.improve import IN_TURN, OVERRUNS, improve
 from penstock.schedule.search.problem import ROUNDING, Orders, Problem
 from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
@@ -24,10 +24,9 @@ from penstock.schedule.timing.bounds import lower_bound
 __all__ = ["Hunt", "Key"]
 
 Key = tuple[tuple[int, ...], frozenset[int]]  # the rank of each stage, and the stages that recompute
-NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
-MARGIN = 1.005  # an estimate must be this far off before it decides
+MARGIN = 1.005  # a large placement must promise to gain this much
 SMALL = 500  # computes
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 
@@ -95,11 +94,15 @@ class Hunt:
         On a large pipeline the family whose first microbatches do best comes first, and those are left out whose first
         microbatches say that they are no match for `best`.
         """
-        known = list(self._known())
-        estimates = {family.name: self._estimate(family, self.problem.ranks) if self.large else 0.0 for family in known}
-        for family in sorted(known, key=lambda family: estimates[family.name]):
-            if estimates[family.name] < math.inf and estimates[family.name] <= best() * MARGIN:
+        if not self.large:
+            for family in self._known():
                 self.begin(self._rows(family, self.problem))
+                yield
+            return
+        estimates = {family: self._estimate(family) for family in self._known()}
+        for family, estimate in sorted(estimates.items(), key=lambda entry: entry[1]):
+            if estimate < best():
+                self._refill(self._draft(family, self.problem))
                 yield
 
     def _known(self) -> Iterator[Family]:
@@ -122,24 +125,37 @@ class Hunt:
         self._offer(orders, None)
         self._refill([[x for x in order if x < 2 * self.problem.size] for order in orders], (*OVERRUNS, IN_TURN))
 
-    def _rows(self, family: Family, problem: Problem) -> Orders:
+    def _rows(self, family: Family, problem: Problem, **options: bool) -> Orders:
         sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
-        return problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2]))
+        return problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2], **options))
 
-    def _estimate(self, family: Family, microbatches: int) -> float:
+    def _draft(self, family: Family, problem: Problem) -> Orders:
+        """A family's order of F and I."""
+        rows = self._rows(family, problem, weights=False) if family.drafts else self._rows(family, problem)
+        return [[x for x in order if x < 2 * problem.size] for order in rows]
+
+    def _estimate(self, family: Family) -> float:
         """What it would take, from what it takes with fewer microbatches; infinite where these do not fit.
 
-        Each microbatch more is more work for the busiest rank, and a family's fill and drain do not shrink.
+        Each microbatch more is more work for the busiest rank, and a family's fill and drain do not shrink. Those that
+        promise no cap are tried with one microbatch more than memory holds, since what they hold may grow with all.
         """
-        problem = self.problem
+        problem, ranks = self.problem, self.problem.ranks
+        held = max(problem.least_memory(rank) / cap for rank, cap in enumerate(problem.caps))
+        most = int(1 / held) + 1 if held else ranks
+        microbatches = max(ranks, most) if family.cap is None and most <= 2 * ranks + 1 else ranks
         if microbatches >= problem.microbatches:
             return 0.0
         short = problem.shorter(microbatches)
-        score = price(short, self._rows(family, short), None)
+        score = price(short, self._draft(family, short), OVERRUNS[0])
         return math.inf if score is None else score[0] + (problem.microbatches - microbatches) * problem.busiest
 
     def _offer(self, orders: Orders, overrun: Overrun | None) -> Score:
         self._count(1)
+        if self.large and overrun is not None:  # to fill it in again at the end takes long
+            filled = fill(self.problem, orders, overrun)
+            self._keep(filled)
+            return filled.score
         score = price(self.problem, orders, overrun)
         if score is None:
             return NOTHING

@@ -20,11 +20,11 @@ from penstock.schedule import (
     stage_costs,
     verify,
 )
-from penstock.schedule.search.evaluate import Candidate, complete, price
-from penstock.schedule.search.grouped import Grouping, group_sizes, grouped
+from penstock.schedule.search.orders.evaluate import Candidate, complete, price
+from penstock.schedule.search.orders.grouped import Grouping, group_sizes, grouped
+from penstock.schedule.search.orders.recipes import drawn, made
+from penstock.schedule.search.orders.rhythm import Rhythm, follow
 from penstock.schedule.search.problem import Problem
-from penstock.schedule.search.recipes import drawn, made
-from penstock.schedule.search.rhythm import Rhythm, follow
 
 PROFILED = Costs(18.522, 18.086, 9.337, hop=0.601)  # ms of a whole rank, as published for a 1.5B model
 TUNED = [name for name, family in FAMILIES.items() if family.cap is not None]

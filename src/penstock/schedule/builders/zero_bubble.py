@@ -56,9 +56,7 @@ def zb_h2(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[A
     return fill_weights(orders, range(ranks), cap=2 * ranks - 1).orders if weights else orders
 
 
-def interleaved_zb(
-    ranks: int, microbatches: int, stages_per_rank: int, *, weights: bool = True
-) -> list[list[Action]]:
+def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int, *, weights: bool = True) -> list[list[Action]]:
     """The interleaved order with W delayed into the bubbles: at most `ranks` whole-rank microbatches."""
     return _best_rounds(ranks, microbatches, stages_per_rank, ranks, stages_per_rank * ranks, weights)
 

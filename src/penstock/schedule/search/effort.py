@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.hunt import Hunt
 from penstock.schedule.search.problem import ROUNDING
+from penstock.schedule.search.request import Progress
 
-__all__ = ["Effort", "Progress"]
-
-Progress = Callable[[float, float, float], None]  # spent so far, the best value so far, the lower bound
+__all__ = ["Effort"]
 
 
 class Effort:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
-from penstock.schedule.search.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.orders.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
+from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.search.problem import ROUNDING, Orders, Problem
-from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.timing.bounds import lower_bound
 
 __all__ = ["Hunt", "Key"]

@@ -28,7 +28,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs, is_number
 from penstock.schedule.topology import Topology
 
-__all__ = ["Hosts", "Layer", "Model", "Request", "Shape", "layers_of"]
+__all__ = ["Hosts", "Layer", "Model", "Shape", "layers_of"]
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,6 @@ class Hosts:
         """The time from each rank to each other one, as `Costs(links=)` takes it."""
         host = [number for number, ranks in enumerate(self.ranks) for _ in range(ranks)]
         return [[self.inside if here == there else self.between for there in host] for here in host]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a user said of the model's layers and of the ranks, as it was given."""
-
-    layers: Iterable[Layer | float] | None
-    speeds: Sequence[float] | None
-    skips: tuple[tuple[int, int], ...] = ()
-    vocabulary: bool = False
-    stages: int | None = None  # exactly so many, each with at least one layer
 
 
 def layers_of(layers: Iterable[Layer | float]) -> tuple[Layer, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.schedule.search.clocked import EPSILON, NEVER, Clocked
+from penstock.schedule.search.orders.clocked import EPSILON, NEVER, Clocked
 from penstock.schedule.search.problem import Orders, Problem
 
 __all__ = ["Grouping", "group_sizes", "grouped"]

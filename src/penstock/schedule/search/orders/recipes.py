@@ -12,12 +12,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.schedule.placement import Placement
-from penstock.schedule.search.dispatch import Rule, dispatch
-from penstock.schedule.search.evaluate import Overrun
-from penstock.schedule.search.grouped import Grouping, grouped
-from penstock.schedule.search.improve import IN_TURN, OVERRUNS
+from penstock.schedule.search.orders.dispatch import Rule, dispatch
+from penstock.schedule.search.orders.evaluate import Overrun
+from penstock.schedule.search.orders.grouped import Grouping, grouped
+from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS
+from penstock.schedule.search.orders.rhythm import Rhythm, follow
 from penstock.schedule.search.problem import Orders, Problem
-from penstock.schedule.search.rhythm import Rhythm, follow
 
 __all__ = ["Recipe", "drawn", "first_recipes", "made", "overruns_for"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
 from penstock.schedule.schedule import Schedule
@@ -21,6 +21,7 @@ from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
 from penstock.schedule.timing.bounds import lower_bound
 from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.timing.simulate import simulate
 from penstock.schedule.topology import Topology
 
 __all__ = ["FoundCut", "search_cut", "search_stages", "search_uneven"]
@@ -79,9 +80,12 @@ def search_cut(request: Request, budget: Budget) -> FoundCut:
     """The cut of the request's layers, the ranks of its stages and their order."""
     joint = Joint(_model(request), request, budget)
     answer = joint.search(joint.shapes())
+    schedule, costs = joint.schedule(answer), answer.shape.costs()
+    # a rank that waited to see whether something better comes need not: the same order may be shorter than its run
+    answer = replace(answer, outcome=Outcome(simulate(schedule, costs).makespan, answer.outcome.orders))
     return FoundCut(
-        joint.schedule(answer),
-        answer.shape.costs(),
+        schedule,
+        costs,
         "makespan",
         answer.value,
         joint.floor,
@@ -167,12 +171,13 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
     best = min(tries, key=lambda each_try: each_try.value, default=None)
     if best is None or best.outcome is None:
         raise NoRoom("memory is too little for the largest microbatch alone, or for any order; give more")
+    schedule = best.instance.schedule(best.outcome.orders)
+    best.outcome = Outcome(simulate(schedule, best.instance.costs).makespan, best.outcome.orders)
     bound = min(each_try.bound for each_try in tries)
     tried = [
         Tried(each_try.instance.placement.stages_per_rank, each_try.kind, each_try.value, each_try.bound, each_try.runs)
         for each_try in tries
     ]
-    schedule = best.instance.schedule(best.outcome.orders)
     return Found(schedule, best.instance.costs, "makespan", best.value, bound, tuple(tried), budget.seconds)
 
 

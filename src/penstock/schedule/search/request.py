@@ -10,7 +10,8 @@ from typing import Literal
 from penstock.errors import UsageError
 from penstock.rules import check_count
 from penstock.schedule.placement import Placement
-from penstock.schedule.search.uneven.layers import Hosts, Layer, layers_of
+from penstock.schedule.search.problem import SHARED
+from penstock.schedule.search.uneven.layers import Hosts, Layer, layers_of, listed
 from penstock.schedule.timing.bounds import caps_of
 from penstock.schedule.timing.costs import Costs
 
@@ -78,33 +79,61 @@ def request_of(
     progress: Progress | None = None,
 ) -> Request:
     """The arguments of `search` as a request, refused where they cannot work."""
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
-    if not isinstance(recompute, bool):
-        raise UsageError(f"recompute is True or False, got {recompute!r}")
-    if objective not in ("makespan", "span"):
-        raise UsageError(f"the objective is makespan or span, got {objective!r}")
+    _check_kinds(costs, recompute, vocabulary, objective, seed, progress)
     sizes = tuple(stages_per_rank) if isinstance(stages_per_rank, Iterable) else (stages_per_rank,)
     kinds = tuple(placements) if isinstance(placements, Iterable) and not isinstance(placements, str) else (placements,)
     _check_counts(ranks, microbatches, sizes, kinds)
+    costs = costs or Costs()
     if links is not None:
-        costs = replace(costs or Costs(), links=links.matrix() if isinstance(links, Hosts) else links)
+        matrix = links.matrix() if isinstance(links, Hosts) else listed("links", links, "rows of times, or Hosts")
+        costs = replace(costs, links=matrix)
+    if costs.links is not None and len(costs.links) != ranks:
+        raise UsageError(f"links are of {len(costs.links)} ranks, and there are {ranks}; give one row for each")
+    if layers is not None:
+        _check_costs_beside_layers(costs)
     return Request(
         ranks,
         microbatches,
-        costs or Costs(),
+        costs,
         tuple(caps_of(memory, ranks)),
         sizes,
         kinds,
         objective,
         recompute,
         None if layers is None else layers_of(layers),
-        None if speeds is None else tuple(speeds),
-        tuple(skips),
+        None if speeds is None else listed("speeds", speeds, "one number per rank"),
+        listed("skips", skips, "pairs (from layer, to layer)"),
         vocabulary,
         seed=seed,
         progress=progress,
     )
+
+
+def _check_kinds(
+    costs: object, recompute: object, vocabulary: object, objective: object, seed: object, progress: object
+) -> None:
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
+    for name, value in (("recompute", recompute), ("vocabulary", vocabulary)):
+        if not isinstance(value, bool):
+            raise UsageError(f"{name} is True or False, got {value!r}")
+    if objective not in ("makespan", "span"):
+        raise UsageError(f"the objective is makespan or span, got {objective!r}")
+    if type(seed) is not int:
+        raise UsageError(f"seed is a whole number, such as 0; got {seed!r}")
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress is a function of (spent, best value, lower bound); got {progress!r}")
+
+
+def _check_costs_beside_layers(costs: Costs) -> None:
+    """Times and memory are the layers' own; said twice, one of them would be ignored."""
+    usual = Costs()
+    told = [name for name in (*SHARED, "bytes", "overlap") if getattr(costs, name) != getattr(usual, name)]
+    if told:
+        raise UsageError(
+            f"with layers=, costs has what is between ranks (hop, latency, bandwidth, links) and sizes; got "
+            f"{', '.join(told)} as well, which each Layer has for itself"
+        )
 
 
 def _check_counts(ranks: int, microbatches: int, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> None:

@@ -125,14 +125,12 @@ def _model(request: Request) -> Model:
     if not all(is_number(speed) and 0 < speed < math.inf for speed in speeds):
         raise UsageError(f"a speed is a number above 0, such as 0.5 for half as fast; got {list(speeds)}")
     for skip in request.skips:
-        ends = tuple(skip)
+        ends = tuple(skip) if isinstance(skip, Sequence) else ()
         if len(ends) != 2 or not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1] < len(layers):
             raise UsageError(f"a skip is (from layer, to a later layer), of {len(layers)} layers; got {skip!r}")
     if request.vocabulary and len(layers) < 2:
         raise UsageError("vocabulary=True splits the last layer, but there is only one layer")
-    if costs.links is not None and len(costs.links) != ranks:
-        raise UsageError(f"links are of {len(costs.links)} ranks, and there are {ranks}; give one row for each")
-    return Model(layers, speeds, costs, request.skips)
+    return Model(layers, speeds, costs, request.skips, request.caps, request.recompute)
 
 
 def _refuse_without_layers(request: Request) -> None:

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.orders.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
+from penstock.schedule.search.orders.grouped import Grouping, Laps, laps_of
 from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.orders.laps import change_laps
 from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.search.problem import ROUNDING, Orders, Problem
 from penstock.schedule.timing.bounds import lower_bound
@@ -48,7 +51,10 @@ class Hunt:
         self.recipe: Recipe | None = None  # the one that did best
         self.recipe_score = NOTHING
         self.orders = 0  # how many were priced
-        self.spent = {"rules": 0.0, "changes": 0.0}
+        self.grouping: Grouping | None = None  # the one that did best
+        self.laps: Laps | None = None  # the best that came of one
+        self.laps_score = NOTHING
+        self.spent = {"rules": 0.0, "changes": 0.0, "laps": 0.0}
         self.rehearsal = problem.shorter(3 * problem.ranks) if problem.microbatches > 4 * problem.ranks else None
 
     @property
@@ -198,19 +204,37 @@ class Hunt:
                 self._refill(orders, overruns)
         if score <= self.recipe_score:
             self.recipe, self.recipe_score = recipe, score
+            self.grouping = recipe if isinstance(recipe, Grouping) else self.grouping
 
     def step(self) -> None:
-        """Rules or a run of changes, whichever has had less than its share of what was spent so far."""
+        """Rules, changes to laps or a run of changes: what has had least of its share of what was spent so far."""
         begin = self.budget.spent
-        share = 0.1 if self.small else 0.5
-        spent = self.spent["rules"] + self.spent["changes"]
-        what = "rules" if self.spent["rules"] <= share * spent or not self.best else "changes"
-        if what == "rules":
+        shares = {"rules": 0.1 if self.small else 0.5, "changes": 0.9 if self.small else 0.5}
+        if self.grouping is not None:
+            shares["laps"] = 1.0
+        what = min(shares, key=lambda name: self.spent[name] / shares[name]) if self.best else "rules"
+        if what == "laps":
+            self._change_laps()
+        elif what == "rules":
             like = self.recipe if self.generator.random() < 0.7 else None
             self._try(drawn(self.problem, like, self.generator))
         else:
             self._change()
         self.spent[what] += self.budget.spent - begin
+
+    def _change_laps(self) -> None:
+        """A run of changes to the best laps so far; or to those of the best grouping, with other patience."""
+        assert self.grouping is not None
+        laps = self.laps
+        if laps is None or self.generator.random() < 0.3:
+            patience = self.generator.choice((0.3, 0.3, 0.6, 1.0))
+            laps = laps_of(self.problem, replace(self.grouping, patience=patience))
+        tries, before = max(10, min(40, 40_000 // self.problem.size)), self.budget.orders
+        laps, found = change_laps(self.problem, laps, tries, self.budget, self.generator)
+        self.orders += self.budget.orders - before
+        if found.score < self.laps_score:
+            self.laps, self.laps_score = laps, found.score
+        self._keep(found)
 
     def _change(self) -> None:
         """A run of changes to one of the best orders, with its W filled in or in their places."""

@@ -32,6 +32,7 @@ RULES = (
 RHYTHMS = (
     Rhythm(),
     Rhythm(patience=1.0, overrun=0.9, weight_time=1.0, hop_time=1.0),
+    Rhythm(patience=0.5, overrun=0.3),
     Rhythm(slack=None),
     Rhythm(slack=None, patience=1.0, overrun=0.0),
 )
@@ -48,7 +49,7 @@ def made(problem: Problem, recipe: Recipe) -> Orders | None:
 def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
     """How late W may make other actions, where it is filled into an order of this kind."""
     if isinstance(recipe, Rhythm):
-        return (0.9, 0.0), (0.6, 0.0), (0.3, 0.3), (0.0, 0.0)
+        return (0.9, 0.0), (0.8, 0.0), (0.65, 0.0), (0.3, 0.3), (0.0, 0.0)
     return (*OVERRUNS[::2], IN_TURN) if isinstance(recipe, Grouping) else OVERRUNS
 
 

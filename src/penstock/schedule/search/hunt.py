@@ -181,11 +181,11 @@ class Hunt:
 
     # -- what is made
 
-    def rules(self) -> Iterator[None]:
-        """The recipes to begin with."""
+    def rules(self) -> Iterator[Recipe]:
+        """The recipes to begin with, each when it has been tried."""
         for recipe in first_recipes(self.problem):
             self._try(recipe)
-            yield
+            yield recipe
 
     def _try(self, recipe: Recipe) -> None:
         """Make an order by a recipe; of many microbatches only when it does well on fewer, which takes less time."""
@@ -211,7 +211,7 @@ class Hunt:
         begin = self.budget.spent
         shares = {"rules": 0.1 if self.small else 0.5, "changes": 0.9 if self.small else 0.5}
         if self.grouping is not None:
-            shares["laps"] = 1.0
+            shares["laps"] = 2.0
         what = min(shares, key=lambda name: self.spent[name] / shares[name]) if self.best else "rules"
         if what == "laps":
             self._change_laps()

@@ -137,6 +137,13 @@ def test_costs_that_a_builder_cannot_use_are_refused(costs: Costs, message: str)
         build("zb-v", 3, 5, costs=costs)
 
 
+def test_v_half_for_the_costs_of_a_larger_model_idles_no_more_than_published() -> None:
+    each = stage_costs(Costs(11.307, 11.254, 8.101, hop=0.379), 2)  # ms, as published for a 14.6B model
+    schedule = build("v-half", 16, 64, costs=each)
+    assert simulate(schedule, each).bubble <= 0.132
+    assert max(simulate(schedule).peak_activations) <= 18
+
+
 @pytest.mark.parametrize(("name", "most"), [("v-half", 0.1057), ("zb-v", 0.0465)])
 def test_equal_costs_need_not_be_given(name: str, most: float) -> None:
     assert idle(build(name, 8, 24), Costs()) <= most

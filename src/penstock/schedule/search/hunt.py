@@ -211,7 +211,7 @@ class Hunt:
         begin = self.budget.spent
         shares = {"rules": 0.1 if self.small else 0.5, "changes": 0.9 if self.small else 0.5}
         if self.grouping is not None:
-            shares["laps"] = 2.0
+            shares["laps"] = 4.0
         what = min(shares, key=lambda name: self.spent[name] / shares[name]) if self.best else "rules"
         if what == "laps":
             self._change_laps()
@@ -227,9 +227,9 @@ class Hunt:
         assert self.grouping is not None
         laps = self.laps
         if laps is None or self.generator.random() < 0.3:
-            patience = self.generator.choice((0.3, 0.3, 0.6, 1.0))
+            patience = self.generator.choice((0.3, 0.3, 0.3, 1.0))
             laps = laps_of(self.problem, replace(self.grouping, patience=patience))
-        tries, before = max(10, min(40, 40_000 // self.problem.size)), self.budget.orders
+        tries, before = max(10, min(250, 2 * LARGE // self.problem.size)), self.budget.orders
         laps, found = change_laps(self.problem, laps, tries, self.budget, self.generator)
         self.orders += self.budget.orders - before
         if found.score < self.laps_score:

@@ -41,6 +41,7 @@ class Family:
         stages_per_rank: The number of stages per rank unless another one is asked for.
         cap: The function from (ranks, stages per rank) to the stages of microbatches that a rank may hold, in families
             whose order is made for the costs where `build` is given some.
+        drafts: Whether `order` takes `weights=False`, for a caller that places W itself.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     stages_per_rank: int = 1  # unless the user says otherwise
     cap: Callable[[int, int], int] | None = None  # None: the order is the same whatever things cost
+    drafts: bool = False
 
     @property
     def placed(self) -> Callable[[int, int], Placement]:
@@ -80,6 +82,7 @@ FAMILIES: dict[str, Family] = {
             "zero bubble in 1F1B's memory",
             ("ZB1P", "zb1", "ZeroBubbleH1"),
             cap=lambda ranks, _: ranks,
+            drafts=True,
         ),
         Family(
             "zb-h2",
@@ -88,6 +91,7 @@ FAMILIES: dict[str, Family] = {
             "zero bubble in up to twice 1F1B's memory",
             ("ZB2P", "zb2"),
             cap=lambda ranks, _: 2 * ranks - 1,
+            drafts=True,
         ),
         Family(
             "interleaved-zb",
@@ -97,6 +101,7 @@ FAMILIES: dict[str, Family] = {
             ("InterleavedZeroBubble",),
             2,
             cap=lambda ranks, stages_per_rank: ranks * stages_per_rank,
+            drafts=True,
         ),
         Family(
             "group-interleaved",
@@ -106,6 +111,7 @@ FAMILIES: dict[str, Family] = {
             ("GroupInterleaved", "grouped"),
             2,
             cap=zero_bubble.group_cap,
+            drafts=True,
         ),
         Family(
             "zb-v",
@@ -115,6 +121,7 @@ FAMILIES: dict[str, Family] = {
             ("ZBVZeroBubble", "ZBV"),
             2,
             cap=lambda ranks, _: 2 * ranks,
+            drafts=True,
         ),
         Family("v-half", v.v_half, "v", "V placement: half of 1F1B's memory", ("VHalf",), 2, cap=v.half_cap),
         Family("v-min", v.v_min, "v", "V placement: about a third of 1F1B's memory", ("VMin",), 2, cap=v.min_cap),

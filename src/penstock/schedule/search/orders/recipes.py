@@ -12,12 +12,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 from penstock.schedule.placement import Placement
-from penstock.schedule.search.dispatch import Rule, dispatch
-from penstock.schedule.search.evaluate import Overrun
-from penstock.schedule.search.grouped import Grouping, grouped
-from penstock.schedule.search.improve import IN_TURN, OVERRUNS
+from penstock.schedule.search.orders.dispatch import Rule, dispatch
+from penstock.schedule.search.orders.evaluate import Overrun
+from penstock.schedule.search.orders.grouped import Grouping, grouped
+from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS
+from penstock.schedule.search.orders.rhythm import Rhythm, follow
 from penstock.schedule.search.problem import Orders, Problem
-from penstock.schedule.search.rhythm import Rhythm, follow
 
 __all__ = ["Recipe", "drawn", "first_recipes", "made", "overruns_for"]
 
@@ -32,6 +32,7 @@ RULES = (
 RHYTHMS = (
     Rhythm(),
     Rhythm(patience=1.0, overrun=0.9, weight_time=1.0, hop_time=1.0),
+    Rhythm(patience=0.5, overrun=0.3),
     Rhythm(slack=None),
     Rhythm(slack=None, patience=1.0, overrun=0.0),
 )
@@ -48,7 +49,7 @@ def made(problem: Problem, recipe: Recipe) -> Orders | None:
 def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
     """How late W may make other actions, where it is filled into an order of this kind."""
     if isinstance(recipe, Rhythm):
-        return (0.9, 0.0), (0.6, 0.0), (0.3, 0.3), (0.0, 0.0)
+        return (0.9, 0.0), (0.8, 0.0), (0.65, 0.0), (0.3, 0.3), (0.0, 0.0)
     return (*OVERRUNS[::2], IN_TURN) if isinstance(recipe, Grouping) else OVERRUNS
 
 

@@ -12,17 +12,23 @@ With g = p this is the interleaved order, in 1F1B's memory. With g = p / 2 the f
 p (v + 1) / 2 stages of microbatches: five eighths of 1F1B's memory with four stages per rank.
 
 Where less memory is there than a group needs, ranks wait for it, and whoever's turn it is.
+
+All ranks take the same *laps* in the same order: a lap is one microbatch on the way from the first rank to the last, on
+the first stage of each rank, or the second, and so on. So an order is no more than two lists of laps, forward and back,
+and `laps.py` looks for better ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from penstock.schedule.search.clocked import EPSILON, NEVER, Clocked
+from penstock.schedule.search.orders.clocked import EPSILON, NEVER, Clocked
 from penstock.schedule.search.problem import Orders, Problem
 
-__all__ = ["Grouping", "group_sizes", "grouped"]
+__all__ = ["Grouping", "Lap", "Laps", "group_sizes", "grouped", "laps_of", "take_laps"]
+
+Lap = tuple[int, int]  # which of a rank's stages, and the microbatch
 
 
 @dataclass(frozen=True)
@@ -52,21 +58,49 @@ def group_sizes(microbatches: int, size: int, even: bool = False) -> list[int]:
     return sizes
 
 
+class Laps(NamedTuple):
+    """The laps of all ranks in order, and how a rank takes turns between those forward and those back."""
+
+    grouping: Grouping
+    forwards: list[Lap]
+    inputs: list[Lap]
+
+
+def laps_of(problem: Problem, grouping: Grouping) -> Laps:
+    """Group by group, and in a group stage by stage."""
+    stages = range(problem.placement.stages_per_rank)
+    forwards: list[Lap] = []
+    inputs: list[Lap] = []
+    first = 0
+    for size in group_sizes(problem.microbatches, grouping.size, grouping.even):
+        group = range(first, first + size)
+        forwards += [(stage, microbatch) for stage in stages for microbatch in group]
+        inputs += [(stage, microbatch) for stage in reversed(stages) for microbatch in group]
+        first += size
+    return Laps(grouping, forwards, inputs)
+
+
 def grouped(problem: Problem, grouping: Grouping) -> Orders | None:
     """The order of F and I; None where memory does not hold what a group needs."""
-    return _Groups(problem, grouping).run()
+    return take_laps(problem, laps_of(problem, grouping))
+
+
+def take_laps(problem: Problem, laps: Laps) -> Orders | None:
+    """The order of F and I that comes of laps; None where memory does not let it end."""
+    return _Groups(problem, laps).run()
 
 
 class _Groups(Clocked):
     """Every rank's next F and next I are known; which of them comes first is seen when it is free."""
 
-    def __init__(self, problem: Problem, grouping: Grouping) -> None:
+    def __init__(self, problem: Problem, laps: Laps) -> None:
+        grouping = laps.grouping
         super().__init__(problem, grouping.memory, grouping.weight_time)
         self.turn, self.patience = grouping.turn, grouping.patience * self.mean
-        sizes = group_sizes(problem.microbatches, grouping.size, grouping.even)
+        count, size = self.count, self.size
         owned = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
-        self.forwards = [_in_groups(stages, sizes, self.count, 0) for stages in owned]
-        self.inputs = [_in_groups(stages[::-1], sizes, self.count, self.size) for stages in owned]
+        self.forwards = [[own[stage] * count + microbatch for stage, microbatch in laps.forwards] for own in owned]
+        self.inputs = [[size + own[stage] * count + microbatch for stage, microbatch in laps.inputs] for own in owned]
         self.forward_next, self.input_next = [0] * problem.ranks, [0] * problem.ranks
         self.was_input = [True] * problem.ranks
 
@@ -103,12 +137,3 @@ class _Groups(Clocked):
             return -1, NEVER
         x = sequence[place]
         return x, NEVER if self.at[x] < 0.0 else self.at[x] - now
-
-
-def _in_groups(stages: tuple[int, ...], sizes: list[int], count: int, base: int) -> list[int]:
-    """One rank's F or I: group by group, and in a group stage by stage."""
-    order, first = [], 0
-    for size in sizes:
-        order += [base + stage * count + microbatch for stage in stages for microbatch in range(first, first + size)]
-        first += size
-    return order

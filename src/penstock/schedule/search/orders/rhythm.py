@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.schedule.search.clocked import EPSILON, NEVER, Clocked
+from penstock.schedule.search.orders.clocked import EPSILON, NEVER, Clocked
 from penstock.schedule.search.problem import Orders, Problem
 
 __all__ = ["Rhythm", "follow"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import Candidate, Overrun, price
+from penstock.schedule.search.orders.evaluate import Candidate, Overrun, price
 from penstock.schedule.search.problem import Problem
 
 __all__ = ["IN_TURN", "OVERRUNS", "improve"]

@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 from penstock.schedule.search.problem import Orders, Problem
 
-__all__ = ["Candidate", "Overrun", "Score", "complete", "price"]
+__all__ = ["NOTHING", "Candidate", "Overrun", "Score", "complete", "fill", "price"]
 
 EPSILON = 1e-9
 Overrun = tuple[float, float]  # while there are forwards to run, and after the last of them
 Score = tuple[float, float]  # the objective, then how late the ranks finish their F and I in all
+NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
 
 
 class Candidate(NamedTuple):
@@ -51,15 +52,19 @@ def price(
 
 def complete(problem: Problem, candidate: Candidate) -> Orders:
     """The candidate's orders with every W in its place."""
-    if candidate.overrun is None:
-        return candidate.orders
-    run = _Run(problem, candidate.orders, candidate.overrun, logging=True)
-    run.finish()
-    left = 2 * problem.size
-    return [
-        log + [x + left - problem.size for x in owed[paid:]]
+    return candidate.orders if candidate.overrun is None else fill(problem, candidate.orders, candidate.overrun).orders
+
+
+def fill(problem: Problem, orders: Orders, overrun: Overrun) -> Candidate:
+    """The complete order that comes of an order of F and I, with its price."""
+    run = _Run(problem, orders, overrun, logging=True)
+    if not run.finish():
+        return Candidate(NOTHING, orders, overrun)
+    filled = [
+        log + [x + problem.size for x in owed[paid:]]
         for log, owed, paid in zip(run.logs, run.owed, run.paid, strict=True)
     ]
+    return Candidate(run.score(), filled, None)
 
 
 class _Run:

@@ -44,6 +44,7 @@ class Hunt:
             problem.memory,
             span=problem.span,
             recompute=problem.recompute,
+            quick=True,
         )
         self.best: list[Candidate] = []
         self.recipe: Recipe | None = None  # the one that did best

@@ -66,7 +66,7 @@ def best_unsplit(
                 fits = all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
                 value = _longest(timeline) if span else timeline.makespan
                 if fits and (best is None or value < best.value):
-                    bound = lower_bound(placement, microbatches, each, caps, span=span, recompute=again)
+                    bound = lower_bound(placement, microbatches, each, caps, span=span, recompute=again, quick=True)
                     best = Unsplit(schedule, each, kind, value, bound)
     return best
 

@@ -267,7 +267,8 @@ class Schedule:
         for rank in np.flatnonzero(np.diff(columns.starts) == 0).tolist():
             yield Fault("the row has no action; every rank runs something", rank)
         strange = columns.stage >= stages
-        home = np.array(self.placement.by_stage)[np.minimum(columns.stage, stages - 1)]
+        homes = np.array(self.placement.by_stage, dtype=np.int32)
+        home = homes[np.minimum(columns.stage, stages - 1)]
         away = (home != columns.rank) & ~strange
         late = columns.microbatch >= microbatches
         nowhere = columns.peer >= stages

@@ -72,7 +72,7 @@ def faults(schedule: Schedule) -> list[Fault]:
         return found
     columns = schedule.columns
     needs = waits_of(table, columns)
-    outcome = run(columns.starts, np.zeros(columns.size), waits_in_cells(columns, needs))
+    outcome = run(columns.starts, np.broadcast_to(0.0, columns.size), waits_in_cells(columns, needs))
     if not outcome.stuck:
         return []
     return stuck_faults(schedule.rows, stuck_at(columns, table, needs, outcome.stuck))
@@ -143,7 +143,7 @@ def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) 
     table, columns = transfers.table, schedule.columns
     got, sent = transfers.receives, transfers.sends
     made_by, made = table.positions(columns, table.made)
-    first = np.full(table.size, columns.size)  # by position: the cell in which it is there first
+    first = np.full(table.size, columns.size, dtype=np.int32)  # by position: the cell in which it is there first
     np.minimum.at(first, made, columns.cell[made_by])
     np.minimum.at(first, got.positions, got.numbers)
     if not lowered:  # what comes from other ranks is for the run of all ranks to see

@@ -125,7 +125,7 @@ class Hunt:
 
     def _rows(self, family: Family, problem: Problem) -> Orders:
         sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
-        return problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2]))
+        return problem.numbers([*family.order(*sizes if family.layout == "loop" else sizes[:2])])
 
     def _estimate(self, family: Family, microbatches: int) -> float:
         """What it would take, from what it takes with fewer microbatches; infinite where these do not fit.

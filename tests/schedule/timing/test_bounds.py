@@ -17,6 +17,7 @@ ROUNDING = 1 + 1e-9
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
 
 
+@pytest.mark.timeout(3600)  # a busy machine takes its time
 @pytest.mark.parametrize("count", tiers(40, 300))
 def test_the_bound_is_close_to_the_proven_optimum_and_never_above_it(count: int) -> None:
     """Caps for all ranks or each, hops, slow links, stages and ranks that differ; the optimum is the exact solver's."""
@@ -33,6 +34,7 @@ def test_the_bound_is_close_to_the_proven_optimum_and_never_above_it(count: int)
     assert sum(shares) / len(shares) >= 0.99
 
 
+@pytest.mark.timeout(3600)  # a busy machine takes its time
 @pytest.mark.parametrize("count", tiers(10, 120))
 def test_of_microbatches_that_differ_the_bound_is_never_above_the_optimum(count: int) -> None:
     for seed in range(count):
@@ -42,6 +44,7 @@ def test_of_microbatches_that_differ_the_bound_is_never_above_the_optimum(count:
         assert lower_bound(*case) <= best * ROUNDING, seed
 
 
+@pytest.mark.timeout(3600)  # a busy machine takes its time
 @pytest.mark.parametrize("count", tiers(20, 300))
 def test_no_schedule_that_the_search_finds_is_below_the_bound(count: int) -> None:
     for seed in range(count):

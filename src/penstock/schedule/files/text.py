@@ -24,6 +24,7 @@ from penstock.schedule.files.facts import check_facts, taken
 from penstock.schedule.files.reading import MOST_STAGES, parse_json, read_file
 from penstock.schedule.placement import Placement
 from penstock.schedule.proof.certificate import RULES, Certificate
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, actions_of, skips_seen
 from penstock.schedule.topology import Topology
@@ -98,7 +99,7 @@ def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -
         raise ScheduleError(f"{path.name} has {schedule.stages:,} stages; at most {MOST_STAGES:,} are read")
     found = check_facts(schedule, facts, whole=kind == ".json")
     if check:
-        found += [fault for fault in schedule.shape_faults() if fault not in found]
+        found += [fault for fault in shape_faults(schedule) if fault not in found]
     if found:
         raise ScheduleError(found)
     return schedule

@@ -21,6 +21,7 @@ from penstock.schedule.action import Action, parse
 from penstock.schedule.files.reading import MOST_CELLS, parse_json, read_file
 from penstock.schedule.files.text import from_json as schedule_from_json
 from penstock.schedule.files.text import to_json as schedule_to_json
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.timeline import Span, Timeline, Wall
 
@@ -77,7 +78,7 @@ def from_json(text: str) -> Timeline:
     if wrong:
         raise NotationError([Fault(f"no complete timeline in JSON: {name!r} is missing or wrong") for name in wrong])
     schedule = schedule_from_json(json.dumps(document["schedule"]))
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     faults: list[Fault] = []

@@ -26,6 +26,7 @@ from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.columns import Array, Columns, blocks
 from penstock.schedule.dependencies import Table, waits_of
 from penstock.schedule.lowering.align import align
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import PASSES, passes_seen
 from penstock.schedule.topology import links
@@ -69,7 +70,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
         schedule: The schedule.
     """
     _refuse_after(schedule, PASSES, "insert_transfers")
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     if not is_aligned(schedule):

@@ -23,6 +23,7 @@ from penstock.schedule.events import run
 from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.certificate import Certificate, certificate_of
 from penstock.schedule.proof.rendezvous import rendezvous_faults
+from penstock.schedule.proof.shape import crowd_fault, shape_faults
 from penstock.schedule.proof.transfers import Transfers, link_faults
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import passes_seen
@@ -55,8 +56,8 @@ def faults(schedule: Schedule) -> list[Fault]:
     import numpy as np
 
     expect_schedule(schedule, "verify")
-    found = list(schedule.shape_faults())
-    if schedule.ranks != schedule.placement.ranks or schedule.crowd_fault() is not None:
+    found = list(shape_faults(schedule))
+    if schedule.ranks != schedule.placement.ranks or crowd_fault(schedule) is not None:
         return found
     if found:
         schedule = _well_shaped(schedule, found)

@@ -16,6 +16,7 @@ from penstock.errors import UsageError
 from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
+from penstock.schedule.columns import Columns
 from penstock.schedule.lowering.align import align
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.placement import Placement
@@ -25,7 +26,7 @@ from penstock.schedule.topology import Topology
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
 
-Order = list[list[Action]]
+Order = Iterable[list[Action]]
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def build(
         order = [one_f_one_b.overlap_b_f(row) for row in order]
     return align(
         Schedule(
-            order,
+            Columns.of(order),
             placement=placement,
             microbatches=microbatches,
             topology=Topology.chain(placement.stages, skips),
@@ -257,7 +258,8 @@ def _tuned(
     assert entry.cap is not None
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
-    return tuned(order, entry.placed(ranks, stages_per_rank), microbatches, costs, entry.cap(ranks, stages_per_rank))
+    placement, cap = entry.placed(ranks, stages_per_rank), entry.cap(ranks, stages_per_rank)
+    return tuned(list(order), placement, microbatches, costs, cap)
 
 
 def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:

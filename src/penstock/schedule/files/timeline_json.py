@@ -18,9 +18,10 @@ from typing import Any
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.rules import is_index
 from penstock.schedule.action import Action, parse
-from penstock.schedule.files.reading import MOST_CELLS, read_file
+from penstock.schedule.files.reading import MOST_CELLS, parse_json, read_file
 from penstock.schedule.files.text import from_json as schedule_from_json
 from penstock.schedule.files.text import to_json as schedule_to_json
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.timeline import Span, Timeline, Wall
 
@@ -72,17 +73,14 @@ def _rows(spans: Iterable[Span]) -> str:
 
 def from_json(text: str) -> Timeline:
     """Read what `to_json` wrote."""
-    try:
-        document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise NotationError(f"not JSON: {error}") from error
+    document = parse_json(text)
     if not isinstance(document, dict) or document.get(MARK) != FORMAT:
         raise NotationError(f'a recorded run in JSON has "{MARK}": {FORMAT} at its top')
     wrong = [name for name, kind in _KEYS.items() if not isinstance(document.get(name), kind)]
     if wrong:
         raise NotationError([Fault(f"no complete timeline in JSON: {name!r} is missing or wrong") for name in wrong])
     schedule = schedule_from_json(json.dumps(document["schedule"]))
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     faults: list[Fault] = []

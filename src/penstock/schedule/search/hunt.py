@@ -46,6 +46,7 @@ class Hunt:
             problem.memory,
             span=problem.span,
             recompute=problem.recompute,
+            quick=True,
         )
         self.best: list[Candidate] = []
         self.recipe: Recipe | None = None  # the one that did best
@@ -133,7 +134,8 @@ class Hunt:
 
     def _rows(self, family: Family, problem: Problem, **options: bool) -> Orders:
         sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
-        return problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2], **options))
+        order = family.order(*sizes if family.layout == "loop" else sizes[:2], **options)
+        return problem.numbers([*order])
 
     def _draft(self, family: Family, problem: Problem) -> Orders:
         """A family's order of F and I."""

@@ -62,7 +62,13 @@ def best_unsplit(request: Request) -> Unsplit | None:
                 value = _longest(timeline) if request.span else timeline.makespan
                 if fits and (best is None or value < best.value):
                     bound = lower_bound(
-                        placement, request.microbatches, each, request.caps, span=request.span, recompute=again
+                        placement,
+                        request.microbatches,
+                        each,
+                        request.caps,
+                        span=request.span,
+                        recompute=again,
+                        quick=True,
                     )
                     best = Unsplit(schedule, each, kind, value, bound)
     return best

@@ -159,7 +159,7 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
         each = stage_costs(request.costs, placement.stages_per_rank)
         instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps)
         if instance.fits:
-            tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps)))
+            tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps, quick=True)))
     for each_try in tries:
         for habit in HABITS:
             each_try.run(habit, budget)

@@ -67,6 +67,8 @@ def train(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # memory is counted from the middle of a run on, and torch's
+    # allocator would warn of every block that is older
     config, path = read_config(items)
     if resume and fresh:
         raise UsageError("--resume continues the run, --fresh removes it; give one of them")

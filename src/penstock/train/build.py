@@ -18,6 +18,7 @@ from penstock.model.lazy import Init, is_lazy
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.loss_options import LossOptions
+from penstock.schedule import Schedule
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
@@ -79,6 +80,7 @@ def build_pipeline(
     *,
     ranks: int | None = None,
     balance: Any = None,
+    schedule: Schedule | None = None,
     transport: str | None = None,
     mesh: Any = None,
     values: Init | None = None,
@@ -103,7 +105,7 @@ def build_pipeline(
         model,
         stages=stages_of(config),
         microbatches=options.microbatches,
-        schedule=options.schedule,
+        schedule=options.schedule if schedule is None else schedule,
         loss_fn=step_loss,
         loss_options=step_loss.options if isinstance(step_loss, StepLoss) else LossOptions(),
         example=example_of(batch, options.microbatches),

@@ -63,6 +63,7 @@ class Trainer:
         folder: RunFolder,
         metrics: Metrics | None,
         progress: Progress,
+        average: WeightAverage | None = None,
     ) -> None:
         self.config = config
         self.pipe, self.optimizer, self.rate, self.data = pipe, optimizer, rate, data
@@ -73,13 +74,13 @@ class Trainer:
         self.loss: float | None = None
         self.validation: float | None = None
         self.skips = 0  # steps in a row that were left out
-        self.average: WeightAverage | None = None  # of the weights
+        self.average = average
         self.stopping = EarlyStopping(config.evaluation)
         self.utilisation: float | None = None  # MFU for one token per second, where it is known
         self._idle: float | None = None
         self._score: float | None = None  # the validation loss of this step, if it was evaluated
         self._saved: int | None = None
-        self._memory = MemoryWatch(pipe, optimizer)
+        self._memory = MemoryWatch(pipe, optimizer, average)
         self._base = base_mark(config)  # what checkpoints leave out
         self._mark = 0  # a checksum of what this step was given
 

@@ -178,8 +178,8 @@ def train_here(job: Job, stop: Stop) -> int:
         progress = Progress(sys.stdout if first else None, config.logging.every)
         for line in _first_lines(job, pipe, data, peak if share is not None else "", checkpointer, start, notes):
             progress.say(line)
-        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
-        trainer.average, trainer.utilisation = average, share
+        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress, average)
+        trainer.utilisation = share
         trainer.go_on(extra)
         try:
             ending = trainer.run(start, stop)

@@ -76,7 +76,7 @@ def generate(
 
         sampling = Sampling(**options)  # type: ignore[arg-type]
         writer = open_writer(find_checkpoint(place), threads)
-    encode = writer.words.encode_question if questions else writer.words.encode
+    encode = writer.codec.encode_question if questions else writer.codec.encode
     pieces = _pieces(writer, [encode(begin) for begin in begins], count, sampling)
     if len(begins) == 1 and not as_json:
         sys.stdout.write("" if questions else begins[0])
@@ -97,9 +97,9 @@ def generate(
 
 def _pieces(writer: Any, prompts: list[list[int]], count: int, sampling: Any) -> Any:
     """(row, text) as they come."""
-    readers = [writer.words.reader() for _ in prompts]
+    readers = [writer.codec.reader() for _ in prompts]
     for row, token in writer.continue_rows(prompts, count, sampling):
-        yield row, "" if token == writer.words.end else readers[row].add(token)
+        yield row, "" if token == writer.codec.end else readers[row].add(token)
     for row, reader in enumerate(readers):
         yield row, reader.finish()
 

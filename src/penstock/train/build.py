@@ -26,11 +26,11 @@ from penstock.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.layouts import split_of
 from penstock.train.data.tokenizer import open_tokenizer
-from penstock.train.freeze import freeze
-from penstock.train.gpt import build_gpt
-from penstock.train.huggingface import build_huggingface, tensor_plan_of, values_of
-from penstock.train.lora import add_adapters, has_adapters
 from penstock.train.loss import StepLoss, build_loss
+from penstock.train.models.freeze import freeze
+from penstock.train.models.gpt import build_gpt
+from penstock.train.models.huggingface import build_huggingface, tensor_plan_of, values_of
+from penstock.train.models.lora import add_adapters, has_adapters
 
 Loss = Callable[..., Any]
 PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose memory a cut counts with

@@ -26,11 +26,11 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.data.vocabulary import check_vocabulary
-from penstock.train.ema import averaged_as
-from penstock.train.huggingface import left_out, tensor_plan_of
+from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.activations import measure_activations
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
+from penstock.train.updates.ema import averaged_as
 
 
 @dataclass(frozen=True)

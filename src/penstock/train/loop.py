@@ -22,17 +22,17 @@ from penstock.pipeline import Pipeline, StepResult
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch, DataBatches
-from penstock.train.early_stopping import EarlyStopping
-from penstock.train.ema import WeightAverage
-from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
 from penstock.train.loss import MeanLoss, shares_of
-from penstock.train.nonfinite import NonFinite, find_culprit
+from penstock.train.models.huggingface import base_mark
 from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
 from penstock.train.run.recordings import Recorded, Recordings
 from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.train.updates.early_stopping import EarlyStopping
+from penstock.train.updates.ema import WeightAverage
+from penstock.train.updates.nonfinite import NonFinite, find_culprit
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 

@@ -14,7 +14,7 @@ from penstock.errors import UsageError
 from penstock.train.config.settings import GPTOptions
 from penstock.train.generation.gpt_cache import CachedGPT
 from penstock.train.generation.sampling import Sampling
-from penstock.train.gpt import build_gpt
+from penstock.train.models.gpt import build_gpt
 
 CONTEXT = 8
 

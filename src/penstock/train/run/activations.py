@@ -29,7 +29,7 @@ from penstock.train.run.allocations import COMPUTES, Allocations, Arrivals
 PASSES = 3  # the first is not counted: in it, gradients are made, and a stage learns what its `W` can defer
 
 
-class _Kind(NamedTuple):
+class _Way(NamedTuple):
     """How a microbatch may be run in a schedule."""
 
     split: bool  # its backward comes as I and W
@@ -68,19 +68,19 @@ def _computes(row: Sequence[Action | None]) -> Iterator[Action]:
     return (part for action in row if action is not None for part in action.parts() if part.op in COMPUTES)
 
 
-def _kinds(config: TrainConfig, schedule: Schedule) -> dict[tuple[int, int], _Kind]:
+def _kinds(config: TrainConfig, schedule: Schedule) -> dict[tuple[int, int], _Way]:
     """By stage and microbatch."""
     actions = [action for row in schedule.rows for action in _computes(row)]
     split = {(action.stage, action.microbatch) for action in actions if action.op is Op.I}
     last = schedule.microbatches - 1
     recomputed = {"never": 0, "except_last": last, "always": last + 1}[config.pipeline.recompute]
     return {
-        (stage, number): _Kind((stage, number) in split, number < recomputed or stage in schedule.recompute)
+        (stage, number): _Way((stage, number) in split, number < recomputed or stage in schedule.recompute)
         for stage, number in {(action.stage, action.microbatch) for action in actions}
     }
 
 
-def _measure(config: TrainConfig, stages: int, kind: _Kind, balance: Any, batch: DataBatch, values: Init) -> _Measured:
+def _measure(config: TrainConfig, stages: int, kind: _Way, balance: Any, batch: DataBatch, values: Init) -> _Measured:
     """Run one microbatch of the size that they have through all stages."""
     backward = ("I", "W") if kind.split else ("B",)
     row = [f"{stage}F0" for stage in range(stages)]

@@ -31,7 +31,7 @@ LABEL = "penstock "  # of actions, by the executor, while somebody profiles
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
-class Change(NamedTuple):
+class BlockChange(NamedTuple):
     """A block of memory that was given out, or taken back where `nbytes` is negative."""
 
     when: int
@@ -46,7 +46,7 @@ class Allocations:
     """
 
     def __init__(self) -> None:
-        self.changes: list[Change] = []
+        self.changes: list[BlockChange] = []
         self.actions: dict[Action, tuple[int, int]] = {}
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)  # or it would write to the terminal that it begins and ends
         self._profile: Any = profiler.profile(profile_memory=True)
@@ -65,7 +65,7 @@ class Allocations:
         for event in _all(self._profile.kineto_results.experimental_event_tree()):
             if hasattr(event.extra_fields, "alloc_size"):
                 block = event.extra_fields
-                self.changes.append(Change(event.start_time_ns, block.alloc_size, block.ptr))
+                self.changes.append(BlockChange(event.start_time_ns, block.alloc_size, block.ptr))
             elif (
                 event.name.startswith(LABEL) and (action := Action.parse(event.name.removeprefix(LABEL))).op in COMPUTES
             ):
@@ -80,7 +80,7 @@ class Allocations:
 
     def passing(self) -> Iterator[tuple[int, int, int]]:
         """The blocks that came and went: (when it came, when it went, bytes). What stays, gradients, is left out."""
-        there: dict[int, Change] = {}
+        there: dict[int, BlockChange] = {}
         for change in self.changes:
             if change.nbytes > 0:
                 there[change.address] = change

@@ -56,8 +56,8 @@ def _train() -> None:
 
     from penstock.pipeline import Pipeline
     from penstock.train.config.settings import GPTOptions
-    from penstock.train.gpt import build_gpt
     from penstock.train.loss import TokenLoss
+    from penstock.train.models.gpt import build_gpt
     from penstock.train.run.allocations import Allocations
     from penstock.train.run.progress import memory_now
 

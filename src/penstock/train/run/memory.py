@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from penstock.pipeline import Pipeline
-    from penstock.train.ema import WeightAverage
+    from penstock.train.updates.ema import WeightAverage
 
 COUNTED = 2  # steps of a start
 

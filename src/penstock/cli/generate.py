@@ -12,6 +12,7 @@ from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
+from penstock.train.launch.environment import prepare_environment
 
 Place = Annotated[
     str,
@@ -71,6 +72,7 @@ def generate(
     with working("loading"):
         # small operations of numpy only wait for each other on several cores
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        prepare_environment()
         from penstock.train.generation.opening import open_writer
         from penstock.train.generation.sampling import Sampling
 

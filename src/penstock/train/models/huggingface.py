@@ -123,7 +123,7 @@ def _configuration(config: TrainConfig) -> Any:
     if folder_of(config) is not None:
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             first = str(error).splitlines()[0]
             raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
     if config.model.init == "pretrained":

@@ -91,7 +91,7 @@ def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "bare").mkdir()
     with pytest.raises(UsageError, match=r"bare holds no tokenizer \(no tokenizer.json, tokenizer_config.json"):
-        open_tokenizer(str(tmp_path / "bare"))
+        Tokenizer(str(tmp_path / "bare"))
     with pytest.raises(UsageError, match="is no file of a tokenizer"):
         Tokenizer(str(tmp_path / "bad.json"))
     with pytest.raises(UsageError, match="there is no folder or file"):

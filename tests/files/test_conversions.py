@@ -68,3 +68,19 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) 
     save_file({**tensors, "model.stray": torch.zeros(1)}, path)
     with pytest.raises(UsageError, match=r"unknown model\.stray"):
         PretrainedFolder(tmp_path).fit(model)
+
+
+def test_a_mixture_goes_through_a_pipeline_and_back_to_transformers(tmp_path: Path) -> None:
+    whole, ids = saved("mixtral", tmp_path / "it"), torch.arange(12).view(2, 6)
+    with penstock.lazy():
+        model = AutoModelForCausalLM.from_config(MIXTURES["mixtral"])
+    model.config.use_cache = False
+    folder = PretrainedFolder(tmp_path / "it")
+    folder.fit(model)
+    with penstock.Pipeline(model, stages=2, microbatches=1, example={"input_ids": ids}, init=folder) as pipe:
+        pipe.save_pretrained(tmp_path / "out")
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    found = again.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in whole.state_dict().items())

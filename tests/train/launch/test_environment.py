@@ -23,7 +23,8 @@ def test_the_command_sets_it_before_torch_is_loaded() -> None:
     """Threads that wait for each other kept their cores, so that a run with one rank stood nearly still beside others:
     a setting that comes after torch is read by nobody."""
     probe = (
-        "import sys, penstock.cli.train as it\n"
+        "import sys, penstock.cli\n"
+        "it = sys.modules['penstock.cli.train']\n"
         "it.prepare_environment = lambda: print('torch' in sys.modules)\n"
         "try: it.train(['nowhere.toml'])\n"
         "except BaseException: pass\n"

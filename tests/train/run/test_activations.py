@@ -25,7 +25,7 @@ def most(row: str) -> int:
 
 
 def test_a_stage_holds_what_arrived_and_not_what_it_sent() -> None:
-    assert most("0F0 0B0") == 35  # then 30 - 4 are held, and the backward needs 4 that arrive and 8
+    assert most("0F0 0B0") == 26 + 4 + 8  # 30 without the 4 that were sent, the gradient of these, and what it needs
     assert most("0F0 0F1 0B0 0B1") == 26 + 26 + 4 + 8  # two microbatches are held when the first backward begins
     assert most("1F0 1B0 1F1 1B1") == 20 + 4 + 9  # one at a time: what arrived is held with it
     assert most("1F0 1F1 1B0 1B1") == 24 + 24 + 9

@@ -113,13 +113,13 @@ class Job:
     def wait(self, limit: float = 200) -> int:
         return self.process.wait(limit)
 
-    def until(self, ready: Callable[[], Any], limit: float = 150) -> Any:
-        """Wait for something while the job runs."""
+    def until(self, ready: Callable[[], Any], limit: float = 150, pause: float = 0.02) -> Any:
+        """Wait for something while the job runs; what lasts for a moment only needs a shorter `pause`."""
         deadline = time.monotonic() + limit
         while not (found := ready()):
             assert self.process.poll() is None, f"the job ended with {self.process.returncode}:\n{self.log}"
             assert time.monotonic() < deadline, f"waited for {limit} s:\n{self.log}"
-            time.sleep(0.002)
+            time.sleep(pause)
         return found
 
     def descendants(self) -> list[int]:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.single import save as save
     from penstock.files.pretrained import PretrainedFolder as PretrainedFolder
     from penstock.gpipe.gpipe import GPipe as GPipe
+    from penstock.model.by_position import Routed as Routed
     from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
-    from penstock.model.split import Routed as Routed
     from penstock.optim.groups import parameter_groups as parameter_groups
     from penstock.optim.scaler import GradScaler as GradScaler
     from penstock.parallel.mesh import mesh as mesh
@@ -57,7 +57,7 @@ _HOMES = {  # what is public, and the module that has it
     "Pipeline": "penstock.pipeline",
     "PretrainedFolder": "penstock.files.pretrained",
     "ReplicaSampler": "penstock.parallel.sampler",
-    "Routed": "penstock.model.split",
+    "Routed": "penstock.model.by_position",
     "Shared": "penstock.runtime.batch.microbatch",
     "StepResult": "penstock.pipeline",
     "TensorPlan": "penstock.parallel.tensor_parallel.tensor_plan",

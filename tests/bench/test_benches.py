@@ -50,7 +50,7 @@ BENCHES = {
     ),
     "transport": Bench("", ("2 processes, one message",), "how", {"ping-pong", "streamed"}, 0),
 }
-SLOW = ("overhead",)
+SLOW = ("search",)  # a short one that needs no browser; tests/test_primer.py runs another, from a wheel
 
 
 def rows_printed(text: str) -> int:

@@ -73,7 +73,7 @@ def generate(
         # small operations of numpy only wait for each other on several cores
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         prepare_environment()
-        from penstock.train.generation.opening import open_writer
+        from penstock.train.generation.opening import open_writer  # loads numpy, or torch
         from penstock.train.generation.sampling import Sampling
 
         sampling = Sampling(**options)  # type: ignore[arg-type]

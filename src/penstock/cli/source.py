@@ -114,7 +114,7 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
 
 
 def read_proved(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The same; what a file holds is proved first, as nothing else has."""
+    """The schedule that the arguments mean; what a file holds is proved first."""
     schedule = read(source, ranks, microbatches, stages_per_rank)
     if is_file(source):
         verify(schedule)
@@ -122,14 +122,14 @@ def read_proved(source: str, ranks: int | None, microbatches: int | None, stages
 
 
 def read_one_of(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The same of a command that takes several."""
+    """The schedule of one of several sources, which its faults name."""
     with naming(source):
         return read_proved(source, ranks, microbatches, stages_per_rank)
 
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Around the reading of one of several files: faults say which it is."""
+    """A context around the reading of one of several files: faults say which it is."""
     try:
         yield
     except ScheduleError as error:

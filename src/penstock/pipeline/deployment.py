@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.group.world import World
-from penstock.model.split import Holding, Split
+from penstock.model.staged_model import Holding, StagedModel
 from penstock.optim.tied import TiedParameters
 from penstock.pipeline.programs import Programs
 from penstock.runtime.engine.ranks import LocalRanks
@@ -21,7 +21,7 @@ class Deployment:
     """The stages, the programs that run them, and the ranks; a new cut replaces the stages and the ranks."""
 
     world: World
-    split: Split
+    split: StagedModel
     programs: Programs
     ranks: LocalRanks
     clock: Clock

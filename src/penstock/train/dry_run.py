@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.model.balance.profile import OPTIMIZERS, Weight
 from penstock.model.cut import cut_model
 from penstock.model.lazy import is_lazy
-from penstock.model.split import Holding
+from penstock.model.staged_model import Holding
 from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Schedule, Timeline, simulate

@@ -102,7 +102,7 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained, average = _weights(own, config, divided)
         state = trained * _states(config) + (0.0 if config.training.ema is None else average)
-        active = None if activations is None else activations[rank]
+        active = None if activations is None else activations[rank] + _exchanged(config, weights, trained)
         copy = 0.0  # of a checkpoint, while it is written
         if config.checkpoint.async_save:
             copy = (trained if left_out(config) else weights) + state
@@ -110,6 +110,14 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
     if config.pipeline.workers == "threads":
         rows = [_together(rows)]
     return tuple(replace(row, process=base + row.process) for row in rows)
+
+
+def _exchanged(config: TrainConfig, weights: float, trained: float) -> float:
+    """What replicas need in a step besides: a copy of the gradients, or whole weights and gradients of shards."""
+    replicas = config.mesh.replicas
+    if replicas == 1:
+        return 0.0
+    return (weights + trained) * replicas if config.mesh.replicate == "fsdp" else trained
 
 
 def _code_of(pipe: Pipeline) -> list[str]:

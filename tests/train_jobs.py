@@ -15,6 +15,7 @@ from typing import Any
 
 from processes import on_processes, state_of
 
+from penstock.train.launch.stopping import Stop
 from penstock.train.run.metrics import read_metrics
 
 # Traps for ranks: at pass `number` of an attempt, on one rank. The next attempt does not meet them again.
@@ -200,3 +201,20 @@ def train_in(folder: str, steps: int, replicas: int) -> None:
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         assert train_here(Told(config, ""), Stop()) == 0
+
+
+class StopAt(Stop):
+    """Asked to stop in a step, on every rank alike."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._left = step
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override]
+        self._left -= 1
+        return self._left <= 0
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        pass

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from penstock.checkpoint.checkpointer import load as load
-    from penstock.checkpoint.checkpointer import save as save
     from penstock.checkpoint.load.loading import Loaded as Loaded
+    from penstock.checkpoint.single import load as load
+    from penstock.checkpoint.single import save as save
     from penstock.files.pretrained import PretrainedFolder as PretrainedFolder
     from penstock.gpipe.gpipe import GPipe as GPipe
     from penstock.model.by_position import Routed as Routed
@@ -69,13 +69,13 @@ _HOMES = {  # what is public, and the module that has it
     "is_checkpointing": "penstock.runtime.state.phase",
     "is_recomputing": "penstock.runtime.state.phase",
     "lazy": "penstock.model.lazy",
-    "load": "penstock.checkpoint.checkpointer",
+    "load": "penstock.checkpoint.single",
     "mesh": "penstock.parallel.mesh",
     "parameter_groups": "penstock.optim.groups",
     "parity": "penstock.parity_check.parity",
     "randomness": "penstock.runtime.state.randomness",
     "restore_batch_norm": "penstock.runtime.state.batch_norm",
-    "save": "penstock.checkpoint.checkpointer",
+    "save": "penstock.checkpoint.single",
 }
 _ROOMS = ("errors", "schedule")  # modules that are found without an import of their own
 

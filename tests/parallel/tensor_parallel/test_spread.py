@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PenstockError
 from penstock.train.config.settings import GPTOptions
-from penstock.train.gpt import build_gpt
+from penstock.train.models.gpt import build_gpt
 
 
 def differences(case: Case, outcomes: list[dict[str, Any]], replicas: int) -> list[str]:

@@ -21,7 +21,7 @@ from penstock.model.lazy import is_lazy, lazy
 from penstock.train.config.paths import no_configuration
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
-from penstock.train.lora import adapter_values, has_adapters
+from penstock.train.models.lora import adapter_values, has_adapters
 
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
@@ -123,7 +123,7 @@ def _configuration(config: TrainConfig) -> Any:
     if folder_of(config) is not None:
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             first = str(error).splitlines()[0]
             raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
     if config.model.init == "pretrained":

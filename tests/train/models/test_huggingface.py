@@ -129,6 +129,25 @@ def test_weights_of_a_folder_are_trained_as_a_plain_loop_trains_them_and_go_back
 
 
 @pytest.mark.slow
+def test_tensors_are_divided_over_processes_by_the_command(base: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    command = settings(base, run, "mesh.tp=2", "pipeline.ranks=2")
+    result = subprocess.run(
+        [sys.executable, "-m", "penstock", "train", *command], capture_output=True, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    config = config_of(base, run, "pipeline.ranks=2")
+    assert losses(run) == pytest.approx(plain_losses(base, config), rel=1e-5)
+    assert len(json.loads((run / "memory.json").read_text())) == 4
+    export(find_checkpoint(run), tmp_path / "out")
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(IDS).logits
+    torch.testing.assert_close(found, logits_of(config), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_adapters_train_on_two_processes_and_load_with_peft(base: Path, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

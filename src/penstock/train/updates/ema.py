@@ -70,10 +70,14 @@ class WeightAverage:
                     _here(parameter).copy_(kept[name])
 
 
+def averaged_as(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an average of such weights: 32 bits at least, because less would swallow small changes."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _copy(parameter: Tensor) -> Tensor:
-    """A copy that is laid out as the parameter is, in 32 bits at least: less would swallow small changes."""
-    wide = torch.promote_types(parameter.dtype, torch.float32)
-    return parameter.detach().clone().to(wide)
+    """A copy that is laid out as the parameter is."""
+    return parameter.detach().clone().to(averaged_as(parameter.dtype))
 
 
 def _here(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.train.data.tokenizer import Tokenizer
 
 
-class Words(Protocol):
+class Codec(Protocol):
     """Text to tokens and back. `end` is the token after which nothing more is written."""
 
     end: int | None
@@ -40,7 +40,7 @@ class Reader(Protocol):
         """What is left."""
 
 
-class Bytes:
+class ByteCodec:
     """Every token is a byte."""
 
     end: int | None = None
@@ -66,7 +66,7 @@ class _ByteReader:
         return self._decoder.decode(b"", final=True)
 
 
-class Tokens:
+class TokenizerCodec:
     """The tokens of a tokenizer, from its folder or file."""
 
     def __init__(self, path: str, end: str) -> None:
@@ -111,15 +111,15 @@ class _TokenReader:
         return new
 
 
-def words_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Words:
+def codec_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Codec:
     """What a run's tokens mean: by its tokenizer, else by that of the model's folder, else as bytes."""
     if config.data.tokenizer:
-        return Tokens(config.data.tokenizer, config.data.end)
+        return TokenizerCodec(config.data.tokenizer, config.data.end)
     folder = (origin or {}).get("folder", "")
     if folder and any(Path(folder, name).is_file() for name in TOKENIZER_FILES):
-        return Tokens(folder, config.data.end)
+        return TokenizerCodec(folder, config.data.end)
     if config.data.tokens in ("bytes", "uint8"):
-        return Bytes()
+        return ByteCodec()
     raise UsageError(
         f"data.tokens was {config.data.tokens}, and nothing says what these numbers mean; text can be written where a "
         f"tokenizer is in the model's folder, or where tokens are bytes"

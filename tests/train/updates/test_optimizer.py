@@ -16,9 +16,9 @@ from penstock.pipeline import Pipeline
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.freeze import freeze
-from penstock.train.optim import build_optimizer, layer_shares
-from penstock.train.rate import build_rate, rate_at
+from penstock.train.models.freeze import freeze
+from penstock.train.updates.optimizer import build_optimizer, layer_shares
+from penstock.train.updates.rate import build_rate, rate_at
 
 
 class Net(nn.Module):

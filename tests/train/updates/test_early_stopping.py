@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import Evaluation
-from penstock.train.early_stopping import EarlyStopping
 from penstock.train.launch.stopping import Stop
 from penstock.train.run.metrics import read_metrics
 from penstock.train.run.run_folder import RunFolder
+from penstock.train.updates.early_stopping import EarlyStopping
 from penstock.train.worker import Job, train_here
 
 

@@ -13,7 +13,7 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.export import export
 from penstock.errors import CheckpointError, UsageError
 from penstock.pipeline import Pipeline
-from penstock.train.ema import WeightAverage
+from penstock.train.updates.ema import WeightAverage
 
 DECAY = 0.6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.train.config.read import load_config
-from penstock.train.lora import unmatched_target
+from penstock.train.models.lora import unmatched_target
 
 
 def test_a_target_that_no_layer_has_is_answered_with_near_names() -> None:

@@ -1,6 +1,7 @@
 """How long it takes to build, lower, verify and simulate a schedule, beside the installed torch.
 
     penstock bench schedules            a few minutes: the goal's size, its halves, torch at smaller sizes
+    penstock bench schedules --large    besides: 1,024 ranks x 4,096 microbatches x 2, in one round
     penstock bench schedules --quick    seconds: small sizes, one round; only shows that it runs
 
 Every measurement is a process of its own, so that none inherits another's heap; the contestants
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 from report import Column, Goal, Report, bench
 
 PHASES = ("build", "lower", "verify", "simulate")
-GOAL_SECONDS, GOAL_GIGABYTES, GOAL_GROWTH = 30.0, 3.0, 2.3
+GOAL_GROWTH = 2.3
 
 
 class Size(NamedTuple):
@@ -50,7 +51,8 @@ class Size(NamedTuple):
         return 2 * self.ranks * self.microbatches * self.stages_per_rank
 
 
-FULL = Size(256, 1024, 2)
+FULL, LARGE = Size(256, 1024, 2), Size(1024, 4096, 2)
+GOALS = {FULL: (8.0, 0.5), LARGE: (90.0, 4.0)}  # seconds, GiB
 HALVES = (Size(256, 512, 2), Size(128, 1024, 2))
 BESIDE_TORCH = (Size(16, 64, 2), Size(32, 128, 2), Size(64, 256, 2))
 QUICK = (Size(8, 32, 2), (Size(8, 16, 2), Size(4, 32, 2)), (Size(4, 8, 2), Size(8, 16, 2)))
@@ -85,7 +87,7 @@ def run_ours(size: Size, clock: Clock) -> int:
     program = clock("lower", lambda: lower(schedule))
     clock("verify", lambda: verify(program))
     clock("simulate", lambda: simulate(schedule).makespan)
-    return sum(map(len, program.rows))
+    return sum(program.columns.lengths)
 
 
 def run_torch(size: Size, clock: Clock) -> int:
@@ -174,18 +176,22 @@ def tell(
         if who == "torch":
             table.row(str(size), *(measured[name] / max(ours[name], 1e-9) for name in names))
     whole = figures["ours", full]
-    title = f"goals for {full}: {full.computes:,} computes, {whole['lowered']:,.0f} lowered"
-    table = report.table(0, title, [Column("what", 44), Column("measured", 22)])
-    table.row("all four phases, s", Goal(whole["total"], GOAL_SECONDS))
-    table.row("peak memory, GB", Goal(whole["megabytes"] / 1024, GOAL_GIGABYTES))
-    for half in halves:
-        table.row(f"time against half, {half}", Goal(whole["total"] / figures["ours", half]["total"], GOAL_GROWTH))
+    for size in (full, *(size for who, size in figures if size == LARGE)):
+        measured = figures["ours", size]
+        seconds, gigabytes = GOALS.get(size, GOALS[FULL])
+        title = f"goals for {size}: {size.computes:,} computes, {measured['lowered']:,.0f} lowered"
+        table = report.table(0, title, [Column("what", 44), Column("measured", 22)])
+        table.row("all four phases, s", Goal(measured["total"], seconds))
+        table.row("peak memory, GiB", Goal(measured["megabytes"] / 1024, gigabytes))
+        for half in halves if size == full else ():
+            table.row(f"time against half, {half}", Goal(whole["total"] / figures["ours", half]["total"], GOAL_GROWTH))
 
 
 def main() -> None:
     """Measure, then print."""
 
     def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--large", action="store_true", help=f"also {LARGE}: minutes, and 4 GiB")
         parser.add_argument("--worker", nargs=4, metavar=("WHO", "R", "M", "V"), help=argparse.SUPPRESS)
 
     with bench(__doc__, 3, more=more) as settings:
@@ -197,6 +203,8 @@ def main() -> None:
         contests = list(dict.fromkeys([*contests, *(("ours", size) for size in (*halves, full))]))
         repeats = 1 if settings.quick else settings.rounds
         figures = measure_all(contests, repeats, lambda text: print(text, file=sys.stderr, flush=True))
+        if settings.large:
+            figures |= measure_all([("ours", LARGE)], 1, lambda text: print(text, file=sys.stderr, flush=True))
         tell(settings.report, figures, full, halves)
 
 

@@ -5,7 +5,7 @@
   instead.
 - In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go to the installed command, through bash, in
   that same directory; so do lines that begin with ``$ python`` or ``$ torchrun`` and name a file that the page has
-  saved. Every command must exit with 0.
+  saved; `torchrun --nproc-per-node` is that of forked_torchrun.py. Every command must exit with 0.
 - Where one of the LITERAL documents shows what a command prints, it prints that.
 - ``<!-- exit 2 -->`` on the line before a console block of one command says that it must exit with 2.
 - ``<!-- not run: reason -->`` on the line before a block leaves it out. The reason is required.
@@ -16,6 +16,7 @@ A failure names the file and the line of its block.
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,10 +28,12 @@ from markdown_it import MarkdownIt
 from processes import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
+FORKED = f"{sys.executable} {Path(__file__).with_name('forked_torchrun.py')} "
 NOT_RUN = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->", re.DOTALL)
 EXIT = re.compile(r"<!--\s*exit (?P<code>\d+)\s*-->")
 FILE = re.compile(r"<!--\s*file: (?P<name>[\w.-]+)\s*-->")
 COMMAND = re.compile(r"penstock\b|(?:python|torchrun)\b.*?(?P<script>[\w-]+\.py)")
+TORCHRUN = re.compile(r"^torchrun (?=--nproc-per-node)")
 COMMAND_SECONDS = 100  # below the timeout of a test, so that the command is named
 
 
@@ -110,7 +113,7 @@ class Page:
             if called and called["script"] and called["script"] not in self.saved:
                 continue
             result = subprocess.run(
-                ["bash", "-o", "pipefail", "-c", command],
+                ["bash", "-o", "pipefail", "-c", TORCHRUN.sub(FORKED, command)],
                 cwd=self.folder,
                 env={**os.environ, "PATH": path, "PET_MASTER_PORT": str(free_port())},  # where torchrun listens
                 stdin=subprocess.DEVNULL,

@@ -47,13 +47,24 @@ ROOMS = [
 @pytest.mark.parametrize("module", ["penstock", "penstock.errors", "penstock.schedule"])
 def test_importing_it_imports_neither_torch_nor_numpy(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+def loaded_by(names: str) -> set[str]:
+    """The modules that a fresh process has loaded once it has these names of `penstock`."""
+    code = f"import sys, penstock; {names}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
-    code = "import sys, penstock; penstock.Pipeline, penstock.save; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=True).stdout
-    assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & set(loaded.split())
+    loaded = loaded_by("penstock.Pipeline, penstock.save")
+    assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & loaded
+
+
+def test_a_pipeline_loads_neither_dtensor_nor_fsdp_before_it_needs_them() -> None:
+    """Together they take as long to import as torch itself, and few pipelines are sharded or spread."""
+    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & loaded_by("penstock.Pipeline")
 
 
 def test_schedules_work_from_end_to_end_without_torch() -> None:
@@ -65,7 +76,7 @@ schedule = build("zb-v", ranks=4, microbatches=8)
 verify(lower(schedule, reduce=True, window=2))
 print(schedule.draw(), simulate(schedule).makespan)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True).returncode == 0
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -114,6 +125,22 @@ def test_imports_point_down_only(room: str) -> None:
                 root, _, rest = imported.partition(".")
                 if root == "penstock" and rest:
                     assert room_of(rest) in below, f"{path} imports {imported}"
+
+
+@pytest.mark.parametrize("room", ["model", "parallel", "compat", "gpipe", "optim", "group", "messages", "cli"])
+def test_an_import_inside_of_a_function_says_what_it_saves(room: str) -> None:
+    """In a comment beside it, or beside or above the first of several."""
+    for name, path in modules():
+        text = path.read_text() if room_of(name) == room else ""
+        lines, inside = text.splitlines(), set()
+        for function in ast.walk(ast.parse(text)):
+            if isinstance(function, ast.FunctionDef):
+                inside |= {each.lineno for each in ast.walk(function) if isinstance(each, ast.Import | ast.ImportFrom)}
+        for number in inside:
+            first = number
+            while first - 1 in inside:
+                first -= 1
+            assert any("# " in line for line in lines[first - 2 : number]), f"{path}:{number}"
 
 
 def test_the_schedule_layer_needs_nothing_but_python_and_numpy() -> None:

@@ -28,6 +28,17 @@ def mostly_exhaustive(cases: Iterable[Any], *slow: Any) -> list[Any]:
     return _parameters(list(cases), slow, [pytest.mark.slow], [pytest.mark.exhaustive])
 
 
+def in_tiers(cases: Iterable[Any], fast: Iterable[Any], exhaustive: Iterable[Any]) -> list[Any]:
+    """All cases as parameters: some in the fast tests, some only in the exhaustive ones, all others in the slow."""
+    often, seldom = list(fast), list(exhaustive)
+    return [
+        pytest.param(
+            *case if isinstance(case, tuple) else (case,), marks=[] if case in often else slow_if(case not in seldom)
+        )
+        for case in cases
+    ]
+
+
 def _parameters(cases: list[Any], few: tuple[Any, ...], theirs: list[Any], others: list[Any]) -> list[Any]:
     assert [case for case in few if case not in cases] == []
     return [

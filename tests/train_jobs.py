@@ -15,6 +15,7 @@ from typing import Any
 
 from processes import on_processes, state_of
 
+from penstock.train.launch.stopping import Stop
 from penstock.train.run.metrics import read_metrics
 
 # Traps for ranks: at pass `number` of an attempt, on one rank. The next attempt does not meet them again.
@@ -112,13 +113,13 @@ class Job:
     def wait(self, limit: float = 200) -> int:
         return self.process.wait(limit)
 
-    def until(self, ready: Callable[[], Any], limit: float = 150) -> Any:
-        """Wait for something while the job runs."""
+    def until(self, ready: Callable[[], Any], limit: float = 150, pause: float = 0.02) -> Any:
+        """Wait for something while the job runs; what lasts for a moment only needs a shorter `pause`."""
         deadline = time.monotonic() + limit
         while not (found := ready()):
             assert self.process.poll() is None, f"the job ended with {self.process.returncode}:\n{self.log}"
             assert time.monotonic() < deadline, f"waited for {limit} s:\n{self.log}"
-            time.sleep(0.002)
+            time.sleep(pause)
         return found
 
     def descendants(self) -> list[int]:
@@ -200,3 +201,20 @@ def train_in(folder: str, steps: int, replicas: int) -> None:
     with open(os.devnull, "w") as nowhere:
         sys.stdout = nowhere
         assert train_here(Told(config, ""), Stop()) == 0
+
+
+class StopAt(Stop):
+    """Asked to stop in a step, on every rank alike."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._left = step
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override]
+        self._left -= 1
+        return self._left <= 0
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        pass

@@ -16,6 +16,9 @@ from processes import LIMIT, SECRET, launch, loaded
 
 from penstock.errors import PeerFailure
 
+KINDS = ["threads", "threads-0", "gloo", "shared"]  # what every transport must do is tried on each
+PROCESSES = ["gloo", "shared"]
+
 
 @dataclass
 class Outcome:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import Checkpointer as Checkpointer
-    from penstock.checkpoint.checkpointer import load as load
-    from penstock.checkpoint.checkpointer import save as save
     from penstock.checkpoint.load.loading import Loaded as Loaded
+    from penstock.checkpoint.single import load as load
+    from penstock.checkpoint.single import save as save
     from penstock.files.pretrained import PretrainedFolder as PretrainedFolder
     from penstock.gpipe.gpipe import GPipe as GPipe
+    from penstock.model.by_position import Routed as Routed
     from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
-    from penstock.model.split import Routed as Routed
     from penstock.optim.groups import parameter_groups as parameter_groups
     from penstock.optim.scaler import GradScaler as GradScaler
     from penstock.parallel.mesh import mesh as mesh
@@ -58,7 +58,7 @@ _HOMES = {  # what is public, and the module that has it
     "Pipeline": "penstock.pipeline",
     "PretrainedFolder": "penstock.files.pretrained",
     "ReplicaSampler": "penstock.parallel.sampler",
-    "Routed": "penstock.model.split",
+    "Routed": "penstock.model.by_position",
     "Shared": "penstock.runtime.batch.microbatch",
     "StepResult": "penstock.pipeline",
     "TensorPlan": "penstock.parallel.tensor_parallel.tensor_plan",
@@ -70,14 +70,14 @@ _HOMES = {  # what is public, and the module that has it
     "is_checkpointing": "penstock.runtime.state.phase",
     "is_recomputing": "penstock.runtime.state.phase",
     "lazy": "penstock.model.lazy",
-    "load": "penstock.checkpoint.checkpointer",
+    "load": "penstock.checkpoint.single",
     "mesh": "penstock.parallel.mesh",
     "parameter_groups": "penstock.optim.groups",
     "parity": "penstock.parity_check.parity",
     "plan": "penstock.planner.plan",
     "randomness": "penstock.runtime.state.randomness",
     "restore_batch_norm": "penstock.runtime.state.batch_norm",
-    "save": "penstock.checkpoint.checkpointer",
+    "save": "penstock.checkpoint.single",
 }
 _ROOMS = ("errors", "schedule")  # modules that are found without an import of their own
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 SHOWN_FAULTS = 40
@@ -174,15 +175,10 @@ class PeerFailure(RunError):
         replica: int | None = None,
         shard: int | None = None,
     ) -> None:
-        self.rank = rank
-        self.replica = replica
-        self.shard = shard
-        self.cause = cause
-        self.stage = stage
-        self.action = action
-        self.microbatch = microbatch
-        self.original_traceback = original_traceback
-        self.report = report
+        self.rank, self.cause = rank, cause
+        self.stage, self.action, self.microbatch = stage, action, microbatch
+        self.original_traceback, self.report = original_traceback, report
+        self.replica, self.shard = replica, shard
         super().__init__(self._text())
 
     def _text(self) -> str:
@@ -198,17 +194,6 @@ class PeerFailure(RunError):
         return text
 
     def __reduce__(self) -> Any:
-        details = {
-            "stage": self.stage,
-            "action": self.action,
-            "microbatch": self.microbatch,
-            "original_traceback": self.original_traceback,
-            "report": self.report,
-            "replica": self.replica,
-            "shard": self.shard,
-        }
-        return _peer_failure, (self.rank, self.cause, details)
-
-
-def _peer_failure(rank: int, cause: str, details: dict[str, Any]) -> PeerFailure:
-    return PeerFailure(rank, cause, **details)
+        names = ("stage", "action", "microbatch", "original_traceback", "report", "replica", "shard")
+        details = {name: getattr(self, name) for name in names}
+        return partial(PeerFailure, self.rank, self.cause, **details), ()

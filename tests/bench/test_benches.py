@@ -45,6 +45,7 @@ BENCHES = {
     "plan": Bench(
         "--schedules 1f1b,zb-v --widths 128 --rows 2", ("steps, predicted", "in all"), "schedule", {"1f1b", "zb-v"}, 4
     ),
+    "pairs": Bench("", ("dualpipe-v, 2 ranks",), "what", {"makespan", "pairs of stages 0, 3"}, 5),
     "schedules": Bench("", ("CPU seconds", "torch / ours", "goals for 8 x 32 x 2"), "who", {"ours", "torch"}, 4),
     "search": Bench("", ("searched within a cap",), "best family", {"zb-v x2"}, 0),
     "soak": Bench("", ("4 processes, sizes", "flat: the maximum"), "rank", {0, 1, 2, 3}, 4),
@@ -53,7 +54,7 @@ BENCHES = {
     ),
     "transport": Bench("", ("2 processes, one message",), "how", {"ping-pong", "streamed"}, 0),
 }
-SLOW = ("overhead",)
+SLOW = ("search",)  # a short one that needs no browser; tests/test_primer.py runs another, from a wheel
 
 
 def rows_printed(text: str) -> int:

@@ -41,19 +41,29 @@ class Case:
 
     @property
     def schedule(self) -> Schedule:
-        skips = ((0, 3),) if self.model == "skip" else ()
-        return build(self.family, self.ranks, self.microbatches, self.stages // self.ranks, skips=skips)
+        return _schedule(self.family, self.ranks, self.microbatches, self.stages, self.model == "skip")
 
     @property
     def in_order(self) -> bool:
         """Whether each stage adds its gradients in the order of microbatches, as the plain loop does."""
-        return sums_in_order(self.schedule)
+        return _is_in_order(self.family, self.ranks, self.microbatches, self.stages, self.model == "skip")
 
     @property
     def dtype(self) -> torch.dtype:
         if not self.in_order:
             return torch.float64
         return torch.bfloat16 if self.bfloat16 else torch.float32
+
+
+@cache
+def _schedule(family: str, ranks: int, microbatches: int, stages: int, skips: bool) -> Schedule:
+    return build(family, ranks, microbatches, stages // ranks, skips=((0, 3),) if skips else ())
+
+
+@cache
+def _is_in_order(family: str, ranks: int, microbatches: int, stages: int, skips: bool) -> bool:
+    """Asked for every tensor that is compared."""
+    return sums_in_order(_schedule(family, ranks, microbatches, stages, skips))
 
 
 def sums_in_order(schedule: Schedule) -> bool:

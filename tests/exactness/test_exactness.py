@@ -14,7 +14,7 @@ import pytest
 from exactness.cases import TRAINING, WIDE, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
 from processes import on_processes
-from tiers import mostly_slow, slow_if
+from tiers import in_tiers, mostly_slow, slow_if
 
 from penstock.group.world import World
 from penstock.runtime.transport import ThreadTransport
@@ -37,16 +37,22 @@ def by_turns(first: int) -> list[Any]:
     ]
 
 
-def halved(cases: list[Case]) -> list[Any]:
-    """Each family and model with or without an optimizer by turns; the other half in the exhaustive tests.
+def is_its_turn(case: Case) -> bool:
+    """Whether to run this one of the two that a family and a model have, with an optimizer and without."""
+    return (TRAINING.index(case.family) + list(MODELS).index(case.model) + case.optimizer) % 2 == 0
 
-    Of these the fast tests have one model for each family, the slow ones all others.
+
+def halved(cases: list[Case]) -> list[Any]:
+    """Each family with every other model, with or without an optimizer by turns; all in the exhaustive tests.
+
+    Of these the fast tests have one model for each family, the slow ones all others. Each family with each model is
+    in the slow tests on processes.
     """
     found = []
     for case in cases:
         row, column = TRAINING.index(case.family), list(MODELS).index(case.model)
         is_fast = column == (row + row % 2) % len(MODELS)
-        is_often = (row + column + case.optimizer) % 2 == 0
+        is_often = is_its_turn(case) and (is_fast or (row // 2 + column) % 2 == 0)
         found.append(pytest.param(case, marks=[] if is_fast and is_often else slow_if(is_often)))
     return found
 
@@ -54,6 +60,13 @@ def halved(cases: list[Case]) -> list[Any]:
 def one_in(count: int, cases: list[Any]) -> list[Any]:
     """One of so many in the fast tests, so that families and models take turns; the others in the slow ones."""
     return mostly_slow(cases, *cases[::count])
+
+
+def some_in(count: int, cases: list[Any], kinds: int) -> list[Any]:
+    """As `one_in`, of families that have so many kinds each: every other kind, by turns, only in exhaustive tests."""
+    return in_tiers(
+        cases, cases[::count], [case for number, case in enumerate(cases) if sum(divmod(number, kinds)) % 2]
+    )
 
 
 def odd_sizes() -> list[Case]:
@@ -97,13 +110,13 @@ def test_threads(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("case", one_in(7, odd_sizes()), ids=str)
+@pytest.mark.parametrize("case", some_in(7, odd_sizes(), 6), ids=str)
 def test_threads_with_odd_sizes(case: Case) -> None:
     check(case)
 
 
 @pytest.mark.parametrize(
-    ("family", "model"), one_in(3, [(family, model) for family in TRAINING for model in ("transformer", "skip")])
+    ("family", "model"), some_in(3, [(family, model) for family in TRAINING for model in ("transformer", "skip")], 2)
 )
 def test_threads_with_nothing_buffered(family: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "capacity", 0)
@@ -126,7 +139,7 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize("case", one_in(5, RECOMPUTED), ids=str)
+@pytest.mark.parametrize("case", some_in(5, RECOMPUTED, 4), ids=str)
 def test_threads_with_recompute(case: Case) -> None:
     check(case)
 
@@ -143,7 +156,7 @@ def test_two_processes(transport: str) -> None:
 
 
 def on_four() -> list[Case]:
-    """Every other one with an optimizer: two processes have each with and without."""
+    """Every other one with an optimizer; two processes have each with and without in the exhaustive tests."""
     return [
         Case(
             family, model, ranks=4, stages=8 if family in WIDE else 4, microbatches=6, optimizer=(row + column) % 2 == 1
@@ -156,8 +169,17 @@ def on_four() -> list[Case]:
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("model", "transport"), by_turns(0))
 def test_two_processes_every_model(model: str, transport: str) -> None:
-    cases = [case for case in [*EVERY, *odd_sizes()] if case.model == model and case.ranks == 2]
-    check_on_processes(cases, transport)
+    """With an optimizer or without one by turns, as on four."""
+    cases = [*filter(is_its_turn, EVERY), *odd_sizes()]
+    check_on_processes([case for case in cases if case.model == model and case.ranks == 2], transport)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_processes_where_it_is_not_their_turn(model: str, transport: str) -> None:
+    check_on_processes([case for case in EVERY if case.model == model and not is_its_turn(case)], transport)
 
 
 @pytest.mark.timeout(180)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from exactness.cases import TRAINING
 from exactness.live import Live, allowed, bytes_of
 from processes import on_processes
-from tiers import mostly_slow
+from tiers import mostly_slow, slow_if
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -85,10 +85,18 @@ def process(families: list[str], transport: str) -> list[dict[str, Any]]:
     return [measured(family, dist.get_world_size(), transport=transport) for family in families]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared", pytest.param("distributed", marks=pytest.mark.slow)])
-def test_a_rank_on_a_process_holds_what_the_schedule_says(transport: str) -> None:
-    families = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-min"]
+ON_PROCESSES = [["gpipe", "interleaved-1f1b", "zb-v"], ["1f1b", "zb-h1", "v-min"]]
+
+
+@pytest.mark.parametrize(
+    ("transport", "families"),
+    [
+        pytest.param(transport, families, id=f"{transport}-{'-'.join(families)}", marks=slow_if(row == column))
+        for row, transport in enumerate(["shared", "distributed"])
+        for column, families in enumerate(ON_PROCESSES)
+    ],
+)
+def test_a_rank_on_a_process_holds_what_the_schedule_says(transport: str, families: list[str]) -> None:
     told = on_processes(2, process, families, transport)
     worst = {family: max(max(ratios(rank[number]).values()) for rank in told) for number, family in enumerate(families)}
     assert {family: ratio for family, ratio in worst.items() if ratio > 1.05} == {}

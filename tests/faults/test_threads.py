@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from deadlines import SOON, TIMEOUT
-from faults.traps import Boom, Trap, batch, boom, differing, plain_gradients, trap_of, trapped
+from deadlines import SOON
+from faults.on_threads import M, assert_clean, assert_told, fail, mse, pipeline
+from faults.traps import Boom, batch, boom, trap_of, trapped
 from tiers import mostly_slow
 from torch import nn
 
 import penstock
-from penstock.errors import MessageError, ModelError, PeerFailure, RunError
+from penstock.errors import MessageError, ModelError, PeerFailure
 from penstock.group.world import World
-from penstock.runtime.engine import ranks as crew
 from penstock.runtime.engine.computations import Computations
 from penstock.schedule import Op
 
-mse = nn.functional.mse_loss
-M = 4
 FAMILIES = {  # stages on 3 ranks
     "gpipe": 3,
     "1f1b": 3,
@@ -35,48 +32,6 @@ FAMILIES = {  # stages on 3 ranks
     "zb-v": 6,
     "dualpipe-v": 6,
 }
-
-
-def pipeline(family: str = "1f1b", stages: int = 3, ranks: int = 3, **options: Any) -> penstock.Pipeline:
-    options = {"loss_fn": mse, "microbatches": M, "timeout": TIMEOUT, "seed": 3, **options}
-    return penstock.Pipeline(trapped(stages), schedule=family, ranks=ranks, transport="threads", **options)
-
-
-def fail(pipe: penstock.Pipeline, **options: Any) -> PeerFailure:
-    x, y = batch()
-    with pytest.raises(PeerFailure) as caught:
-        pipe.step(x, target=y, **options)
-    return caught.value
-
-
-def assert_clean(pipe: penstock.Pipeline, **expected: Any) -> None:
-    """No half gradient is there, and the next step is that of the plain loop, bit for bit."""
-    assert [name for name, parameter in pipe.named_parameters() if parameter.grad is not None] == []
-    x, y = batch()
-    for part in pipe.deployment.split.parts:
-        if isinstance(trap := part.module[3], Trap):  # type: ignore[index]
-            trap.reset()
-    result = pipe.step(x, target=y)
-    assert differing(pipe, plain_gradients(pipe.deployment.split.stages, M)) == []
-    assert len(result.losses) == M
-    pipe.zero_grad()
-
-
-def assert_told(failure: PeerFailure, pipe: penstock.Pipeline, stage: int, ops: str, microbatch: int) -> None:
-    """Where, why, and what everybody was doing."""
-    rank = pipe.schedule.placement.rank_of(stage)
-    assert (failure.rank, failure.stage, failure.microbatch) == (rank, stage, microbatch)
-    assert failure.action in [f"{stage}{op}{microbatch}" for op in ops]
-    assert failure.cause == "Boom: the trap was sprung"
-    assert failure.original_traceback is not None
-    assert "in boom" in failure.original_traceback
-    assert isinstance(failure.__cause__, Boom)
-    assert failure.report is not None
-    for number in range(pipe.schedule.ranks):
-        assert f"rank {number}: " in failure.report
-    text = str(failure)
-    assert f"rank {rank} failed (stage {stage}" in text
-    assert "the trap was sprung" in text
 
 
 @contextmanager
@@ -222,26 +177,6 @@ def test_a_handler_that_overlaps_a_pair_has_the_failing_half_named() -> None:
         assert_clean(pipe)
 
 
-def test_two_ranks_that_fail_at_once_are_both_in_the_report() -> None:
-    both = threading.Barrier(2, timeout=10)
-
-    def together() -> None:
-        both.wait()
-        boom()
-
-    with pipeline("gpipe") as pipe:
-        assert_clean(pipe)  # which forwards draw random numbers is known: they may run side by side now
-        trap_of(pipe, 0).set("forward", 1, together)
-        trap_of(pipe, 1).set("forward", 0, together)
-        failure = fail(pipe)
-        assert (failure.rank, failure.action) == (0, "0F1")
-        assert isinstance(failure.__cause__, Boom)
-        assert failure.report is not None
-        lines = failure.report.splitlines()
-        assert [line for line in lines if "failed: Boom" in line] == lines[1:3]
-        assert_clean(pipe)
-
-
 def test_a_rank_that_computes_on_and_on_hears_of_the_failure_before_it_needs_a_message() -> None:
     """gpipe runs all forwards before it waits for any message: rank 0 would hear of it after the last."""
     ran: list[int] = []
@@ -311,17 +246,6 @@ def test_random_numbers_of_the_step_after_a_failed_one_are_those_of_the_failed_o
     assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))  # type: ignore[arg-type]
 
 
-def test_a_failed_step_says_that_it_may_have_added_to_gradients_that_were_there() -> None:
-    with pipeline() as pipe:
-        x, y = batch()
-        pipe.step(x, target=y)
-        trap_of(pipe, 1).set("backward", 1)
-        failure = fail(pipe)
-        assert "call zero_grad()" in " ".join(failure.__notes__)
-        pipe.zero_grad()
-        assert_clean(pipe)
-
-
 @pytest.mark.parametrize("family", ["1f1b", "zb-v"])
 def test_nothing_of_a_failed_step_stays_alive(family: str) -> None:
     stages = FAMILIES[family]
@@ -341,44 +265,10 @@ def test_nothing_of_a_failed_step_stays_alive(family: str) -> None:
             gc.enable()
 
 
-def test_an_error_that_cannot_be_printed_is_told_by_its_type() -> None:
-    class Unspeakable(Exception):
-        def __str__(self) -> str:
-            raise ValueError("no words")
-
-    def spring() -> None:
-        raise Unspeakable
-
-    with pipeline() as pipe:
-        trap_of(pipe, 1).set("forward", 1, spring)
-        failure = fail(pipe)
-        assert failure.cause == "Unspeakable"
-        assert isinstance(failure.__cause__, Unspeakable)
-        assert_clean(pipe)
-
-
-def test_a_pipeline_of_one_rank_fails_and_recovers_too() -> None:
-    with pipeline(stages=1, ranks=1) as pipe:
-        trap_of(pipe, 0).set("backward", 2)
-        assert_told(fail(pipe), pipe, 0, "B", 2)
-        assert_clean(pipe)
-
-
-# -- being stopped, and being stuck
-
-
 def interrupt(seconds: float) -> threading.Timer:
     timer = threading.Timer(seconds, signal.raise_signal, (signal.SIGINT,))
     timer.start()
     return timer
-
-
-def busy(seconds: float, action: Callable[[], Any] = lambda: None) -> Callable[[], None]:
-    def spring() -> None:
-        action()
-        time.sleep(seconds)
-
-    return spring
 
 
 @pytest.mark.parametrize("stage", mostly_slow([0, 1, 2], 1))
@@ -407,56 +297,6 @@ def test_sys_exit_in_a_stage_leaves_as_it_would_from_a_plain_loop() -> None:
         with pytest.raises(SystemExit) as caught:
             pipe.step(x, target=y)
         assert caught.value.code == 3
-        assert_clean(pipe)
-
-
-@pytest.mark.parametrize(
-    ("stage", "warm"), mostly_slow(itertools.product([0, 1, 2], [False, True]), (0, False), (2, True))
-)
-def test_a_stalled_rank_is_named_at_the_timeout(stage: int, warm: bool) -> None:
-    """In the first step a forward has the random numbers alone, so the other ranks wait for that and for no message."""
-    began: list[float] = []
-    with no_thread_left(), pipeline(timeout=1.5) as pipe:
-        if warm:
-            assert_clean(pipe)
-        trap_of(pipe, stage).set("forward", 1, busy(3.0, lambda: began.append(time.monotonic())))
-        failure = fail(pipe)
-        took = time.monotonic() - began[0]
-        assert (failure.rank, failure.stage, failure.action, failure.microbatch) == (stage, stage, f"{stage}F1", 1)
-        assert f"rank {stage} failed (stage {stage}, action {stage}F1, microbatch 1): silent for 1.5 s" in str(failure)
-        assert "the group must be rebuilt" not in str(failure)  # threads have none: the next step works
-        assert failure.report is not None
-        assert f"rank {stage}: at {stage}F1, last finished" in failure.report
-        assert failure.report.count("waiting for rank") >= 1
-        assert took > 1.2
-        assert_clean(pipe)
-
-
-def test_a_rank_that_does_not_come_back_does_not_hold_the_step_nor_spoil_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(crew, "GRACE", 0.5)
-    release = threading.Event()
-    with no_thread_left(), pipeline(timeout=1.5) as pipe:
-        assert_clean(pipe)
-        trap_of(pipe, 1).set("backward", 1, lambda: release.wait(TIMEOUT))
-        assert fail(pipe).rank == 1
-        x, y = batch()
-        with pytest.raises(RunError, match="are still running their own code after a step that failed"):
-            pipe.step(x, target=y)
-        with pytest.raises(RunError, match="make a new Pipeline"):
-            pipe.evaluate(x, target=y)
-        release.set()
-        pipe.step(x, target=y)
-        assert differing(pipe, plain_gradients(3, M)) == []  # also of what the late rank added when it came back
-
-
-def test_a_step_inside_a_step_is_refused() -> None:
-    with pipeline() as pipe:
-        x, y = batch()
-        trap_of(pipe, 0).set("forward", 0, lambda: pipe.step(x, target=y))
-        failure = fail(pipe)
-        assert "in a step already" in failure.cause
         assert_clean(pipe)
 
 

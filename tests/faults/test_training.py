@@ -226,7 +226,7 @@ def test_kills_at_random_moments_change_nothing(kills: int, replicas: int, tmp_p
         for number in range(kills):
             ranks = run.until(lambda: found if len(found := run.ranks()) == count else None)
             if number % 3 == 0:
-                run.until(lambda: saving(run))
+                run.until(lambda: saving(run), pause=0.002)
                 time.sleep(chance.uniform(0, 0.02))
             else:
                 time.sleep(chance.uniform(0, 1.2))

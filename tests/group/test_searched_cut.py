@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from processes import on_processes
 from torch import nn
 from torch.nn import functional as F
 
@@ -80,3 +81,34 @@ def test_a_pipeline_trains_with_it() -> None:
             torch.testing.assert_close(pipe.step(x, target=y).loss, loss.detach(), rtol=1e-12, atol=1e-12)
         for mine, other in zip(pipe.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+def on_a_rank() -> tuple[list[float], list[str], str]:
+    """Two steps of a model whose first layers are heavy: losses, own parameters, and the schedule that was found."""
+    torch.manual_seed(0)
+    heavy = [nn.Linear(600, 600) for _ in range(2)]
+    layers = nn.Sequential(*heavy, nn.Linear(600, 8), *[nn.Linear(8, 8) for _ in range(9)]).double()
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 600, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    with penstock.Pipeline(
+        layers, stages=5, microbatches=4, schedule="auto", balance="time", example=(x[:2],), loss_fn=F.mse_loss
+    ) as pipe:
+        losses = [pipe.step(x, target=y).loss.item() for _ in range(2)]
+        assert pipe.schedule.name == "auto"
+        return losses, [name for name, _ in pipe.named_parameters()], pipe.schedule.draw()
+
+
+@pytest.mark.slow
+def test_two_processes_search_once_and_train_alike() -> None:
+    """The first rank measures; five stages on two ranks can only come from the search for cut and order together."""
+    first, second = on_processes(2, on_a_rank)
+    assert first[0] == second[0]
+    assert first[2] == second[2]
+    assert not {*first[1]} & {*second[1]}
+    assert len({*first[1], *second[1]}) == 24
+    torch.manual_seed(0)
+    heavy = [nn.Linear(600, 600) for _ in range(2)]
+    plain = nn.Sequential(*heavy, nn.Linear(600, 8), *[nn.Linear(8, 8) for _ in range(9)]).double()
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 600, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    assert first[0] == pytest.approx([F.mse_loss(plain(x), y).item()] * 2, rel=1e-12)

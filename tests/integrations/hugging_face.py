@@ -9,8 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils import logging
+
+from penstock.integrations.transformers import PipelineTrainer
+from penstock.integrations.transformers.loss import TrainerLoss
+
+__all__ = ["AutoModelForCausalLM", "EarlyStoppingCallback", "PipelineTrainer", "TrainerLoss"]
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -72,3 +85,16 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
         {name: value for name, value in entry.items() if not name.endswith(timed)}
         for entry in trainer.state.log_history
     ]
+
+
+class Heard(TrainerCallback):
+    """How often each event came."""
+
+    def __init__(self) -> None:
+        self.count: dict[str, int] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count["step"] = self.count.get("step", 0) + 1
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count["evaluate"] = self.count.get("evaluate", 0) + 1

@@ -11,9 +11,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from penstock.integrations.lightning import PipelineCheckpointIO, PipelineStrategy
+
+__all__ = ["EarlyStopping", "ModelCheckpoint", "PipelineCheckpointIO", "PipelineStrategy", "pl"]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 

@@ -10,7 +10,6 @@ import pytest
 from exactness.cases import TRAINING, WIDE
 from parallel.cases import Case, all_pipelined, differences
 from processes import on_processes
-from tiers import tiers
 
 
 def check(cases: list[Case]) -> None:
@@ -37,13 +36,27 @@ def test_replicas_plain_and_sharded() -> None:
     )
 
 
-@pytest.mark.parametrize("replicate", tiers("fsdp", "ddp"))
-def test_every_schedule(replicate: str) -> None:
-    cases = [Case(family, replicate, optimizer=which) for family in TRAINING for which in (False, True)]
-    cases += [Case(family, replicate, "tied") for family in TRAINING]
+@pytest.mark.parametrize(
+    ("replicate", "every"),
+    [
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        pytest.param("fsdp", True, marks=pytest.mark.exhaustive),
+        pytest.param("ddp", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_schedule(replicate: str, every: bool) -> None:
+    """Each family; with and without an optimizer, with tied weights and with a window by turns, or `every` one."""
+    cases = [
+        Case(family, replicate, optimizer=which)
+        for row, family in enumerate(TRAINING)
+        for which in (False, True)
+        if every or row % 2 == which
+    ]
+    step = 1 if every else 2
+    cases += [Case(family, replicate, "tied") for family in TRAINING[::step]]
     cases += [Case(family, replicate, "several", rows=(9, 6)) for family in ("gpipe", "interleaved-zb", "v-min")]
     if replicate == "fsdp":
-        cases += [Case(family, replicate, window=1) for family in WIDE] + [Case("zb-v", replicate, window=9)]
+        cases += [Case(family, replicate, window=1) for family in WIDE[::step]] + [Case("zb-v", replicate, window=9)]
     check(cases)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,11 +53,18 @@ def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, lengths, torch.randint(0, WIDTH, (12,), generator=made)
 
 
-def test_microbatches_run_in_an_order_made_for_their_sizes_and_gradients_are_the_same() -> None:
+def trained_by_size(schedule: str, on_each: int) -> list[list[int]]:
+    """Two steps in an order made for the sizes, compared with a plain loop; the order of rank 0's forwards in each."""
     options = penstock.BatchOptions(split=penstock.by_tokens(33), order="size")
     reference = nn.ModuleList(stages())
+    chosen: list[list[int]] = []
     with penstock.Pipeline(
-        stages(), microbatches=2, schedule="zb-h1", loss_fn=F.cross_entropy, batch_options=options
+        stages(),
+        ranks=4 // on_each,
+        microbatches=2,
+        schedule=schedule,
+        loss_fn=F.cross_entropy,
+        batch_options=options,
     ) as pipe:
         for step in range(2):
             ids, lengths, classes = batch(step)
@@ -66,10 +75,31 @@ def test_microbatches_run_in_an_order_made_for_their_sizes_and_gradients_are_the
             loss = F.cross_entropy(x, classes)
             loss.backward()
             torch.testing.assert_close(result.loss, loss.detach(), rtol=1e-12, atol=1e-12)
-            forwards = [action.microbatch for action in pipe.schedule.rank(0) if action is not None and action.op == 0]
-            assert sorted(forwards) == list(range(pipe.microbatches)) != forwards
-        for mine, other in zip(pipe.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12)
+            row = pipe.schedule.rank(0)
+            chosen.append([part.microbatch for part in row if part is not None and part.op == 0 and part.stage == 0])
+            assert sorted(chosen[-1]) == list(range(pipe.microbatches))
+        wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        found = list(pipe.named_parameters())
+        assert found
+        for name, parameter in found:
+            torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-12, atol=1e-12)
+    return chosen
+
+
+def test_microbatches_run_in_an_order_made_for_their_sizes_and_gradients_are_the_same() -> None:
+    assert all(order != sorted(order) for order in trained_by_size("zb-h1", on_each=1))
+
+
+def on_a_rank() -> dict[str, list[list[int]]]:
+    return {schedule: trained_by_size(schedule, on_each=2) for schedule in ("zb-v", "interleaved-1f1b")}
+
+
+@pytest.mark.slow
+def test_processes_agree_on_the_order_and_gradients_are_those_of_a_plain_loop() -> None:
+    """Each process makes the order by itself, from the sizes that all of them know."""
+    first, second = on_processes(2, on_a_rank)
+    assert first == second
+    assert any(order != sorted(order) for orders in first.values() for order in orders)
 
 
 def test_only_the_last_few_orders_are_kept_and_equal_sizes_have_the_given_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from itertools import pairwise
@@ -236,3 +237,18 @@ def test_a_profile_of_all_threads_shows_one_label_for_each_action(family: str) -
 
 def test_a_profile_of_a_process_shows_one_label_for_each_action_of_its_rank(two_processes: list[Any]) -> None:
     assert [right for _, right, _ in two_processes] == [True, True]
+
+
+def test_the_cores_that_ranks_share_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 3, 5})
+    assert recorded("1f1b", 2, transport="threads").cores == 3
+
+
+def pinned() -> int:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.cpu_count = lambda: 8  # type: ignore[assignment]
+    return recorded("1f1b", 2).cores
+
+
+def test_processes_that_are_pinned_to_a_core_each_share_none() -> None:
+    assert on_processes(2, pinned) == [0, 0]

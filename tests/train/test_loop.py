@@ -26,11 +26,11 @@ from penstock.train.evaluate import evaluate_checkpoint
 from penstock.train.generation.opening import open_writer
 from penstock.train.generation.sampling import Sampling
 from penstock.train.launch.stopping import INTERRUPTED, Stop
-from penstock.train.nonfinite import NonFinite
-from penstock.train.rate import rate_at
 from penstock.train.run.metrics import Metrics, read_metrics
 from penstock.train.run.progress import Pace, Progress, Reading, of_time
 from penstock.train.run.run_folder import RunFolder
+from penstock.train.updates.nonfinite import NonFinite
+from penstock.train.updates.rate import rate_at
 from penstock.train.worker import Job, train_here
 
 TINY = [

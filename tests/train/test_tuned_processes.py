@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from processes import on_processes
+from train_jobs import StopAt
 
 from penstock.checkpoint.difference import compare
 from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
-from penstock.train.launch.stopping import INTERRUPTED, Stop
+from penstock.train.launch.stopping import INTERRUPTED
 from penstock.train.run.metrics import read_metrics
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.worker import Job, train_here
@@ -58,23 +59,6 @@ TUNED = [
     "logging.every=3",
     "logging.tensorboard=off",
 ]
-
-
-class StopAt(Stop):
-    """Asked to stop in a step, on every rank alike."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self._left = step
-
-    @property
-    def asked(self) -> bool:  # type: ignore[override]
-        self._left -= 1
-        return self._left <= 0
-
-    @asked.setter
-    def asked(self, value: bool) -> None:
-        pass
 
 
 def train(folder: str, output: str, layout: list[str], resume: bool = False, stop: int = 1000) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from recorded import delay_link, pipeline, record
@@ -125,3 +126,12 @@ def test_half_a_recording_is_accounted_for_without_advice() -> None:
 def test_the_books_read_as_text() -> None:
     text = str(account(simulate(build("1f1b", 2, 2))))
     assert text.splitlines()[0] == "rank 0: 9 = F 22.2 %, B 44.4 %, wait for rank 1 33.3 %"
+
+
+def test_a_core_for_each_rank_comes_before_any_advice() -> None:
+    """No other balance and no other schedule helps ranks that take turns on a core."""
+    timeline = simulate(build("1f1b", 4, 6))
+    said = {cores: str(account(replace(timeline, spans=timeline.spans, cores=cores))) for cores in (0, 2, 4, 8)}
+    assert said[0] == said[4] == said[8]
+    said_first = said[2].splitlines()[-1]
+    assert said_first.startswith("give each rank a core first (2 for 4 ranks here), and measure again; as measured: ")

@@ -14,7 +14,7 @@ CHART = """\
 rank 0 F0-F1--·······B0=====F2-B1=====···B2=====  25.0 %
 rank 1 ···F0--B0=====F1-B1=====F2-B2=====·······  25.0 %
        0                  6                   12    idle
-makespan 12; idle 25.0 % (fill 4.2 %, wait 12.5 %, drain 8.3 %); at most 2 in flight on a rank
+makespan 12; idle 25.0 % (fill 4.2 %, wait 12.5 %, drain 8.3 %); a rank holds at most 2 whole-rank microbatches
  F  forward   B  backward  """
 
 
@@ -22,12 +22,31 @@ def test_the_terminal_chart_is_this() -> None:
     assert gantt([run("1f1b", 2, 3)], 56).plain == CHART
 
 
-@pytest.mark.parametrize("width", [24, 60, 80, 200])
+@pytest.mark.parametrize("width", [18, 24, 60, 80, 200])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_chart_is_as_wide_as_it_may_be(name: str, width: int) -> None:
-    for line in gantt([run(name, microbatches=40)], width).plain.splitlines():
-        if line.startswith("rank "):
-            assert len(line) == width
+    rows = [line for line in gantt([run(name, microbatches=40)], width).plain.splitlines() if line[:5] != "idle "]
+    ranks = [line for line in rows if line.startswith("rank " if width >= 40 else ("0 ", "1 ", "2 ", "3 "))]
+    assert [len(line) for line in ranks] == [width] * 4
+
+
+def test_a_narrow_legend_has_whole_entries_in_each_line() -> None:
+    lines = gantt([run("zb-h1")], 30).plain.splitlines()[-3:]
+    assert [line.rstrip() for line in lines] == [
+        " F  forward",
+        " I  backward for the inputs",
+        " W  backward for the weights",
+    ]
+
+
+def test_memory_is_counted_in_microbatches_of_a_whole_rank() -> None:
+    """Half-size stages are not counted as whole ones: zb-v holds what 1f1b does."""
+    whole, halves = gantt([run("1f1b")], 200).plain, gantt([run("zb-v")], 200).plain
+    assert "a rank holds at most 4 whole-rank microbatches" in whole
+    assert "a rank holds at most 4 whole-rank microbatches" in halves
+    assert (
+        "a rank holds at most 6 GB" in gantt([run("zb-v")._replace(activation=(1.5e9, 0.5e9, 0.5e9, 0.5e9))], 200).plain
+    )
 
 
 def test_a_crowded_chart_shows_the_ops_and_no_names() -> None:

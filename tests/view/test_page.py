@@ -11,6 +11,7 @@ import pytest
 
 from penstock.schedule import FAMILIES, Costs, build, simulate
 from penstock.view.page import SCRIPTS, page, page_data
+from penstock.view.recorded import Recorded, RecordedSteps
 from penstock.view.run import Run
 
 
@@ -86,11 +87,20 @@ def test_the_data_are_the_timeline() -> None:
             for place, span in enumerate(spans):
                 assert abs(row["start"][place] * tick - span.start) <= tick
                 assert abs(row["length"][place] * tick - span.length) <= tick
-                waited = run.timeline.waited_for(span) if span.wait else None
+                waited = run.timeline.waited_for(span)
                 assert row["peer"][place] == (-1 if waited is None else waited.rank)
                 if waited is not None:
                     assert run.timeline.by_rank[waited.rank][row["cause"][place]] == waited
             assert max(row["memory"][1]) == run.timeline.peak_activations[rank]
+            assert row["stages"] == len(run.timeline.schedule.placement.stages_of(rank))
+
+
+def test_recorded_steps_are_drawn_where_there_are_several() -> None:
+    one, two = Recorded(10, 1.0, 0.2), Recorded(20, 4.0, 0.6)
+    assert page_data([shown()], RecordedSteps((one,), 10))["steps"] is None
+    steps = page_data([shown()], RecordedSteps((one, one._replace(step=15), two), 10))["steps"]
+    assert steps["steps"] == [[10, 1.0], [15, 1.0], [20, 4.0]]
+    assert (steps["median"], steps["outliers"], steps["shown"]) == (1.0, [2], 10)
 
 
 @pytest.mark.slow

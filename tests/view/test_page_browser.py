@@ -15,10 +15,12 @@ from recorded import pipeline, record
 from penstock.schedule import Costs, build, simulate
 from penstock.view.curve import Curve
 from penstock.view.page import save_page
+from penstock.view.recorded import Recorded, RecordedSteps
 from penstock.view.run import Run
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
+SEVEN = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "v-half", "v-min")
 BAD = '</script><b id="bad">'
 
 
@@ -34,13 +36,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("pages")
     curve = Curve([(step, 5 / step**0.5) for step in range(1, 900)], [(step, 5.5 / step**0.5) for step in (9, 99, 890)])
     notes = [f"This machine has 2 cores for 4 ranks {BAD}", "The timeline is of step 30."]
-    one = Run("1f1b", simulate(build("1f1b", 4, 8), Costs(hop=0.25)))
+    one = Run("1f1b", simulate(build("1f1b", 4, 8), Costs(hop=0.25)), (2e9, 1e9, 1e9, 1e9))
     save_page([one], found / "one.html", notes=notes, curve=curve)
     with pipeline([0.001] * 4) as pipe:
         run = record(pipe)
     predicted = replace(simulate(run.schedule, Costs.from_timeline(run)), unit="s")
     save_page([Run(f"predicted {BAD}", predicted), Run("measured", run)], found / "two.html")
     save_page([Run("large", simulate(build("zb-v", 16, 1042)))], found / "large.html")
+    save_page([Run("wide", simulate(build("zb-h1", 64, 64)))], found / "wide.html")
+    several = [Run(name, simulate(build(name, 8, 8))) for name in SEVEN]
+    steps = RecordedSteps.of([Recorded(10 * step, 1.0 + 4.0 * (step == 3), 0.1) for step in range(1, 7)])
+    save_page(several, found / "seven.html", recordings=steps)
     return found
 
 
@@ -86,7 +92,7 @@ def test_notes_come_first_and_the_loss_is_drawn(browser: Browser, folder: Path) 
     assert not browser.run('document.querySelector("#loss")')
 
 
-@pytest.mark.parametrize("name", ["one", "two", "large"])
+@pytest.mark.parametrize("name", ["one", "two", "large", "seven", "wide"])
 @pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (390, False)])
 def test_it_loads_without_a_word_on_the_console_and_fits(
     browser: Browser, folder: Path, name: str, width: int, dark: bool
@@ -175,11 +181,11 @@ def test_runs_are_compared_and_a_name_stays_a_name(browser: Browser, folder: Pat
     assert browser.run('document.getElementById("bad")') is None
     assert BAD in browser.run('document.getElementById("runs").innerText')
     ranks = browser.run("penstock.gantt.places.map((entry) => entry.row.run.letter + entry.row.rank)")
-    assert ranks[:4] == ["A0", "B0", "A1", "B1"]
-    browser.run('(() => { const order = document.getElementById("order"); order.value = "run"; '
+    assert ranks == [f"{letter}{rank}" for letter in "AB" for rank in range(4)]
+    browser.run('(() => { const order = document.getElementById("order"); order.value = "rank"; '
                 'order.dispatchEvent(new Event("change")); penstock.draw(); })()')  # fmt: skip
     ranks = browser.run("penstock.gantt.places.map((entry) => entry.row.run.letter + entry.row.rank)")
-    assert ranks == [f"{letter}{rank}" for letter in "AB" for rank in range(4)]
+    assert ranks[:4] == ["A0", "B0", "A1", "B1"]
     assert len(browser.run('document.getElementById("advice").innerText')) > 20
     assert "wait for rank" in browser.run('document.getElementById("books").innerText')
 
@@ -198,3 +204,114 @@ def test_a_hundred_thousand_spans_are_drawn_with_few_strokes(browser: Browser, f
           return found; })()"""
     )
     assert 16 <= max(strokes) < 200
+
+
+def text_of(browser: Browser, name: str) -> str:
+    return str(browser.run(f'document.getElementById("{name}").innerText'))
+
+
+def test_many_runs_are_compared_first_and_their_ranks_shown_on_demand(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "seven.html")
+    assert browser.run("penstock.gantt.places.length") == 0
+    assert browser.run("penstock.gantt.minis.length") == 7
+    points = browser.run('[...document.querySelectorAll("#scatter .dot")].map((dot) => dot.getAttribute("aria-label"))')
+    assert points[4].startswith("E zb-v: idle ")
+    assert "memory, in whole-rank microbatches 8" in points[4]
+    browser.run('document.querySelectorAll("#runs button")[4].click()')
+    assert window(browser)
+    assert browser.run("penstock.gantt.places.map((entry) => entry.row.run.label)") == ["zb-v"] * 8
+    assert browser.run('document.querySelectorAll("#runs button")[4].getAttribute("aria-expanded")') == "true"
+    head = browser.run("(({heads}) => heads[1].y + 5)(penstock.gantt)")
+    browser.size(1300, 3000)
+    box = browser.run('(({left, top}) => [left, top])(document.getElementById("chart").getBoundingClientRect())')
+    browser.point(box[0] + 30, box[1] + head, {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0})
+    assert window(browser)
+    assert browser.run("penstock.view.isOpen(penstock.runs[1])")
+    browser.size(1300, 900)
+
+
+def test_memory_is_shown_in_bytes_where_they_are_known(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "one.html")
+    assert "8 GB" in text_of(browser, "runs")
+    assert text_of(browser, "memory-text").endswith("in bytes.")
+
+
+def test_recorded_steps_have_a_median_a_spread_and_marked_outliers(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "seven.html")
+    assert text_of(browser, "steps-text").startswith("Median 1 s of 6 recorded steps: half of them within 1 s and 1 s")
+    assert browser.run('document.querySelectorAll("#steps .outlier").length') == 1
+    assert browser.run('document.querySelectorAll("#steps .dot.chosen").length') == 1
+    assert browser.run('document.querySelectorAll("#steps .level").length') == 1
+
+
+def test_rows_of_sixty_four_ranks_have_names(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "wide.html")
+    assert browser.run("penstock.gantt.rowHeight") >= 11
+    drawn = browser.run(
+        """(() => { const pen = document.getElementById("chart").getContext("2d"), found = [], own = pen.fillText;
+          pen.fillText = (text, ...more) => { found.push(text); own.call(pen, text, ...more); }; penstock.draw();
+          return found; })()"""
+    )
+    assert {f"rank {rank}" for rank in range(64)} <= set(drawn)
+
+
+def test_a_range_is_added_up_by_kind(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "one.html")
+    press, release = {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}
+    browser.run('document.getElementById("chart").scrollIntoView()')
+    browser.run('document.getElementById("ranges").click()')
+    (x, y), (far, _) = at(browser, 0, 0), at(browser, 0, 3)
+    browser.point(x, y, press, {"type": "pointerMove", "x": round(far), "y": round(y), "duration": 50}, release)
+    assert window(browser)
+    first, last = browser.run("[penstock.view.range.from, penstock.view.range.to]")
+    assert (first, last) == (pytest.approx(0.5, abs=0.05), pytest.approx(3.5, abs=0.05))
+    text = text_of(browser, "range")
+    assert "F: forward" in text
+    assert "idle" in text
+    browser.run('document.getElementById("chart").focus()')
+    browser.press("\ue00c")  # escape
+    assert browser.run('document.getElementById("range").hidden')
+    whole = browser.run("(() => { penstock.controls.rangeHere(); return penstock.view.range; })()")
+    assert whole["to"] == pytest.approx(browser.run("penstock.view.whole"))
+    share = browser.run("penstock.runs[0].idle")
+    assert f"{100 * share:.1f} %" in text_of(browser, "range")
+
+
+def test_an_action_is_found_and_its_arrows_are_drawn(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "one.html")
+    browser.run('document.getElementById("chart").focus()')
+    browser.press("/")
+    assert browser.run("document.activeElement.id") == "wanted"
+    browser.press(*"2b3", "\ue007")
+    assert text_of(browser, "found") == "1 found"
+    assert text_of(browser, "status").startswith("2B3: backward of stage 2, microbatch 3")
+    assert browser.run('penstock.controls.find("F1")') == 4
+    lines = """(() => { const pen = document.getElementById("chart").getContext("2d"), own = pen.fill; let count = 0;
+      pen.fill = () => { count++; own.call(pen); }; penstock.draw(); return count; })()"""
+    assert browser.run(lines) == 0
+    browser.run('document.getElementById("arrows").click()')
+    assert browser.run(lines) == 1  # of the chosen 0F1: its value goes to 1F1, and nothing comes to it
+    browser.run("penstock.controls.nothing()")
+    assert browser.run(lines) == 48  # 8 microbatches, 3 links, both ways
+
+
+def test_letters_move_and_zoom_and_the_view_is_in_the_address(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "one.html")
+    whole = window(browser)
+    browser.run('document.getElementById("chart").focus()')
+    browser.press("w", "w")
+    near = window(browser)
+    assert near[1] - near[0] == pytest.approx((whole[1] - whole[0]) / 2.25)
+    browser.press("d")
+    assert window(browser)[0] > near[0]
+    browser.press("a", "s")
+    assert window(browser)[1] - window(browser)[0] == pytest.approx((whole[1] - whole[0]) / 1.5)
+    browser.run('document.getElementById("critical").click()')
+    browser.press("\ue015")
+    time.sleep(0.4)
+    address, now = browser.run("location.href"), window(browser)
+    browser.devtools("Page.navigate", url="about:blank")
+    browser.devtools("Page.navigate", url=address)
+    time.sleep(0.5)
+    assert window(browser) == pytest.approx(now, abs=1e-5)
+    assert browser.run("[penstock.view.critical, penstock.selected.row.rank]") == [True, 0]

@@ -83,3 +83,9 @@ def test_arrows_leave_from_the_send_where_it_was_measured(tmp_path: Path) -> Non
     start = next(event for event in events if event["ph"] == "s" and event["name"] == "0F0 to 1F0")
     assert send["ts"] <= start["ts"] <= send["ts"] + send["dur"]
     assert send["cat"] == "communication"
+
+
+def test_what_a_rank_holds_is_counted_in_whole_rank_microbatches() -> None:
+    for name in ("1f1b", "zb-v"):
+        events = [event for event in trace([run(name)])["traceEvents"] if event["ph"] == "C" and event["tid"] == 0]
+        assert max(event["args"]["whole-rank microbatches"] for event in events) == 4, name

@@ -24,6 +24,7 @@ from penstock.cli.schedules.compare import compare
 from penstock.cli.schedules.search import search
 from penstock.cli.schedules.show import show
 from penstock.cli.schedules.simulate import simulate
+from penstock.cli.schedules.studio import studio
 from penstock.cli.schedules.verify import verify
 from penstock.cli.schedules.view import view
 from penstock.cli.schedules.whatif import whatif
@@ -43,6 +44,7 @@ EXAMPLES = """Examples:\n
   penstock compare -r 8 -m 32
   penstock search -r 8 -m 32 --weight 0.7 --hop 0.05 --memory 8 --save best.csv
   penstock view 1f1b zb-v -r 4 -m 8 --html page.html
+  penstock studio --out studio.html
   penstock whatif --from run.json --ranks 8 --schedule zb-v
   penstock checkpoint verify runs/checkpoints
   penstock primer all-reduce
@@ -74,14 +76,14 @@ app = typer.Typer(
     cls=Commands,
     help="Train models as a pipeline; draw, prove, price and compare its schedules.",
     epilog=EXAMPLES,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
 SETTINGS: dict[Any, dict[str, Any]] = {bench: {"allow_interspersed_args": False}}  # what follows a name is the bench's
-for command in (train, plan, evaluate, generate, show, verify, simulate, compare, search, view, whatif, primer, bench):
+LOOKING = (show, verify, simulate, compare, search, view, studio, whatif)
+for command in (train, plan, evaluate, generate, *LOOKING, primer, bench):
     short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
     app.command(NAMES.get(command), short_help=short, context_settings=SETTINGS.get(command))(command)
 app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")

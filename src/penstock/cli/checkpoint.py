@@ -50,7 +50,7 @@ def size_text(size: float) -> str:
     raise AssertionError("unreachable")
 
 
-def _looked_at(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
+def _inspect(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -73,14 +73,14 @@ def list_(
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a directory, the newest last. Checksums are not read: see verify."""
-    looked = [(path, *_looked_at(path, sums=False)) for path in checkpoints_at(directory)]
-    looked.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
+    inspected = [(path, *_inspect(path, sums=False)) for path in checkpoints_at(directory)]
+    inspected.sort(key=lambda each: -1 if each[1] is None else each[1].serial)
     if as_json:
-        write_json([_document(*each) for each in looked])
+        write_json([_document(*each) for each in inspected])
         return
-    best = best_of([(path, manifest) for path, manifest, wrong in looked if manifest is not None and not wrong])
+    best = best_of([(path, manifest) for path, manifest, wrong in inspected if manifest is not None and not wrong])
     rows = [("checkpoint", "step", "saved at", "size", "stages", "schedule", "processes", "")]
-    for path, manifest, wrong in looked:
+    for path, manifest, wrong in inspected:
         if manifest is None:
             rows.append((path.name, "", "", "", "", "", "", wrong[0]))
             continue
@@ -111,21 +111,21 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of checkpoints and compare checksums; exit code 1 where one is damaged."""
-    looked = []
+    inspected = []
     for place in places:
         for path in checkpoints_at(place):
             with working(f"reading {path}"):
-                looked.append((path, *_looked_at(path, sums=True)))
+                inspected.append((path, *_inspect(path, sums=True)))
     if as_json:
-        write_json([_document(*each) for each in looked])
+        write_json([_document(*each) for each in inspected])
     else:
-        for path, manifest, wrong in looked:
+        for path, manifest, wrong in inspected:
             if wrong or manifest is None:
                 write("\n".join([f"{path}: damaged", *(f"  {line}" for line in wrong)]))
             else:
                 count = f"{len(manifest.files)} files, {size_text(manifest.bytes)}"
                 write(f"{path}: complete (step {manifest.step}, {count}, every checksum right)")
-    if any(wrong for _, _, wrong in looked):
+    if any(wrong for _, _, wrong in inspected):
         raise typer.Exit(1)
 
 

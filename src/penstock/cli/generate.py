@@ -12,6 +12,7 @@ from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
+from penstock.train.launch.environment import prepare_environment
 
 Place = Annotated[
     str,
@@ -71,12 +72,13 @@ def generate(
     with working("loading"):
         # small operations of numpy only wait for each other on several cores
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        from penstock.train.generation.opening import open_writer
+        prepare_environment()
+        from penstock.train.generation.opening import open_writer  # loads numpy, or torch
         from penstock.train.generation.sampling import Sampling
 
         sampling = Sampling(**options)  # type: ignore[arg-type]
         writer = open_writer(find_checkpoint(place), threads)
-    encode = writer.words.encode_question if questions else writer.words.encode
+    encode = writer.codec.encode_question if questions else writer.codec.encode
     pieces = _pieces(writer, [encode(begin) for begin in begins], count, sampling)
     if len(begins) == 1 and not as_json:
         sys.stdout.write("" if questions else begins[0])
@@ -97,9 +99,9 @@ def generate(
 
 def _pieces(writer: Any, prompts: list[list[int]], count: int, sampling: Any) -> Any:
     """(row, text) as they come."""
-    readers = [writer.words.reader() for _ in prompts]
+    readers = [writer.codec.reader() for _ in prompts]
     for row, token in writer.continue_rows(prompts, count, sampling):
-        yield row, "" if token == writer.words.end else readers[row].add(token)
+        yield row, "" if token == writer.codec.end else readers[row].add(token)
     for row, reader in enumerate(readers):
         yield row, reader.finish()
 

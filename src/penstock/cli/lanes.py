@@ -29,7 +29,7 @@ PRETTY = {"o": "●", "-": "─", ">": "▶", "<": "◀", "|": "│", "+": "┼"
 
 
 @dataclass(frozen=True)
-class Event:
+class LaneEvent:
     """One line that a program printed."""
 
     text: str
@@ -42,14 +42,14 @@ class Event:
         return max((-1 if self.source is None else self.source, *self.targets))
 
 
-def read_event(line: str) -> Event:
-    """What a printed line says."""
+def read_event(line: str) -> LaneEvent:
+    """Read an event from a line that a program printed."""
     if found := SENDS.fullmatch(line):
         targets = tuple(int(rank) for rank in found["targets"].split(", "))
-        return Event(found["text"], int(found["source"]), targets)
+        return LaneEvent(found["text"], int(found["source"]), targets)
     if found := ALONE.fullmatch(line):
-        return Event(found["text"], int(found["source"]))
-    return Event(line)
+        return LaneEvent(found["text"], int(found["source"]))
+    return LaneEvent(line)
 
 
 class Lanes:
@@ -63,7 +63,7 @@ class Lanes:
         self._room = None if width is None else max(LEAST, width - ranks * self._lane - 1)
         self._letters = str.maketrans({} if plain else PRETTY)
 
-    def draw(self, events: Iterable[Event]) -> Iterator[Text]:
+    def draw(self, events: Iterable[LaneEvent]) -> Iterator[Text]:
         """The lines; the ranks' numbers stand above whenever lanes begin anew."""
         inside = False
         for event in events:
@@ -82,13 +82,13 @@ class Lanes:
             heading.append(str(rank).ljust(self._lane), f"bold {COLOURS[rank % len(COLOURS)]}")
         return heading
 
-    def _lines(self, event: Event) -> Iterator[Text]:
+    def _lines(self, event: LaneEvent) -> Iterator[Text]:
         words = event.text.split("\n") if self._room is None else textwrap.wrap(event.text, self._room) or [""]
         yield self._row(event) + Text(words[0])
         for more in words[1:]:
-            yield self._row(Event("")) + Text(more)
+            yield self._row(LaneEvent("")) + Text(more)
 
-    def _row(self, event: Event) -> Text:
+    def _row(self, event: LaneEvent) -> Text:
         lane = self._lane
         cells = list(("|" + " " * (lane - 1)) * self.ranks)
         if event.source is None:

@@ -68,7 +68,7 @@ def write_json(document: object) -> None:
 
 
 def complain(message: str) -> None:
-    """One paragraph on stderr."""
+    """Write one paragraph to stderr."""
     write(f"penstock: {message}", sys.stderr)
 
 

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from penstock.cli.lanes import PRETTY, Event, Lanes, read_event
+from penstock.cli.lanes import PRETTY, LaneEvent, Lanes, read_event
 from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.programs import find_folder, places_of, started, title_of, unknown, write_list
 from penstock.cli.source import AsJson, whole
@@ -152,7 +152,7 @@ def _finish(command: list[str]) -> tuple[int, str, str]:
     return program.returncode, output, errors
 
 
-def _drawn(events: list[Event]) -> Iterator[str]:
+def _drawn(events: list[LaneEvent]) -> Iterator[str]:
     console = Console(width=terminal_width() or WIDE, highlight=False)
     ranks = 1 + max((event.highest for event in events), default=-1)
     lanes = Lanes(ranks, width=terminal_width(), plain=not writes("".join(PRETTY.values())))
@@ -162,6 +162,6 @@ def _drawn(events: list[Event]) -> Iterator[str]:
         yield captured.get().rstrip()
 
 
-def _document(path: Path, events: list[Event], code: int) -> dict[str, Any]:
+def _document(path: Path, events: list[LaneEvent], code: int) -> dict[str, Any]:
     lines = [{"from": event.source, "to": list(event.targets), "text": event.text} for event in events]
     return {"program": path.stem, "title": title_of(path), "exit_code": code, "events": lines}

@@ -66,7 +66,7 @@ def write_list(entries: Sequence[tuple[str, str]]) -> None:
 
 
 def unknown(who: str, what: str, name: str, names: Sequence[str]) -> UsageError:
-    """That `who` has no such thing, the nearest names, and all of them."""
+    """The error that `who` has no such thing, with the nearest names and all of them."""
     near = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return UsageError(f"{who} has no {what} {name!r}{hint} (it has: {', '.join(names)})")

@@ -1,28 +1,39 @@
-"""Recorded runs as a command's source: a file that `timeline.save` wrote, or a folder that holds one."""
+"""Recorded runs as a command's source: a file that `timeline.save` wrote, or a folder that holds one or several.
+
+Several recordings of one schedule in a folder are recorded steps of one run: the median one stands for them. The folder
+of a training run says more about its steps, in `recorded.json`.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.cli.source import naming
-from penstock.errors import Fault, ScheduleError, UsageError
+from penstock.errors import Fault, PenstockError, ScheduleError, UsageError
 from penstock.schedule import Timeline
+from penstock.schedule.files.reading import read_file
 from penstock.schedule.files.timeline_json import is_timeline, load
+from penstock.view.recorded import Recorded, RecordedSteps, cores_note, run_notes
 
 HEAD = 4096  # bytes that tell what a file is
 SHOWN = 3
+NOTED = "recorded.json"  # what a training run has noted of its recorded steps
 
 
-def find_run(source: str) -> Path | None:
-    """The recorded run that is meant, if one is; None for a schedule's name or file."""
+class Recording(NamedTuple):
+    """A recorded run: the step that is shown, what to say first, and the other recorded steps."""
+
+    timeline: Timeline
+    notes: list[str]
+    steps: RecordedSteps | None = None
+
+
+def is_run(source: str) -> bool:
+    """Is a recorded run meant, or a folder of some? Otherwise it is a schedule's name or file."""
     path = Path(source)
-    if path.is_dir():
-        found = [entry for entry in sorted(path.glob("*.json")) if entry.is_file() and _is_run(entry)]
-        if len(found) != 1:
-            names = ", ".join(entry.name for entry in found[:SHOWN]) or "none"
-            raise UsageError(f"{source} holds {len(found)} recorded runs ({names}); name the file that is meant")
-        return found[0]
-    return path if path.suffix.lower() == ".json" and path.is_file() and _is_run(path) else None
+    return path.is_dir() or (path.suffix.lower() == ".json" and path.is_file() and _is_run(path))
 
 
 def _is_run(path: Path) -> bool:
@@ -32,11 +43,54 @@ def _is_run(path: Path) -> bool:
 
 def load_run(source: str) -> Timeline:
     """A recorded run that must be one."""
-    path = find_run(source)
-    if path is None:
-        if not Path(source).is_file():
+    return load_recording(source).timeline
+
+
+def load_recording(source: str) -> Recording:
+    """A recorded run that must be one, with what is to be said about it."""
+    path = Path(source)
+    if path.is_dir():
+        found = [entry for entry in sorted(path.glob("*.json")) if entry.is_file() and _is_run(entry)]
+        if not found:
+            raise UsageError(f'the folder {source} holds no recorded run; write one with timeline.save("run.json")')
+        return _alone(source, found[0], path) if len(found) == 1 else _median(source, found)
+    if not is_run(source):
+        if not path.is_file():
             raise UsageError(f'there is no recorded run {source}; write one with timeline.save("run.json")')
         raise ScheduleError([Fault(f"{source} is not a recorded run; write one with timeline.save({source!r})")])
+    return _alone(source, path)
+
+
+def _alone(source: str, path: Path, folder: Path | None = None) -> Recording:
+    timeline = _load(source, path)
+    noted = None if folder is None else folder / NOTED
+    if noted is not None and noted.is_file():
+        try:
+            document = json.loads(read_file(noted))
+            steps = RecordedSteps.read(document)
+            return Recording(timeline, run_notes(document, steps), steps)
+        except (PenstockError, ValueError, KeyError, TypeError, AttributeError):
+            return Recording(timeline, [f"{noted.name} cannot be read: it is not what penstock train writes"])
+    note = cores_note(timeline.cores, timeline.ranks)
+    return Recording(timeline, [note] if note else [])
+
+
+def _median(source: str, paths: list[Path]) -> Recording:
+    """Several recordings of one schedule: the median one, and how far the others lie around it."""
+    timelines = [_load(str(path), path) for path in paths]
+    first = timelines[0].schedule
+    if any(timeline.schedule != first for timeline in timelines):
+        names = ", ".join(path.name for path in paths[:SHOWN])
+        raise UsageError(f"{source} holds {len(paths)} recorded runs of different schedules ({names}); name files")
+    recorded = [Recorded(place, each.makespan, each.bubble) for place, each in enumerate(timelines, 1)]
+    steps = RecordedSteps.of(recorded)
+    shown = timelines[steps.shown - 1]
+    names = f"{source} holds {len(paths)} recorded steps, numbered by name; step {steps.shown} is "
+    notes = [cores_note(shown.cores, shown.ranks), f"{names}{paths[steps.shown - 1].name}.", *steps.notes()]
+    return Recording(shown, [note for note in notes if note], steps)
+
+
+def _load(source: str, path: Path) -> Timeline:
     try:
         with naming(source):
             timeline = load(path)

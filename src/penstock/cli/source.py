@@ -43,12 +43,18 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def complete_source(incomplete: str) -> list[str]:
+    """Families for the shell's completion; it knows files by itself."""
+    return [name for name in FAMILIES if name.startswith(incomplete.lower())]
+
+
 Source = Annotated[
     str,
     typer.Argument(
         metavar="NAME|FILE",
         help=f"A family ({', '.join(FAMILIES)}) or a file that ends in .csv or .json.",
         show_default=False,
+        autocompletion=complete_source,
     ),
 ]
 Ranks = Annotated[
@@ -108,13 +114,15 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
     try:
         entry = family(source)
     except UsageError as error:
-        raise UsageError(f"{error}; a file's name must end in .csv or .json") from None
+        raise UsageError(
+            f"{error}, nor a file or folder of that name; a schedule's file ends in .csv or .json"
+        ) from None
     check_size(ranks, microbatches, entry.stages_per_rank if stages_per_rank is None else stages_per_rank)
     return build(entry.name, ranks, microbatches, stages_per_rank)
 
 
 def read_proved(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The same; what a file holds is proved first, as nothing else has."""
+    """The schedule that the arguments mean; what a file holds is proved first."""
     schedule = read(source, ranks, microbatches, stages_per_rank)
     if is_file(source):
         verify(schedule)
@@ -122,14 +130,14 @@ def read_proved(source: str, ranks: int | None, microbatches: int | None, stages
 
 
 def read_one_of(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The same of a command that takes several."""
+    """The schedule of one of several sources, which its faults name."""
     with naming(source):
         return read_proved(source, ranks, microbatches, stages_per_rank)
 
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """Around the reading of one of several files: faults say which it is."""
+    """A context around the reading of one of several files: faults say which it is."""
     try:
         yield
     except ScheduleError as error:
@@ -149,6 +157,8 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
 def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
     facts = {name: value for name, value in (("ranks", ranks), ("microbatches", microbatches)) if value is not None}
     if Path(source).suffix.lower() not in SUFFIXES:
+        if not Path(source).exists():
+            raise UsageError(f"there is no file or folder {source}; a schedule's file ends in .csv or .json")
         raise UsageError(f"{source}: a schedule's file ends in .csv or .json, so that its form is known")
     try:
         schedule = Schedule.load(source, check=False, **facts)

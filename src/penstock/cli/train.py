@@ -18,6 +18,7 @@ from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import functions_in
+from penstock.train.launch.environment import prepare_environment
 from penstock.train.launch.parent import die_with_parent
 from penstock.train.launch.stopping import Stop, asking
 from penstock.train.run.run_folder import RunFolder
@@ -68,6 +69,7 @@ def train(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
+    prepare_environment()
     config, path = read_config(items)
     if resume and fresh:
         raise UsageError("--resume continues the run, --fresh removes it; give one of them")

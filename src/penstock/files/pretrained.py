@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter, name_without_adapter
+from penstock.files.conversions import Conversion, convert_names
 from penstock.files.tensors import TYPES
 from penstock.files.weights import INDEX, WEIGHTS, no_weights
 
@@ -56,6 +57,7 @@ class PretrainedFolder:
         self._file = file
         self.tensors = dict(self._stored())
         self._places: dict[str, str] = {}  # names that a tensor has in the model, and not in the file
+        self._conversions: dict[str, Conversion] = {}  # by name in the model: what is stored otherwise
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor with the values that are stored under its name.
@@ -65,6 +67,10 @@ class PretrainedFolder:
             tensor: The tensor to fill; values are converted to its dtype.
         """
         stored_as = self._places.get(name, name)
+        if stored_as in self._conversions:
+            with torch.no_grad():
+                tensor.copy_(self._conversions[stored_as].make(self._read)[stored_as])
+            return
         stored = self.tensors.get(stored_as)
         if stored is None:
             raise UsageError(
@@ -91,32 +97,49 @@ class PretrainedFolder:
         own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
         state = {name_without_adapter(name): value for name, value in own.items() if not is_adapter(name)}
         self._places = {name: name_without_adapter(name) for name in own}
+        stored_as, shapes = self._find(model, state)
         places: dict[int, list[str]] = {}
         for name, value in state.items():
             places.setdefault(id(value), []).append(name)
         missing, wrong = [], []
         for names in places.values():
-            found = next((name for name in names if name in self.tensors), None)
+            found = next((name for name in names if name in stored_as), None)
             if found is None:
                 missing.append(names[0])
                 continue
-            self._places |= {name: found for name, stored_as in self._places.items() if stored_as in names}
-            shapes = self.tensors[found].shape, tuple(state[found].shape)
-            if shapes[0] != shapes[1]:
-                wrong.append(f"{found} {shapes[0]}, not {shapes[1]}")
+            self._places |= {name: stored_as[found] for name, plain in self._places.items() if plain in names}
+            if shapes[found] != tuple(state[found].shape):
+                wrong.append(f"{found} {shapes[found]}, not {tuple(state[found].shape)}")
         missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
-        unknown = _without((name for name in self.tensors if name not in state), ignored)
+        used = {*stored_as.values(), *(name for each in self._conversions.values() for _, name in each.sources)}
+        unknown = _without((name for name in self.tensors if name not in used), ignored)
         kinds = {"missing": missing, "unknown": unknown, "of another shape": wrong}
         if any(kinds.values()):
             raise UsageError(
                 f"{self.folder} does not have the weights of {type(model).__name__}: {_listed(kinds)}. Its config.json "
-                f"must be that of the weights; a folder that from_pretrained() converts while it loads must first be "
-                f'saved again with save_pretrained() of the loaded model; model.init = "random" starts without weights'
+                f'must be that of the weights; model.init = "random" starts without weights'
             )
         for name, buffer in state.items():
             if not isinstance(buffer, nn.Parameter):
                 self(name, buffer)
+
+    def _find(self, model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+        """By name in the model: under which name a tensor is stored, or made by a conversion; and its shape there."""
+        stored_as, conversions = convert_names(model, state, self.tensors)
+        shapes = {name: self.tensors[stored].shape for name, stored in stored_as.items()}
+        self._conversions = {}
+        for conversion in conversions:
+            made = conversion.make(lambda name: torch.empty(self.tensors[name].shape, device="meta"))
+            self._conversions |= dict.fromkeys(made, conversion)
+            shapes |= {name: tuple(value.shape) for name, value in made.items()}
+            stored_as |= {name: name for name in made}
+        return stored_as, shapes
+
+    def _read(self, name: str) -> Tensor:
+        with self._open(self.tensors[name].file) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def fingerprint(self) -> str:
         """What tells these weights from others: of every file its size, its beginning and its end."""

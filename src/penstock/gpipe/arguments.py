@@ -18,8 +18,6 @@ from penstock.pipeline.arguments import check_gpus
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch.batch_options import BatchOptions
 
-__all__ = ["as_devices", "check_gpipe", "check_tangents"]
-
 RULES = {
     "chunks": ArgumentRule(
         lambda value: is_count(value) and value >= 1,

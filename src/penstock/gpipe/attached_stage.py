@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from penstock.errors import RunError
@@ -28,8 +30,6 @@ from penstock.runtime.backward.graph_leaves import leaves_in_graph
 from penstock.runtime.backward.record import GraphRecord, RunBackward
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.state.randomness import StageRandomness
-
-__all__ = ["AttachedStage", "check_weights", "modes_as", "muted"]
 
 _ENGINE = torch.autograd.Variable._execution_engine
 
@@ -72,14 +72,14 @@ class AttachedStage(Stage):
         arrived = [leaf for leaves in record.leaves.values() for leaf in leaves]
         pieces = self.pieces if record.gathered else self.pieces[record.microbatch : record.microbatch + 1]
         entered = [leaf for leaves in pieces for leaf in leaves]
-        wanted = (*arrived, *entered, *self.parameters)
-        if not wanted:
+        inputs = (*arrived, *entered, *self.parameters)
+        if not inputs:
             return
         gradients: Sequence[Tensor | None] = _ENGINE.run_backward(
-            tuple(roots), tuple(seeds), self.keep_graph, False, wanted, allow_unreachable=True, accumulate_grad=False
+            tuple(roots), tuple(seeds), self.keep_graph, False, inputs, allow_unreachable=True, accumulate_grad=False
         )
         own = len(arrived) + len(entered)
-        for leaf, gradient in zip(wanted[:own], gradients[:own], strict=True):
+        for leaf, gradient in zip(inputs[:own], gradients[:own], strict=True):
             leaf.grad = gradient
         for place, gradient in enumerate(gradients[own:]):
             if gradient is not None:
@@ -99,7 +99,7 @@ class AttachedStage(Stage):
             self._summed[place] = True
 
     def begin(self, parameters: list[Tensor], pieces: list[list[Tensor]], keep_graph: bool = False) -> None:
-        """Before a half of a step."""
+        """Begin one half of a step, forward or backward."""
         self.parameters, self.pieces, self.keep_graph = parameters, pieces, keep_graph
         self.foreign = {}
         self.found = [None] * len(parameters)
@@ -130,23 +130,10 @@ def muted(parameters: Sequence[Tensor]) -> Iterator[None]:
             table.update(before)
 
 
-@contextmanager
-def modes_as(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """A forward that runs again does so in the modes that it first ran in."""
-    changed = [(module, module.training) for module, mode in modes if module.training is not mode]
-    try:
-        for module, mode in modes:
-            module.training = mode
-        yield
-    finally:
-        for module, mode in changed:
-            module.training = mode
+WeightVersions = list[tuple[Tensor, int]]  # parameters, and the versions that they had
 
 
-Weights = list[tuple[Tensor, int]]  # parameters, and the versions that they had
-
-
-def check_weights(now: Iterable[Tensor], then: Weights) -> None:
+def check_weights(now: Iterable[Tensor], then: WeightVersions) -> None:
     """A forward cannot run again with other weights than it first had."""
     found = list(now)
     changed = sum(tensor._version != version for tensor, version in then)
@@ -157,3 +144,40 @@ def check_weights(now: Iterable[Tensor], then: Weights) -> None:
             f"parameters {what} between the forward and its backward, in which checkpointed microbatches run forward "
             f"again: call backward() before optimizer.step(), or use checkpoint='never'"
         )
+
+
+class Stages(torch.autograd.Function):
+    """All stages of a call, from what wants a gradient to a token; behind it, `Outputs` gives the outputs.
+
+    Two nodes, because autograd goes back through a node on the thread of the gradients' device. There nothing may wait
+    for the stages, whose own backwards need that thread. So `Outputs` only takes the gradients, and the token, which
+    is on the CPU, brings the thread that has called backward() here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *sources: Tensor) -> Tensor:
+        ctx.call = call
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        with ctx.call.calls.turn:
+            return (None, *ctx.call.backward())
+
+
+class Outputs(torch.autograd.Function):
+    """The outputs of a call; its backward only takes their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        outputs, call.outputs = tuple(call.outputs), []
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
+        ctx.call.arrived = gradients
+        return None, torch.zeros(())

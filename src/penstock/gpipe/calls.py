@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PeerFailure, RunError
-from penstock.gpipe.attached_stage import AttachedStage, Weights, check_weights, modes_as, muted
-from penstock.gpipe.graph_nodes import Outputs, Stages
-from penstock.model.split import Split
+from penstock.gpipe.attached_stage import AttachedStage, Outputs, Stages, WeightVersions, check_weights, muted
+from penstock.model.replay.modes import in_modes
+from penstock.model.staged_model import StagedModel
 from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
 from penstock.runtime.batch.result import merge
@@ -31,8 +31,6 @@ from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
 from penstock.schedule.lowering.gather import gather
 
-__all__ = ["Calls"]
-
 SCHEDULE = "looped-bfs"  # with one stage a rank: all forwards, then all backwards, the last microbatch first
 BACKWARD = frozenset({Op.B, Op.SEND_B, Op.RECV_B})
 
@@ -42,7 +40,7 @@ class Calls:
 
     def __init__(
         self,
-        split: Split,
+        split: StagedModel,
         chunks: int,
         checkpoint: str,
         devices: Sequence[torch.device] | None,
@@ -96,7 +94,7 @@ class Calls:
         return merge(outputs, self.batch_dims.get("output", 0))
 
     def undone_if_it_fails(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
-        """As a call, but one that fails leaves the model as it was."""
+        """The model's output for one batch; a call that fails leaves the model as it was."""
         with self.turn, self._transaction(training=True):
             return self(args, kwargs, training)
 
@@ -109,7 +107,9 @@ class ForwardCall:
         self._count = len(batch.args)
         self._recomputed = frozenset(range(recomputed))
         self._given = [pytree.tree_flatten((args, kw)) for args, kw in zip(batch.args, batch.kwargs, strict=True)]
-        self._wanted = [[leaf for leaf in leaves if _wants(leaf)] for leaves, _ in self._given]  # by microbatch
+        self._requiring = [
+            [leaf for leaf in leaves if _requires_grad(leaf)] for leaves, _ in self._given
+        ]  # by microbatch
         self._pieces: list[list[list[Tensor]]] = []  # the same, for each rank its own
         self._parameters: list[list[Tensor]] = []  # by rank
         self._records: list[dict[int, GraphRecord]] | None = None  # by rank; None: there is no backward (any more)
@@ -152,7 +152,7 @@ class ForwardCall:
             args, kwargs = [], []
             for leaves, spec in self._given:
                 own = [_piece(leaf, device) for leaf in leaves]
-                pieces.append([leaf for leaf in own if attached and _wants(leaf)])
+                pieces.append([leaf for leaf in own if attached and _requires_grad(leaf)])
                 one, two = pytree.tree_unflatten(own, spec)
                 args.append(one)
                 kwargs.append(two)
@@ -180,26 +180,27 @@ class ForwardCall:
         self._alone = frozenset(self.calls.ranks.thread_randomness.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
             parameters += stage.foreign.values()
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._weights: list[Weights] = []  # by rank, where forwards run again
+        self._modules: list[nn.Module] = []  # and the modes that they ran in, in which they run again
+        self._modes: list[bool] = []
+        self._weights: list[WeightVersions] = []  # by rank, where forwards run again
         if self._recomputed:
-            modules = (module for stage in stages for module in stage.module.modules())
-            self._modes = [(module, module.training) for module in modules]
+            self._modules = [module for stage in stages for module in stage.module.modules()]
+            self._modes = [module.training for module in self._modules]
             self._weights = [[(weight, weight._version) for weight in stage.module.parameters()] for stage in stages]
 
     def join(self, outputs: list[Any]) -> list[Any]:
-        """The same outputs as nodes of the user's graph."""
+        """The outputs of the forward, as nodes of the user's graph."""
         flat = [pytree.tree_flatten(output) for output in outputs]
-        self.outputs = [leaf.detach() for leaves, _ in flat for leaf in leaves if _wants(leaf)]
-        self._sizes = [sum(map(_wants, leaves)) for leaves, _ in flat]
+        self.outputs = [leaf.detach() for leaves, _ in flat for leaf in leaves if _requires_grad(leaf)]
+        self._sizes = [sum(map(_requires_grad, leaves)) for leaves, _ in flat]
         if not self.outputs:
             self._records = None
             return outputs
-        self._sources = _once([leaf for each in (*self._wanted, *self._parameters) for leaf in each])
+        self._sources = _once([leaf for each in (*self._requiring, *self._parameters) for leaf in each])
         token = Stages.apply(self, *self._sources)  # type: ignore[no-untyped-call]
         joined = iter(Outputs.apply(self, token))  # type: ignore[no-untyped-call]
         return [
-            pytree.tree_unflatten([next(joined) if _wants(leaf) else leaf for leaf in leaves], spec)
+            pytree.tree_unflatten([next(joined) if _requires_grad(leaf) else leaf for leaf in leaves], spec)
             for leaves, spec in flat
         ]
 
@@ -227,7 +228,7 @@ class ForwardCall:
         if not keep_graph:
             self._records = None
         everything = [parameter for each in self._parameters for parameter in each]
-        with muted(everything), modes_as(self._modes), torch.enable_grad():
+        with muted(everything), in_modes(self._modules, self._modes), torch.enable_grad():
             self._run(1, inputs, self._alone)
         found = self._found()
         for stage in stages:
@@ -245,8 +246,8 @@ class ForwardCall:
                 sums[id(source)] = gradient if known is None else known + gradient
 
         for rank, stage in enumerate(self.calls.stages):
-            for wanted, pieces in zip(self._wanted, self._pieces[rank], strict=True):
-                for source, piece in zip(wanted, pieces, strict=True):
+            for sources, pieces in zip(self._requiring, self._pieces[rank], strict=True):
+                for source, piece in zip(sources, pieces, strict=True):
                     add(source, piece.grad)
                     piece.grad = None
             for parameter, gradient in zip(stage.parameters, stage.found, strict=True):
@@ -277,7 +278,7 @@ class ForwardCall:
             del cause  # an error that its own frame holds would keep the whole step alive
 
 
-def _wants(leaf: Any) -> bool:
+def _requires_grad(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 

@@ -13,12 +13,11 @@ from torch import nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.request import Balancing
+from penstock.model.by_position import more_than_its_layers
 from penstock.model.cut import Example, cut_model
 from penstock.model.cut_options import CutOptions
-from penstock.model.split import Split, more_than_its_layers
+from penstock.model.staged_model import StagedModel
 from penstock.schedule import build
-
-__all__ = ["Balance", "CutRequest", "cut_another_path"]
 
 Balance = Sequence[int] | int | str | Mapping[str, float] | None
 MOST_BY_ITSELF = 8  # stages on a CPU where nothing says how many
@@ -42,13 +41,13 @@ class CutRequest:
         if balance is None or isinstance(balance, int):
             how = None if split_at else "parameters"
         Balancing(how)  # which refuses what it does not know
-        said = {
+        counts_by_name = {
             "stages": stages,
             "balance": balance if isinstance(balance, int) else None if counts is None else len(counts),
             "split_at": len(split_at) + 1 if split_at else None,
             "devices": None if devices is None else len(devices),
         }
-        given = {name: value for name, value in said.items() if value is not None}
+        given = {name: value for name, value in counts_by_name.items() if value is not None}
         if len(set(given.values())) > 1:
             words = ", ".join(f"{name}= says {value}" for name, value in given.items())
             raise UsageError(f"how many stages? {words}; leave all but one out, or make them agree")
@@ -65,11 +64,11 @@ class CutRequest:
         return not self.by_position(model) or not (isinstance(self.how, list) or self.how in (None, "parameters"))
 
     def with_counts(self, counts: list[int] | None) -> Self:
-        """The same, with the places that were found; None: there are none."""
+        """The same request with the layers per stage that were found, if any were."""
         return replace(self, how=counts, split_at=()) if counts else self
 
-    def cut(self, model: nn.Module, chunks: int, example: Example | None) -> Split:
-        """The model in stages."""
+    def cut(self, model: nn.Module, chunks: int, example: Example | None) -> StagedModel:
+        """Cut the model into stages."""
         by_position = self.by_position(model)
         stages = self.stages or _stages_by_itself(model)
         balancing = Balancing(self.how, schedule_for=lambda count: build("gpipe", count, chunks))
@@ -80,7 +79,7 @@ class CutRequest:
         return cut_model(model, fewest, balance=balancing, example=example, split_at=self.split_at)
 
 
-def cut_another_path(model: nn.Module, split: Split, example: Example) -> Split:
+def cut_another_path(model: nn.Module, split: StagedModel, example: Example) -> StagedModel:
     """The stages for a batch that takes another path through a model which was cut as `split`.
 
     Layers stay on the stages that they have, as far as the path goes: `layers[:depth]` may end before the last stage.

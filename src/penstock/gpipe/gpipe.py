@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ModelError, PathError, UsageError
 from penstock.gpipe.arguments import as_devices, check_gpipe, check_tangents
@@ -23,14 +23,12 @@ from penstock.gpipe.calls import Calls
 from penstock.gpipe.cut_request import Balance, CutRequest, cut_another_path
 from penstock.model.lru_cache import LruCache
 from penstock.model.replay.recording.unit_calls import shapes_of
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import check_labels, count_for, split_batch
 from penstock.runtime.state.batch_norm import prepare_batch_norm
 
-__all__ = ["GPipe"]
-
-Given = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of a call
+CallArguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # the arguments of a call
 
 
 class GPipe(nn.Module):
@@ -136,7 +134,7 @@ class GPipe(nn.Module):
             return calls(*given, self.training)
         return self._find_path(kind, given)
 
-    def _find_path(self, kind: Any, given: Given) -> Any:
+    def _find_path(self, kind: Any, given: CallArguments) -> Any:
         """The output for a first batch of its kind: whether it takes the path of a cut that there is, a run shows."""
         assert self._calls is not None
         for calls in (self._calls, *self._others):
@@ -181,9 +179,9 @@ class GPipe(nn.Module):
             *args: As for `nn.Module.to`.
             **kwargs: As for `nn.Module.to`.
         """
-        device = torch._C._nn._parse_to(*args, **kwargs)[0]
-        if device is not None:
-            self._check_move(f"to({str(device)!r})")
+        named = kwargs.get("device", kwargs.get("tensor", args[0] if args else None))
+        if isinstance(named, (torch.device, str, int, Tensor)):
+            self._check_move(f"to({'tensor' if isinstance(named, Tensor) else repr(str(named))})")
         return super().to(*args, **kwargs)
 
     def cpu(self) -> Self:
@@ -215,7 +213,7 @@ class GPipe(nn.Module):
 
     # -- the cut
 
-    def _build(self, first: Given | None) -> Calls:
+    def _build(self, first: CallArguments | None) -> Calls:
         if self._calls is not None and self._cut_from[:1] == self._what_is_cut()[:1]:
             self.close()
         self.__dict__.update(_calls=None, _others=[], _serves=LruCache())
@@ -227,7 +225,7 @@ class GPipe(nn.Module):
         self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
         return calls
 
-    def _attach(self, split: Split) -> Calls:
+    def _attach(self, split: StagedModel) -> Calls:
         """The stages of a cut, ready for calls."""
         devices = None if self.devices is None else self.devices[: split.stages]
         calls = Calls(split, self.chunks, self.checkpoint, devices, self._dims, self.timeout)
@@ -240,11 +238,11 @@ class GPipe(nn.Module):
         """Layers and numbers that were replaced, and a process that was forked and has no threads, need a new cut."""
         return (os.getpid(), self.chunks, self.checkpoint, *self._modules.values())
 
-    def _cut(self, first: Given | None) -> Split:
+    def _cut(self, first: CallArguments | None) -> StagedModel:
         looks = first is not None and self._request.needs_batch(self.module)
         return self._request.cut(self.module, self.chunks, self._example(first) if first and looks else None)
 
-    def _example(self, given: Given) -> tuple[Any, ...] | dict[str, Any]:
+    def _example(self, given: CallArguments) -> tuple[Any, ...] | dict[str, Any]:
         """The first microbatch, as what to look at for the cut."""
         args, kwargs = given
         count = count_for(self.chunks, args, kwargs, None, self._dims) or 1
@@ -277,7 +275,7 @@ class GPipe(nn.Module):
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the ranks: a copy makes its own."""
+        """The state for a copy or pickle, without the ranks: a copy makes its own."""
         counts = self.balance if isinstance(self.module, nn.Sequential) else None
         kept = {name: value for name, value in self.__dict__.items() if name != "_serves"}
         return {**kept, "_calls": None, "_others": [], "_cut_from": (), "_request": self._request.with_counts(counts)}

@@ -40,30 +40,30 @@ def choose_schedule(
         raise UsageError(f"ranks={ranks}: a pipeline has at least 1")
     entry = None if is_auto(schedule) else family(schedule)
     usual = 1 if entry is None else entry.stages_per_rank
-    wanted = ranks or world.size
-    if wanted is None:
-        wanted = topology.stages // (usual if topology.stages % usual == 0 else 1)
-    world.check_ranks(wanted, ranks)
-    if entry is not None and entry.layout == "v" and topology.stages != 2 * wanted:
-        raise UsageError(_not_a_v(entry.name, topology.stages, wanted, fixed=bool(ranks or world.size)))
-    per_rank, left = divmod(topology.stages, wanted)
+    count = ranks or world.size
+    if count is None:
+        count = topology.stages // (usual if topology.stages % usual == 0 else 1)
+    world.check_ranks(count, ranks)
+    if entry is not None and entry.layout == "v" and topology.stages != 2 * count:
+        raise UsageError(_not_a_v(entry.name, topology.stages, count, fixed=bool(ranks or world.size)))
+    per_rank, left = divmod(topology.stages, count)
     if left or not per_rank:
-        nearest = wanted * (per_rank + 1)
-        fewer = max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= wanted)
+        nearest = count * (per_rank + 1)
+        fewer = max(n for n in range(1, topology.stages + 1) if topology.stages % n == 0 and n <= count)
         instead = f"pass ranks={fewer}" if world.size is None else f"start torchrun with {fewer} processes"
         raise UsageError(
-            f"{topology.stages} stages cannot fill {wanted} ranks evenly; split into {nearest}, or {instead}"
+            f"{topology.stages} stages cannot fill {count} ranks evenly; split into {nearest}, or {instead}"
         )
-    built = build(AUTO if entry is None else entry.name, wanted, microbatches, per_rank, skips=topology.skips)
+    built = build(AUTO if entry is None else entry.name, count, microbatches, per_rank, skips=topology.skips)
     return built if built.topology == topology else built.replace(topology=topology)
 
 
 def _not_a_v(name: str, stages: int, ranks: int, fixed: bool) -> str:
     """Stages that do not make a V, and what would."""
-    wanted = 2 * ranks if fixed else stages + 1
+    count = 2 * ranks if fixed else stages + 1
     other = "zb-h1" if stages == ranks else "interleaved-zb"
     instead = "" if stages % ranks else f", or take schedule={other!r}"
     return (
         f"{name} has 2 stages on each rank, one on the way down the V and one on the way up; got {stages} stages"
-        f"{f' for {ranks} ranks' if fixed else ''}: split into {wanted}{instead}"
+        f"{f' for {ranks} ranks' if fixed else ''}: split into {count}{instead}"
     )

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.schedule import Schedule
 
 
-def facts_of(schedule: Schedule, split: Split, settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+def facts_of(schedule: Schedule, split: StagedModel, settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """What must be the same on every rank: each in words, and a digest of all of it."""
     facts: dict[str, tuple[str, Any]] = {
         "microbatches": (str(schedule.microbatches), None),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +24,6 @@ from penstock.messages.collective import all_gather
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import Clock
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 from penstock.runtime.transport.threads import IN_MEMORY
@@ -78,14 +77,14 @@ class World:
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
         """Read the arguments, then the environment."""
-        transport, said = _choice(transport)
+        transport, source = _choice(transport)
         if group is not None and mesh is not None:
             raise UsageError("pass group= or mesh=, not both")
         if mesh is not None:
             group = mesh.get_group("pp")
         if transport == "threads":
             if group is not None:
-                raise UsageError(f"{said} runs all ranks in this process; it takes no group= or mesh=")
+                raise UsageError(f"{source} runs all ranks in this process; it takes no group= or mesh=")
             return cls(None, None, timeout)
         if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -93,7 +92,7 @@ class World:
             group = dist.group.WORLD
         if group is None:
             if transport is not None:
-                raise UsageError(f"{said} needs a process group: start with torchrun, or pass group=")
+                raise UsageError(f"{source} needs a process group: start with torchrun, or pass group=")
             return cls(None, None, timeout)
         return cls(group, dist.get_world_size(group), timeout, transport)
 
@@ -112,8 +111,10 @@ class World:
     def check_ranks(self, wanted: int, asked: int | None) -> None:
         """The schedule's ranks must be the processes there are."""
         if self.size is not None and wanted != self.size:
-            said = f"ranks={asked}" if asked else f"the schedule needs {wanted} ranks"
-            raise UsageError(f"{said}, but the group has {self.size} processes; start torchrun with {wanted} processes")
+            reason = f"ranks={asked}" if asked else f"the schedule needs {wanted} ranks"
+            raise UsageError(
+                f"{reason}, but the group has {self.size} processes; start torchrun with {wanted} processes"
+            )
 
     def transports(self, ranks: int, devices: Sequence[torch.device | str] | None) -> Sequence[Transport]:
         """One transport for each rank that lives in this process."""
@@ -147,14 +148,8 @@ class World:
                 self.transport.close()
             raise
 
-    @contextmanager
-    def stepping(self, call: str) -> Iterator[None]:
-        """Around a step: as `calling`; and on processes, Ctrl-C waits until a message, or the step's end, is whole."""
-        with self.calling(call), nullcontext() if self.transport is None else CTRL_C.around_step():
-            yield
-
     def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
-        """On processes: the same schedule, stages, options and seed everywhere."""
+        """Check on processes that all have the same schedule, stages and options, and take the first rank's seed."""
         if self.transport is None:
             return
         self._informed = True
@@ -168,7 +163,7 @@ class World:
         self._one_host = len({host for _, _, host in answers}) == 1
 
     def built(self) -> None:
-        """On processes: all ranks have built what comes after they agreed."""
+        """Wait on processes until all ranks have built what comes after they agreed."""
         if self.transport is None:
             return
         self._informed = True
@@ -200,7 +195,7 @@ class World:
 
     @contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Inside, this process is in that call, which all must make, unless it is in one already that makes it."""
+        """A context in which this process is in a call that all must make; an outer call counts."""
         transport = self.transport
         if transport is None or transport.call:
             yield
@@ -221,10 +216,10 @@ def _check_built(answers: Sequence[Any]) -> None:
 
 def _choice(asked: str | None) -> tuple[str | None, str]:
     """The transport that was asked for, by argument or else by the environment, and how that was said."""
-    said = f"transport={asked!r}"
+    source = f"transport={asked!r}"
     if asked is None:
         asked = os.environ.get(TRANSPORT_VARIABLE, "").strip().lower() or None
-        said = f"{TRANSPORT_VARIABLE}={asked}"
+        source = f"{TRANSPORT_VARIABLE}={asked}"
     if asked not in (None, *TRANSPORTS):
-        raise UsageError(f"{said}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
-    return asked, said
+        raise UsageError(f"{source}: choose one of {', '.join(map(repr, TRANSPORTS))}, or leave it out")
+    return asked, source

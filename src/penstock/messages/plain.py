@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.schedule.action import Action, parse
 
 TENSOR = "$tensor"  # the name of a tensor that was set aside
 DEEPEST = 100
+DTENSOR_MODULE = "torch.distributed.tensor"  # as long to import as torch itself; who has made a DTensor has done so
 LONGEST = 64 * 1024 * 1024  # bytes of one message
 LONG_TEXT = 8 * 1024  # characters of an error's message, and twice that of a traceback
 
@@ -40,10 +40,8 @@ class NotPlainError(ValueError):
 
 
 def dumps(value: Any, place: str = "the value") -> bytes:
-    try:
-        return json.dumps(_encoded(value, None, 0), separators=(",", ":")).encode()
-    except _Unfit as unfit:
-        raise UsageError(unfit.sentence(place)) from None
+    """A value as a message; `place` is how the user knows the value, for an error."""
+    return json.dumps(encode(value, None, place), separators=(",", ":")).encode()
 
 
 def loads(content: bytes) -> Any:
@@ -51,15 +49,11 @@ def loads(content: bytes) -> Any:
     if len(content) > LONGEST:
         raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {LONGEST}")
     try:
-        return json.loads(content, object_hook=_message_part)
+        return json.loads(content, object_hook=lambda entries: _made(entries, _no_tensor))
     except NotPlainError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
         raise NotPlainError(f"a message that cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _message_part(entries: dict[str, Any]) -> Any:
-    return _made(entries, _no_tensor)
 
 
 def _no_tensor(name: str) -> Tensor:
@@ -209,12 +203,12 @@ def _encoded_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None,
 
 
 def _encoded_other(value: Any, store_tensor: StoreTensor | None) -> Any:
-    """What is no container."""
+    """JSON for a value that is no container."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, (str, int)):  # of a type of its own
         return str(value) if isinstance(value, str) else int(value)
-    if isinstance(value, DTensor):
+    if isinstance(value, getattr(sys.modules.get(DTENSOR_MODULE), "DTensor", ())):
         raise _Unfit(" is a DTensor; only parameters and optimizer state may be sharded: save value.full_tensor()")
     if isinstance(value, Tensor):
         if store_tensor is None:

@@ -24,7 +24,7 @@ SHORTEST = 16
 
 @lru_cache(maxsize=1)
 def _secret() -> bytes:
-    """Empty where none is set."""
+    """The run's secret; empty where none is set."""
     path = os.environ.get(FILE_VARIABLE)
     found = os.environ.get(VARIABLE, "").encode()
     if path:
@@ -60,11 +60,11 @@ def is_ours(content: bytes, code: bytes, key: bytes = b"") -> bool:
 
 
 def signed(content: bytes, key: bytes = b"") -> bytes:
-    """With its code before it."""
+    """The content with its code before it."""
     return code_of(content, key) + content
 
 
 def unsigned(content: bytes, key: bytes = b"") -> bytes | None:
-    """Without it; None where the code is wrong."""
+    """The content without its code; None where the code is wrong."""
     code, rest = content[:CODE_BYTES], content[CODE_BYTES:]
     return rest if is_ours(rest, code, key) else None

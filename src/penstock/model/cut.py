@@ -20,11 +20,12 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.partition import counts_of
 from penstock.model.balance.profile import Weight, crossing_of, profile_layers
-from penstock.model.balance.request import Balancing
+from penstock.model.balance.request import Balancing, stage_count
+from penstock.model.by_position import layers_of, more_than_its_layers, split_by_position
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.replay.cut import split_by_replay
-from penstock.model.split import Split, layers_of, more_than_its_layers, split_model
+from penstock.model.staged_model import StagedModel
 
 Example = tuple[Any, ...] | Mapping[str, Any]
 
@@ -37,7 +38,7 @@ def cut_model(
     example: Example | None = None,
     split_at: Sequence[str] = (),
     options: CutOptions = CutOptions(),
-) -> Split:
+) -> StagedModel:
     """Cut a model into stages."""
     method, skips = options.method, options.skips
     balance = balance if isinstance(balance, Balancing) else Balancing(balance)
@@ -76,8 +77,7 @@ def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split
     layers = [name for name, _ in layers_of(model)]
     if not set(split_at) <= set(layers):
         return None  # a place inside of a layer
-    if stages is not None and stages != len(split_at) + 1:
-        raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
+    stage_count(stages, None, split_at)  # refuses another number
     cuts = [layers.index(name) for name in split_at]
     if cuts != sorted(set(cuts)):
         raise ModelError(f"split_at={list(split_at)} is not in the order in which the model calls its layers")
@@ -92,13 +92,13 @@ def _by_position(
     balance: Balancing,
     skips: Iterable[tuple[int, int]],
     example: Example | None,
-) -> Split:
+) -> StagedModel:
     """Equal counts unless something else was asked for; lists are cut already."""
     weighed = balance.how is not None and balance.counts is None
     if not isinstance(model, nn.Sequential) or (stages is None and weighed):
         if weighed:
             raise UsageError("balance= by weight needs stages=, and either an nn.Sequential or example=")
-        return split_model(model, stages, balance.counts, skips)
+        return split_by_position(model, stages, balance.counts, skips)
     layers = layers_of(model)
     if balance.runs and (example is None or isinstance(example, Mapping)):
         raise UsageError(f"balance={balance.how!r} measures the layers with an input: pass example=(x,)")
@@ -121,11 +121,11 @@ def _cut_layers(
     counts: Sequence[int] | None,
     skips: tuple[tuple[int, int], ...],
     weights: tuple[Weight, ...],
-) -> Split:
-    found = split_model(model, stages, counts, skips)
+) -> StagedModel:
+    found = split_by_position(model, stages, counts, skips)
     ends = list(accumulate(found.balance))
 
-    def recut(cuts: Sequence[int]) -> Split:
+    def recut(cuts: Sequence[int]) -> StagedModel:
         return _cut_layers(model, None, counts_of(cuts, len(weights)), skips, weights)
 
     return replace(found, weights=weights, cuts=tuple(ends[:-1]), recut=recut)
@@ -138,7 +138,7 @@ def _by_example(
     balance: Balancing,
     split_at: Sequence[str],
     method: str,
-) -> Split:
+) -> StagedModel:
     refusals: list[str] = []
     for way, cut in (("replay", split_by_replay), ("graph", partial(_graph, method == "auto"))):
         if method in ("auto", way):
@@ -156,7 +156,7 @@ def _by_example(
 
 def _graph(
     fallback: bool, model: nn.Module, stages: int | None, example: Example, balance: Balancing, split_at: Sequence[str]
-) -> Split:
+) -> StagedModel:
     from penstock.model.export.cut import split_by_graph  # loads torch.export, which few models need
 
     if fallback and is_lazy(model):

@@ -20,11 +20,9 @@ from torch import nn
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_kind
 
-__all__ = ["DeclaresSkips", "Key", "SkipRoutes", "find_routes", "take_skip", "use_skips", "waiting_skips"]
-
-Key = tuple[Any, str]  # what the name is unique in (None: the model), and the name
-Routes = dict[tuple[int, int], tuple[Key, ...]]  # (from stage, to stage) -> what travels
-Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
+SkipKey = tuple[Any, str]  # what the name is unique in (None: the model), and the name
+Routes = dict[tuple[int, int], tuple[SkipKey, ...]]  # (from stage, to stage) -> what travels
+RunStage = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 
 _thread = threading.local()
 
@@ -32,32 +30,32 @@ _thread = threading.local()
 class DeclaresSkips(nn.Module):
     """A layer that says what it stashes for later layers and pops of earlier ones."""
 
-    def stashable(self) -> Iterable[Key]:
+    def stashable(self) -> Iterable[SkipKey]:
         """The keys of the values that each forward puts into the table."""
         raise NotImplementedError
 
-    def poppable(self) -> Iterable[Key]:
+    def poppable(self) -> Iterable[SkipKey]:
         """The keys of the values that each forward takes out of the table."""
         raise NotImplementedError
 
 
-def waiting_skips() -> dict[Key, Any]:
+def waiting_skips() -> dict[SkipKey, Any]:
     """The table of what was stashed and not popped yet, in the forward that this thread runs."""
-    table: dict[Key, Any] | None = getattr(_thread, "table", None)
+    table: dict[SkipKey, Any] | None = getattr(_thread, "table", None)
     if table is None:
         table = _thread.table = {}
     return table
 
 
-def take_skip(key: Key) -> Any:
+def take_skip(key: SkipKey) -> Any:
     """Pop a value; KeyError if it was not stashed. A layer that is measured runs several times, and leaves it there."""
     table = waiting_skips()
     return table[key] if run_kind() == DRY else table.pop(key)
 
 
 @contextmanager
-def use_skips(table: dict[Key, Any]) -> Iterator[dict[Key, Any]]:
-    """Inside, layers stash to and pop from this table alone."""
+def use_skips(table: dict[SkipKey, Any]) -> Iterator[dict[SkipKey, Any]]:
+    """A context in which layers stash to and pop from this table alone."""
     outer = getattr(_thread, "table", None)
     _thread.table = table
     try:
@@ -80,14 +78,14 @@ class SkipRoutes:
 
     @classmethod
     def of(cls, stage: int, module: nn.Module, routes: Routes) -> SkipRoutes | None:
-        """Those of one stage; None where none of its layers declares a skip."""
+        """The routes of one stage; None where none of its layers declares a skip."""
         return cls(stage, routes) if any(isinstance(layer, DeclaresSkips) for layer in module.modules()) else None
 
     def around(
-        self, run: Run, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, run: RunStage, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dict[int, Any]:
         """Run the stage with the skips that have arrived, and send on those that it leaves."""
-        table: dict[Key, Any] = {}
+        table: dict[SkipKey, Any] = {}
         plain = dict(arrived)
         for source, keys in self._arriving.items():
             plain[source], values = arrived[source]
@@ -110,8 +108,8 @@ def find_routes(modules: Sequence[nn.Module]) -> Routes:
     Layers are looked for where the order of their calls is known: in `nn.Sequential`s, at any depth. What a layer of
     another kind has inside stashes and pops within that layer.
     """
-    waiting: dict[Key, int] = {}  # stashed and not popped yet, by what stage
-    routes: dict[tuple[int, int], list[Key]] = {}
+    waiting: dict[SkipKey, int] = {}  # stashed and not popped yet, by what stage
+    routes: dict[tuple[int, int], list[SkipKey]] = {}
     for stage, module in enumerate(modules):
         for layer in _declaring(module):
             for key in layer.poppable():

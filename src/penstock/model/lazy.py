@@ -23,7 +23,7 @@ from penstock.model.original.placeholders import Home, home_of, let_go
 from penstock.model.original.replaced_parameters import mark_replaced
 
 Init = Callable[[str, Tensor], Any]
-Mine = tuple[str, torch.device]  # a parameter's name in the whole model, and where its memory shall be
+OwnedParameter = tuple[str, torch.device]  # a parameter's name in the whole model, and where its memory shall be
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def check_values(model: nn.Module) -> None:
 
 def materialise(
     roots: Iterable[nn.Module],
-    mine: Mapping[int, Mine],
+    mine: Mapping[int, OwnedParameter],
     others: Mapping[int, Home],
     device: torch.device,
     init: Init | None,

@@ -43,6 +43,6 @@ class LruCache(Generic[Value]):
         return value
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all values."""
         with self._lock:
             self._values.clear()

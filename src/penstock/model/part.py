@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.use_names import dotted_name
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
@@ -33,7 +33,7 @@ class Names(dict[str, str]):
         return self._prefix + name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `names[name]`: there is an answer for every name."""
+        """The same as `names[name]`: there is an answer for every name."""
         return self[name]
 
 
@@ -55,6 +55,7 @@ class StagePart:
     captured = False
     takes: frozenset[str] | None = None
     reads_inputs = False
+    follows = False  # whether it computes with copies of the user's modules, which must follow what is set on these
 
     def __init__(self, index: int) -> None:
         self.index = self.stream = index
@@ -75,21 +76,34 @@ class StagePart:
         """This process's parameters are about to be taken apart: find out what needs them complete."""
 
     def poison(self) -> bool:
-        """For a comparison: make values that it does not need NaN; whether it computes with such values at all."""
+        """Fill values that the stage does not need with NaN, for a comparison; whether it computes with such at all."""
         return False
 
-    def begin(self, settings: Sequence[Change]) -> None:
+    def begin(self, settings: Sequence[AttributeChange]) -> None:
         """Before the first step: all attributes of the user's modules, some of which may be others than at the cut."""
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Sequence[AttributeChange]) -> None:
         """Before a step: these attributes of the user's modules are others now, or, of parameters, of another type."""
 
     def fault(self) -> str:
         """What the user's model is set to that this stage cannot follow; or nothing."""
         return ""
 
-    def give_back(self, settings: Settings) -> None:
+    def give_back(self, settings: ModuleSettings) -> None:
         """After a step: set on the user's modules what the code of their copies has set."""
+
+
+def hang(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) -> None:
+    """Put a parameter or buffer into a tree of modules under its dotted name: the object itself, not a copy."""
+    *path, leaf = name.split(".")
+    for step in path:
+        root = root._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+    if isinstance(tensor, nn.Parameter):
+        root._parameters[leaf] = tensor
+    else:
+        root._buffers[leaf] = tensor
+        if not persistent:
+            root._non_persistent_buffers_set.add(leaf)
 
 
 def state_names(module: nn.Module) -> list[str]:

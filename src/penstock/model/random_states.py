@@ -14,7 +14,7 @@ TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every GPU
 
 
 def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
-    """Those that modules have as attributes, and all others that there are in Python."""
+    """The random generators that modules have as attributes; with `everywhere`, all others that there are in Python."""
     numpy: Any = sys.modules.get("numpy")
     kinds = {random.Random, *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState))}
     attributes = [value for module in model.modules() for value in vars(module).values()]
@@ -23,7 +23,7 @@ def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
 
 
 def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
-    """(whose, its state) of each."""
+    """The state of each generator, with a name for it."""
     python, array, (tensor, _) = global_states()
     found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", repr(array))]
     if torchs:
@@ -40,7 +40,7 @@ def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
 
 
 def global_states() -> tuple[Any, Any, TorchState]:
-    """Of Python, numpy and torch."""
+    """The states of the global generators of Python, numpy and torch."""
     numpy: Any = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state(), random_state()
 
@@ -55,7 +55,7 @@ def put_back(states: tuple[Any, Any, TorchState]) -> None:
 
 
 def random_state() -> TorchState:
-    """Of torch's generators, on the CPU and on every GPU."""
+    """The states of torch's generators, on the CPU and on every GPU."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
 

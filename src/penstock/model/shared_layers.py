@@ -8,15 +8,14 @@ layers only a call shows it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
+from penstock.model.replay.recording.snapshot import changed_by, own_state
 from penstock.model.use_names import dotted_name
 
 
@@ -44,61 +43,33 @@ class SharedLayers:
             id(layer): stage for stage, module in enumerate(modules) if stage != index for layer in module.modules()
         }
         self._index = index
-        self._found = [
-            (place, others[id(layer)], layer) for place, layer in modules[index].named_modules() if id(layer) in others
-        ]
+        shared = {name: layer for name, layer in modules[index].named_modules() if id(layer) in others}
+        inside = {id(inner) for layer in shared.values() for inner in layer.modules() if inner is not layer}
+        self._found = [(name, others[id(layer)], layer) for name, layer in shared.items() if id(layer) not in inside]
         self._names = names
 
     @classmethod
     def of(cls, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> Self | None:
-        """That of one stage; None where it shares no layer."""
+        """The shared layers of one stage; None where it shares none."""
         state = cls(index, modules, names)
         return state if state._found else None
 
     def kept(self, run: Callable[[], Any]) -> Any:
         """What `run` returns, if it leaves all of that as it is."""
-        before = [_state(layer) for _, _, layer in self._found]
+        before = [own_state(layer) for _, _, layer in self._found]
         result = run()
-        for (place, other, layer), old in zip(self._found, before, strict=True):
-            new = _state(layer) if layer.training else old
-            changed = [name for name in {**old, **new} if not _same(old.get(name), new.get(name))]
-            if changed:
-                name = dotted_name(place, changed[0])
-                kind = f"buffer {self._names[name]}" if changed[0] in layer._buffers else f"attribute {changed[0]}"
-                raise ModelError(
-                    f"stages {self._index} and {other} have one {type(layer).__name__}, which changes its {kind} at "
-                    f"each call; on two stages the order of updates would differ. Cut so that both places are on "
-                    f"one stage (balance=[...]), or use a copy for each"
-                )
+        for (prefix, other, layer), old in zip(self._found, before, strict=True):
+            for name in (*changed_by(layer, old), *(old.keys() - own_state(layer).keys())):
+                holder = layer.get_submodule(name.rpartition(".")[0])
+                if holder.training:
+                    raise self._refusal(holder, dotted_name(prefix, name), other)
         return result
 
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
-def _state(layer: nn.Module) -> dict[str, Any]:
-    """Copies of its buffers and of the attributes that a module has beyond those of every module."""
-    own = {name: value for name, value in vars(layer).items() if name not in _OF_MODULES}
-    return {name: _copy(value) for name, value in {**layer._buffers, **own}.items()}
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, list | tuple | set | deque):
-        return [type(value), *map(_copy, value)]
-    if isinstance(value, dict):
-        return [type(value), *(_copy(pair) for pair in value.items())]
-    return value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())  # nan stays nan
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (type(one) is type(other) and isinstance(one, int | float | str | bytes) and one == other)
+    def _refusal(self, holder: nn.Module, name: str, other: int) -> ModelError:
+        leaf = name.rpartition(".")[2]
+        kind = f"buffer {self._names[name]}" if leaf in holder._buffers else f"attribute {leaf}"
+        return ModelError(
+            f"stages {self._index} and {other} have one {type(holder).__name__}, which changes its {kind} at each "
+            f"call; on two stages the order of updates would differ. Cut so that both places are on one stage "
+            f"(balance=[...]), or use a copy for each"
+        )

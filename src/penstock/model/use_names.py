@@ -18,7 +18,7 @@ def name_and_use(place: str) -> tuple[str, int]:
 
 
 def similar_names(name: str, names: Iterable[str], these: str) -> str:
-    """For an error about a name that is not there: those that look like it, or else some that are there."""
+    """The end of an error about an unknown name: names that look like it, or else some that there are."""
     known = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; near: {', '.join(near)}" if near else f"; {these}: {', '.join(known[:12])}"

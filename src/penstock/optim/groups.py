@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 
-Named = Iterable[tuple[str, nn.Parameter]]
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
 REST = "rest"
 SHOWN = 5
 
@@ -44,7 +44,7 @@ def parameter_groups(
 
 
 def group_parameters(
-    rules: Mapping[Any, Mapping[str, Any]], own: Named, every: Named, aliases: Mapping[str, str]
+    rules: Mapping[Any, Mapping[str, Any]], own: NamedParameters, every: NamedParameters, aliases: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """One group for each rule, in their order, and one for the rest; of `own`, checked against `every`."""
     _check(rules)

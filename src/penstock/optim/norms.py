@@ -62,7 +62,7 @@ def join_norms(norms: Iterable[PartialNorm | None], order: float) -> Tensor:
 
 
 def join_partial(norms: Sequence[PartialNorm | None], order: float) -> PartialNorm | None:
-    """The same where there may be no gradients at all: then None."""
+    """The norm of all, from the norm of each; None where there are no gradients at all."""
     if all(each is None for each in norms):
         return None
     total = join_norms(norms, order)
@@ -70,7 +70,7 @@ def join_partial(norms: Sequence[PartialNorm | None], order: float) -> PartialNo
 
 
 def check_finite(total: Tensor, order: float) -> None:
-    """On every rank alike, since all have the same total."""
+    """Refuse a norm that is inf or NaN, on every rank alike, since all have the same total."""
     if not torch.isfinite(total):
         raise RunError(
             f"the norm of order {order:g} of all gradients is {total.item()}, so they cannot be clipped by it; find "
@@ -78,16 +78,21 @@ def check_finite(total: Tensor, order: float) -> None:
         )
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, where it is spread over ranks (a DTensor); in the same memory."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def local_part(parameter: Tensor) -> Tensor:
     """A parameter with its gradient; of one that is spread over ranks, the part that is here, as plain tensors.
 
     torch's functions on many tensors at once refuse a mixture of both kinds.
     """
-    part = getattr(parameter.grad, "_local_tensor", None)
-    if part is None:
+    if parameter.grad is None or local_of(parameter.grad) is parameter.grad:
         return parameter
-    plain: Tensor = parameter._local_tensor.detach()  # type: ignore[attr-defined]
-    plain.grad = part
+    plain = local_of(parameter).detach()
+    plain.grad = local_of(parameter.grad)
     return plain
 
 

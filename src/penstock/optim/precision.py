@@ -57,7 +57,7 @@ class Precision:
         return _Entered(self.modes, self._cached)
 
     def off(self) -> AbstractContextManager[None]:
-        """Around everything else: neither backwards nor transfers are under autocast."""
+        """A context without autocast, for everything but forwards: backwards and transfers."""
         return _Entered(tuple((kind, None) for kind, _ in self.modes), self._cached)
 
 

@@ -16,18 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
+from penstock.optim.norms import local_of
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
 
-Place = tuple[
+ParameterUse = tuple[
     int, str
 ]  # a number among the split's holdings, which begin with the stages; and a parameter's name there
 
 
-def tied_places(split: Split) -> list[list[Place]]:
+def tied_places(split: StagedModel) -> list[list[ParameterUse]]:
     """Where each parameter stands that stands in several stages."""
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[ParameterUse]] = {}
     for number, holding in enumerate(split.holdings()):
         for name, parameter in holding.module.named_parameters():
             places.setdefault(id(parameter), []).append((number, name))
@@ -38,7 +39,11 @@ class TiedParameters:
     """The groups of one pipeline; `transport` is None where ranks are threads."""
 
     def __init__(
-        self, split: Split, placement: Placement, transport: Transport | None, places: Iterable[Sequence[Place]]
+        self,
+        split: StagedModel,
+        placement: Placement,
+        transport: Transport | None,
+        places: Iterable[Sequence[ParameterUse]],
     ) -> None:
         self.places = [tuple(group) for group in places]  # of every parameter that several stages hold
         self._transport = transport
@@ -71,7 +76,7 @@ class TiedParameters:
         """All copies take the value of the first rank's; once, before the first step."""
         if self.groups:
             with torch.no_grad():
-                own = [None if parameter is None else _local(parameter) for parameter, _ in self.groups]
+                own = [None if parameter is None else local_of(parameter).detach() for parameter, _ in self.groups]
                 for (parameter, ranks), values in zip(self.groups, self._share(own), strict=True):
                     if parameter is None or values is None:
                         continue
@@ -79,11 +84,11 @@ class TiedParameters:
                         _check_alike(parameter, value)
                     first = values[ranks[0]]
                     assert first is not None
-                    _local(parameter).copy_(first)
+                    local_of(parameter).detach().copy_(first)
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Around a step: afterwards each copy's gradient has what all ranks added to it."""
+        """A context around a step: afterwards each copy's gradient has what all ranks added to it."""
         if not self.groups:
             yield
             return
@@ -99,11 +104,11 @@ class TiedParameters:
             raise
         mine: list[Tensor | None] = [None] * len(self.groups)
         for number, parameter in own:
-            mine[number] = None if parameter.grad is None else _local(parameter.grad)
+            mine[number] = None if parameter.grad is None else local_of(parameter.grad).detach()
         added = self._share(mine)
         for (number, parameter), earlier in zip(own, before, strict=True):
             parts = added[number] or {}
-            total = None if earlier is None else _local(earlier)
+            total = None if earlier is None else local_of(earlier).detach()
             for rank in sorted(parts):
                 part = parts[rank]
                 if part is not None:
@@ -135,7 +140,7 @@ class TiedParameters:
 
 
 def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
-    mine = _local(parameter)
+    mine = local_of(parameter).detach()
     if value is not None and mine.shape != value.shape:
         raise ModelError(
             f"a parameter that is tied across ranks has {tuple(mine.shape)} on one and {tuple(value.shape)} on "
@@ -143,16 +148,10 @@ def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
         )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """Of a tensor that is spread over ranks, the part of this one."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part.detach()
-
-
 def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """This rank's part as the same kind of tensor as the parameter."""
     if not hasattr(parameter, "_local_tensor"):
         return value
     made = torch.empty_like(parameter)
-    _local(made).copy_(value)
+    local_of(made).copy_(value)
     return made.detach()

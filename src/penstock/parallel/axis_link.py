@@ -103,7 +103,7 @@ class AxisLink:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around anything that waits for all members: ends with a named failure where it cannot end well."""
+        """A context around anything that waits for all members; where it cannot end well, a named failure ends it."""
         watch = self._watch
         before, watch.waiting = watch.waiting, Waiting((self.index + 1) % self.size, None, -1, monotonic())
         inside, self._inside, self._transport.call = self._inside, what, self._pipeline.call
@@ -123,7 +123,7 @@ class AxisLink:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around code that may wait for all members anywhere, unseen: it is freed when the group is lost."""
+        """A context around code that may wait for all members anywhere: it is freed when the group is lost."""
         with self._transport.outside(self._collapse), self._pipeline.outside(self.abort):
             yield
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from penstock.errors import PeerFailure, UsageError
 from penstock.group.facts import compared
 from penstock.model.original.replaced_parameters import mark_replaced
+from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
 from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
-from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal
+from penstock.parallel.data_parallel.reduce import Reducer, make_equal
 from penstock.parallel.data_parallel.replicas import Replicas
 from penstock.parallel.data_parallel.sharded import Sharder, check_shardable
 from penstock.parallel.data_parallel.wrapped_stages import UserParallel, WrappedStages

@@ -72,13 +72,13 @@ class Composition:
 
     def __str__(self) -> str:
         """What there is beside one pipeline, in words; empty where there is nothing."""
-        said = []
+        words = []
         if self.axes.size("dp") > 1:
             how = {"fsdp": f"sharded by FSDP, {self.window} stages of a rank whole at a time"}.get(str(self.replicate))
-            said.append(f"{self.axes.size('dp')} replicas, {how or 'each with all parameters of its stages'}")
+            words.append(f"{self.axes.size('dp')} replicas, {how or 'each with all parameters of its stages'}")
         if self.axes.size("tp") > 1:
-            said.append(f"tensors spread over {self.axes.size('tp')} ranks")
-        return "; ".join(said)
+            words.append(f"tensors spread over {self.axes.size('tp')} ranks")
+        return "; ".join(words)
 
     def lowered(self, schedule: Schedule) -> Schedule:
         """The program of a schedule, with the reductions and shards that this composition needs.
@@ -98,7 +98,7 @@ class Composition:
         return schedule
 
     def norm_group(self, how: str, given: Any) -> Any:
-        """Over whose batches batch norms normalise, where they do so over whole batches: all replicas', unless said."""
+        """The group over whose batches "exact" batch norms normalise: all replicas, unless one is given."""
         replicated = how == "exact" and given is None and self.axes.size("dp") > 1
         return self.axes.mesh.get_group("dp") if replicated else given
 

@@ -26,9 +26,9 @@ from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
 from penstock.model.part import OUTPUT
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision
-from penstock.parity_check.tensor_trace import Trace, watching_stages
+from penstock.parity_check.tensor_trace import TensorTrace, watching_stages
 from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
@@ -122,11 +122,11 @@ def parity(
         batch = pipe.batches.microbatches_of(
             Call("step()", args, kwargs, target, loss_kwargs or {}, outputs=False, training=True)
         )
-        expected, found = Trace(plain), Trace(pipe.deployment.split)
+        expected, found = TensorTrace(plain), TensorTrace(pipe.deployment.split)
         whole = uncut(plain, single, cut)
         _run_plain(pipe, plain, batch, expected, own_loss_fn)
         if whole is not None:
-            alone = Trace(whole)
+            alone = TensorTrace(whole)
             _run_plain(pipe, whole, batch, alone, single_loss_fn)
             compare_uncut(plain, expected.summed(), alone.summed(), tolerance)
         for step in range(STEPS):
@@ -149,8 +149,8 @@ def _check_arguments(model: Any, pipeline: Any) -> None:
         )
 
 
-def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, loss_fn: Any) -> None:
-    """With a loss function of its own: one that has parameters or buffers would carry them to the other side."""
+def _run_plain(pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, loss_fn: Any) -> None:
+    """Run the plain loop with a loss function of its own, whose parameters and buffers the pipeline does not share."""
     before, pipe.loss_fn = pipe.loss_fn, loss_fn
     try:
         with pipe.deployment.ranks.precise() as precisions:
@@ -159,7 +159,9 @@ def _run_plain(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, loss_fn
         pipe.loss_fn = before
 
 
-def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precision: Precision | None) -> None:
+def _accumulate(
+    pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, precision: Precision | None
+) -> None:
     for part in split.parts:
         part.around = unit_stream
     fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
@@ -193,11 +195,11 @@ def _accumulate(pipe: Pipeline, split: Split, batch: Batch, trace: Trace, precis
 
 def _plain_forward(
     pipe: Pipeline,
-    split: Split,
+    split: StagedModel,
     batch: Batch,
     step: int,
     number: int,
-    trace: Trace,
+    trace: TensorTrace,
     precision: Precision | None,
     statistics: Statistics,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -223,7 +225,7 @@ def _plain_forward(
     return check_loss(result), extra
 
 
-def _compare(pipe: Pipeline, plain: Trace, piped: Trace, tolerance: float | None) -> Parity:
+def _compare(pipe: Pipeline, plain: TensorTrace, piped: TensorTrace, tolerance: float | None) -> Parity:
     expected, found = plain.tensors, piped.tensors
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
     in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.deployment.split.stages)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.model.part import OUTPUT
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.pipeline import Pipeline
 from penstock.runtime.engine.stage import Stage, StageInput
 
@@ -36,10 +36,10 @@ class TensorPlace(NamedTuple):
         return f"step {self.step}, stage {self.stage}{number}, {self.name}"
 
 
-class Trace:
+class TensorTrace:
     """The tensors that one side computes, by place."""
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: StagedModel) -> None:
         self.tensors: dict[TensorPlace, Tensor] = {}
         self.numbers = [-1] * split.stages  # the microbatch that each stage goes back through now
         self.forks = -1  # the last stage that emits several tensors: from there back, gradients meet in another order
@@ -50,7 +50,7 @@ class Trace:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """Inside runs a step: keep what each backward gives to each parameter."""
+        """A context around a step, which keeps what each backward gives to each parameter."""
         self._step = step
         with ExitStack() as hooks:
             for part in self._split.parts:
@@ -111,8 +111,8 @@ class Trace:
 
 
 @contextmanager
-def watching_stages(pipe: Pipeline, trace: Trace) -> Iterator[None]:
-    """Inside, the pipeline's stages say what they emit, and which microbatch they go back through."""
+def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
+    """A context in which the trace hears what stages emit, and which microbatch they go back through."""
     stages = {
         index: stage
         for executor in pipe.deployment.ranks.executors.values()

@@ -16,12 +16,12 @@ from torch import Tensor
 from penstock.errors import ParityError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 
 ROUNDINGS = 4  # of the largest gradient
 
 
-def uncut(split: Split, model: Any, cut: Mapping[str, Any]) -> Split | None:
+def uncut(split: StagedModel, model: Any, cut: Mapping[str, Any]) -> StagedModel | None:
     """The model in one stage, where its cut could hide a mistake: where stages compute with values of no use.
 
     Of the cut one, these values become NaN.
@@ -33,7 +33,7 @@ def uncut(split: Split, model: Any, cut: Mapping[str, Any]) -> Split | None:
 
 
 def compare_uncut(
-    split: Split,
+    split: StagedModel,
     cut: Mapping[tuple[int, str], Tensor],
     whole: Mapping[tuple[int, str], Tensor],
     tolerance: float | None,

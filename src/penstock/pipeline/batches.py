@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.pipeline.call_arguments import check_call, check_is_data, check_loss_kwargs, positional
+from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
-from penstock.runtime.batch.fingerprint import Key, Seen, look
+from penstock.runtime.batch.fingerprint import GivenBatch, Key, sample_given
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
-from penstock.runtime.batch.microbatch import Batch, Microbatches, check_labels, count_for, split_batch
+from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
 from penstock.runtime.batch.result import StepResult, merge
 from penstock.runtime.engine.replication import result_of
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
@@ -143,7 +143,7 @@ class Batches:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
                 check = self.checks.begin(batches[ranks.last.rank], weighed)
-        seen = self._look(call)
+        sampled = self._sample_given(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
         return {
@@ -161,7 +161,7 @@ class Batches:
                 recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,
                 steps=deployment.clock.step,
-                seen=seen,
+                sampled=sampled,
                 readers=self._readers if self.options.inputs == "every" else None,
             )
             for rank, own in batches.items()
@@ -197,13 +197,13 @@ class Batches:
         }
         return (args, kwargs, call.target, dict(call.loss_kwargs)) if is_last else (args, kwargs, None, {})
 
-    def _look(self, call: Call) -> Seen | None:
+    def _sample_given(self, call: Call) -> GivenBatch | None:
         """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""
         transport = self.deployment.world.transport
         if transport is None or transport.ranks == 1:
             return None
         complete = call.training not in self._compared
-        return look(call.args, call.kwargs, call.target, call.loss_kwargs, transport.exchanges, complete)
+        return sample_given(call.args, call.kwargs, call.target, call.loss_kwargs, transport.exchanges, complete)
 
     def _readers(self, name: Key) -> set[int]:
         """The ranks whose stages read this argument of a step."""
@@ -303,8 +303,7 @@ class Batches:
             )
         self._check_keywords(kwargs)
         if call.training:
-            named = {f"argument {place}": value for place, value in enumerate(args)} | {"the target": call.target}
-            check_is_data([*named.items(), *kwargs.items(), *loss_kwargs.items()])
+            check_is_data(args, kwargs, call.target, loss_kwargs)
         if self.dims:
             filled = positional(self.deployment.split.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}

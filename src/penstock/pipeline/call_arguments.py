@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from penstock.errors import UsageError
-from penstock.runtime.batch.microbatch import Microbatches, Shared
 from penstock.runtime.loss.weights import torch_reduction
 
 
@@ -75,19 +73,6 @@ def check_reduce(reduce: Any, names: Sequence[str]) -> None:
             f"reduce {_name(reduce)}{signature} is called with an output and reduce_kwargs="
             f"{{{', '.join(map(repr, names))}}}: {error}"
         ) from None
-
-
-def check_is_data(values: Iterable[tuple[str, Any]]) -> None:
-    """A batch is data: refuse a tensor in it that waits for a gradient, which a step would not deliver."""
-    for label, value in values:
-        for leaf in pytree.tree_leaves(list(value) if isinstance(value, Microbatches) else value):
-            tensor = leaf.value if isinstance(leaf, Shared) else leaf
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                raise UsageError(
-                    f"{label} of step() requires a gradient, but a step gives none to its batch; pass it detached, "
-                    f"make the module that computes it a part of the model, or train with penstock.GPipe, whose "
-                    f"inputs get gradients"
-                )
 
 
 def check_call(call: str, forward: Callable[..., Any], args: Sequence[Any], target: Any, loss_fn: Any) -> None:

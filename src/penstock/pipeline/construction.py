@@ -14,7 +14,7 @@ from penstock.group.searched_cut import searched_cut
 from penstock.group.world import World
 from penstock.model.balance.request import Balancing
 from penstock.model.cut import cut_model
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import precision_of
 from penstock.parallel.composition import Composition
 from penstock.pipeline.arguments import alike, first_count
@@ -52,7 +52,7 @@ class Construction:
         schedule = self._given.schedule if found is None else found
         return choose_schedule(schedule, topology, count, self._given.ranks, self.world)
 
-    def cut(self) -> Split:
+    def cut(self) -> StagedModel:
         """The model as stages."""
         asked, composition = self._given, self.composition
         batch_norm = asked.batch_options.batch_norm
@@ -76,7 +76,7 @@ class Construction:
         )
         return replace(cut, loss=loss_holding(asked.loss_fn, cut))
 
-    def deploy(self, cut: Split) -> Deployment:
+    def deploy(self, cut: StagedModel) -> Deployment:
         """The stages on their ranks, with the programs that run them."""
         asked, composition = self._given, self.composition
         composition.look_at(cut.parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import torch
 
 from penstock.group.world import World
-from penstock.model.split import Holding, Split
+from penstock.model.staged_model import Holding, StagedModel
 from penstock.optim.tied import TiedParameters
 from penstock.pipeline.programs import Programs
 from penstock.runtime.engine.ranks import LocalRanks
@@ -21,7 +22,7 @@ class Deployment:
     """The stages, the programs that run them, and the ranks; a new cut replaces the stages and the ranks."""
 
     world: World
-    split: Split
+    split: StagedModel
     programs: Programs
     ranks: LocalRanks
     clock: Clock
@@ -38,6 +39,15 @@ class Deployment:
     def placement(self) -> Placement:
         """Which rank has which stage; the same for every number of microbatches."""
         return self.programs.schedule.placement
+
+    @property
+    def cores(self) -> int:
+        """Cores that the ranks of this host share; 0 where stages are on other devices, or processes are pinned."""
+        if any(each.device.type != "cpu" for holding in self.holdings() for each in holding.module.parameters()):
+            return 0
+        own = len(os.sched_getaffinity(0))
+        pinned = self.world.transport is not None and own == 1 < (os.cpu_count() or 1)
+        return 0 if pinned else own
 
     def holdings(self) -> list[Holding]:
         """What the stages of this process hold."""

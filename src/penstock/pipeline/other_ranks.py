@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.model.original.placeholders import Home, home_of, let_go, mark_kept, take_back
-from penstock.model.split import Holding, Split
+from penstock.model.staged_model import Holding, StagedModel
 from penstock.pipeline.carry import carry
 from penstock.pipeline.full_tensors import targets_of
 from penstock.runtime.state.memory import copy_like
@@ -135,7 +135,7 @@ def _held_by(holding: Holding) -> Iterator[tuple[str, Held]]:
             yield names[f"{place}._extra_state" if place else "_extra_state"], holder
 
 
-def _module_at(split: Split, name: str) -> nn.Module:
+def _module_at(split: StagedModel, name: str) -> nn.Module:
     """The module that has this name in the whole model."""
     wanted = f"{name}.x" if name else "x"
     for holding in split.holdings():
@@ -146,7 +146,7 @@ def _module_at(split: Split, name: str) -> nn.Module:
     raise AssertionError(name)
 
 
-def owners_of(split: Split, placement: Placement) -> dict[str, set[int]]:
+def owners_of(split: StagedModel, placement: Placement) -> dict[str, set[int]]:
     """The ranks that have what goes by a name."""
     found: dict[str, set[int]] = {}
     for holding in split.holdings():
@@ -155,7 +155,7 @@ def owners_of(split: Split, placement: Placement) -> dict[str, set[int]]:
     return found
 
 
-def held_on(split: Split, placement: Placement, rank: int) -> dict[str, Held]:
+def held_on(split: StagedModel, placement: Placement, rank: int) -> dict[str, Held]:
     """What one rank has, by name."""
     here = [holding for holding in split.holdings() if placement.rank_of(holding.stage) == rank]
     return {name: held for holding in here for name, held in _held_by(holding)}

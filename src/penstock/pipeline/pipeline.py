@@ -34,8 +34,7 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler
-from penstock.runtime.engine.recorder import Begun, Recorder
-from penstock.runtime.engine.report import StepReport
+from penstock.runtime.engine.recorder import Recorder
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, Schedule, Timeline
 from penstock.schedule.timing.timeline import peaks
@@ -240,15 +239,20 @@ class Pipeline:
         """
         call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
         deployment = self.deployment
-        with deployment.world.stepping(call.name):
+        with deployment.ranks.in_call(call.name):
             self._begin()
             if not self.state.other_ranks.checked:
                 self.state.other_ranks.check(deployment)
             self._take_count(self.batches.take_lengths(call))
+            program = deployment.programs.program
             with self._transaction(training=True, set_aside=deployment.replication.sets_aside):
                 begun = None if self._recorder is None else self._recorder.begin()
-                with deployment.tied.summed() if deployment.tied.groups else nullcontext():
-                    reports = self._run(self.program, call, begun)
+                tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
+                with tied, deployment.replication.step(program, training=True) as replica:
+                    with deployment.ranks.step():
+                        given = self.batches.resolve(call, program.microbatches)
+                        reports = deployment.ranks.run(program, given, record=begun)
+                    replica.end(reports)
                 deployment.ranks.commit()
                 deployment.clock.step += 1
             if self.state.other_ranks.whole:
@@ -262,16 +266,6 @@ class Pipeline:
         self._check_open()
         self.deployment.ranks.wait_for_late_ranks()
         self.deployment.ranks.follow()
-
-    def _run(self, program: Schedule, call: Call, record: Begun | None = None) -> list[StepReport]:
-        """One program on the local ranks, among the replicas of this pipeline."""
-        deployment = self.deployment
-        with deployment.replication.step(program, call.training) as replica:
-            with deployment.ranks.step():
-                given = self.batches.resolve(call, program.microbatches)
-                reports = deployment.ranks.run(program, given, record=record)
-            replica.end(reports)
-        return reports
 
     def _take_count(self, count: int | None) -> None:
         """From here on, run that many microbatches, if the batch says how many."""
@@ -308,12 +302,15 @@ class Pipeline:
 
     def _infer(self, call: Call) -> StepResult:
         deployment = self.deployment
-        with deployment.world.stepping(call.name):
+        with deployment.ranks.in_call(call.name):
             self._begin()
             program = deployment.programs.inference(self.batches.count(call), deployment.replication.lowered)
             with self._transaction(training=False) as before:
-                with deployment.ranks.evaluating(holding.module for holding in deployment.holdings()):
-                    reports = self._run(program, call)
+                evaluating = deployment.ranks.evaluating(holding.module for holding in deployment.holdings())
+                with evaluating, deployment.replication.step(program, training=False) as replica:
+                    with deployment.ranks.step():
+                        reports = deployment.ranks.run(program, self.batches.resolve(call, program.microbatches))
+                    replica.end(reports)
                 deployment.ranks.give_back()
                 before.put_back_buffers()
                 deployment.clock.evaluations += 1
@@ -547,7 +544,8 @@ class Pipeline:
             raise UsageError("this pipeline is in a record() already; they do not nest: use the outer one's timeline")
         shifts, error = self.deployment.world.clock_shifts(self.schedule.ranks)
         held = peaks(self.schedule.columns, self.schedule.forward_only)
-        timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s")
+        cores = 0 if error else self.deployment.cores
+        timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s", cores=cores)
         recorder = Recorder(timeline, min(self.deployment.ranks.executors), shifts)
         self._recorder = recorder
         try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.model.balance.proposal import Proposal, propose
 from penstock.model.original.placeholders import take_back
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.optim.tied import tied_places
 from penstock.pipeline.carry import carry
 from penstock.pipeline.other_ranks import held_on, owners_of
@@ -34,7 +34,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
 
 
-def propose_cut(split: Split, timeline: Timeline | None) -> Proposal:
+def propose_cut(split: StagedModel, timeline: Timeline | None) -> Proposal:
     """What a measured step says about the cut; the same on every rank."""
     if split.recut is None:
         raise UsageError(f"{split.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
@@ -49,8 +49,8 @@ def propose_cut(split: Split, timeline: Timeline | None) -> Proposal:
 
 
 def move_state(
-    before: Split,
-    after: Split,
+    before: StagedModel,
+    after: StagedModel,
     placement: Placement,
     transport: Transport | None,
     optimizer: Optimizers,

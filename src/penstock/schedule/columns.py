@@ -9,7 +9,7 @@ numpy is imported inside functions, here and in the passes: `import penstock.sch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,7 +18,7 @@ from typing import Any, cast
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.seen import Row
 
-__all__ = ["Array", "Columns"]
+__all__ = ["Array", "Columns", "blocks"]
 
 Array = Any  # of numpy, which is not imported for the sake of a name
 OPS = tuple(Op)
@@ -45,19 +45,23 @@ class Columns:
     peer: Array
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Columns:
-        """The columns of rows of actions."""
+    def of(cls, rows: Iterable[Sequence[Action | None]]) -> Columns:
+        """The columns of rows of actions, of which no more than one has to be there at a time."""
         import numpy as np
 
         fields: list[list[Array]] = [[], [], [], [], []]
-        starts = [0]
+        starts, lengths = [0], []
         for row in rows:
             found = _columns_of_row(row)
             for column, values in zip(fields, found, strict=True):
                 column.append(values)
             starts.append(starts[-1] + len(found[0]))
-        position, stage, op, microbatch, peer = (np.concatenate(column) for column in fields)
-        return cls(tuple(map(len, rows)), np.array(starts), position, stage, op, microbatch, peer)
+            lengths.append(len(row))
+        columns = []
+        while fields:
+            columns.append(np.concatenate(fields.pop(0)))
+        position, stage, op, microbatch, peer = columns
+        return cls(tuple(lengths), np.array(starts), position, stage, op, microbatch, peer)
 
     @property
     def ranks(self) -> int:
@@ -81,7 +85,7 @@ class Columns:
         """By part: the number of the first part in its cell. The same for both parts of a pair."""
         import numpy as np
 
-        numbers = np.arange(self.size)
+        numbers = np.arange(self.size, dtype=np.int32)
         second = self.second
         numbers[second] -= 1
         return numbers
@@ -103,6 +107,8 @@ class Columns:
         """Only the chosen parts, in the same order and without idle slots between them."""
         import numpy as np
 
+        if chosen.all() and sum(self.lengths) == self.size - len(self.second):
+            return self
         before = np.concatenate(([0], np.cumsum(chosen)))
         starts = before[self.starts]
         new_cell = chosen.copy()
@@ -183,7 +189,12 @@ class Columns:
         )
 
 
-def _columns_of_row(row: Row) -> tuple[Array, ...]:
+def blocks(size: int, most: int = 1 << 22) -> Iterator[slice]:
+    """All elements in blocks, so that what is computed on the way never takes more than a block's memory."""
+    return (slice(first, min(first + most, size)) for first in range(0, size, most))
+
+
+def _columns_of_row(row: Sequence[Action | None]) -> tuple[Array, ...]:
     """Position, stage, op, microbatch and peer of each part of a row."""
     import numpy as np
 

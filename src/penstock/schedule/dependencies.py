@@ -25,7 +25,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.columns import Array, Columns
+from penstock.schedule.columns import Array, Columns, blocks
 from penstock.schedule.events import Waits
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
@@ -185,9 +185,11 @@ def waits_of(table: Table, columns: Columns) -> Needs:
 
     who, position = table.positions(columns, table.needed)
     on = table.makers(columns)[position]
-    known = np.minimum(on, columns.size - 1)
-    in_order = (columns.rank[known] == columns.rank[who]) & (columns.cell[known] < columns.cell[who])
-    left = (on == columns.size) | ~in_order
+    left = np.empty(len(who), dtype=bool)
+    for some in blocks(len(who)):
+        known, own = np.minimum(on[some], columns.size - 1), who[some]
+        in_order = (columns.rank[known] == columns.rank[own]) & (columns.cell[known] < columns.cell[own])
+        left[some] = (on[some] == columns.size) | ~in_order
     return Needs(who[left], on[left], position[left])
 
 
@@ -195,7 +197,7 @@ def waits_in_cells(columns: Columns, needs: Needs) -> Waits:
     """The same for `events.run`, without delays: a pair waits as a whole, and then makes all that it makes."""
     import numpy as np
 
-    return Waits(columns.cell[needs.who], needs.on, np.zeros(len(needs.who)))
+    return Waits(columns.cell[needs.who], needs.on, np.broadcast_to(0.0, len(needs.who)))
 
 
 class Stuck(NamedTuple):

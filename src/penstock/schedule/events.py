@@ -43,32 +43,37 @@ def run(starts: Array, lengths: Array, waits: Waits) -> Outcome:
     waits_at = np.zeros(size, dtype=bool)
     waits_at[waits.event] = True
     if np.count_nonzero(waits_at) == len(waits.event):
-        steps = _Steps(starts, np.arange(len(waits.event)), waits.event, waits.on, slice(None), lengths)
+        steps = _Steps(starts, None, waits.event, waits.on, slice(None), lengths)
     else:
         steps = _steps(starts, lengths, waits)
     total = len(steps.lengths)
     on = np.full(total, -1, dtype=np.int32)
     on[steps.step] = steps.on
-    delay = np.zeros(total)
-    delay[steps.step] = waits.delay[steps.order]
+    delay = np.broadcast_to(0.0, total)
+    if waits.delay.any():
+        delay = np.zeros(total)
+        delay[steps.step] = waits.delay if steps.order is None else waits.delay[steps.order]
     rows = _Rows(steps.starts, on, delay, steps.lengths)
     if min(len(starts) - 1, size // len(starts)) >= MANY:
         rows.run_together()
     rows.run_in_turn()
     place = {rows.cursors[row]: row for stuck in rows.waiting.values() for row in stuck}
     numbers = np.flatnonzero(np.isin(steps.step, list(place))).tolist() if place else ()
-    stuck = sorted((place[int(steps.step[number])], int(steps.order[number])) for number in numbers)
+    stuck = sorted(
+        (place[int(steps.step[number])], number if steps.order is None else int(steps.order[number]))
+        for number in numbers
+    )
     return Outcome(np.frombuffer(rows.ends)[:-1][steps.where], stuck)
 
 
 class _Steps(NamedTuple):
     """Events as steps that wait for one other at most.
 
-    Wait `order[i]` is that of `step[i]` for step `on[i]`. Event e is the step `where[e]`.
+    Wait `order[i]`, or i without an order, is that of `step[i]` for step `on[i]`. Event e is the step `where[e]`.
     """
 
     starts: Array
-    order: Array
+    order: Array | None
     step: Array
     on: Array
     where: Array

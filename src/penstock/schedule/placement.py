@@ -37,16 +37,16 @@ class Placement:
             raise UsageError("a placement needs at least one stage; Placement([0]) is one stage on one rank")
         if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in table):
             raise UsageError(f"ranks are whole numbers from 0; got the placement {list(table)}")
-        ranks = max(table) + 1
+        ranks, owners = max(table) + 1, set(table)
+        if len(owners) < ranks:
+            empty = next(rank for rank in range(ranks) if rank not in owners)
+            raise UsageError(
+                f"rank {empty} owns no stage in the placement {list(table)}; "
+                f"number the ranks 0 to {len(owners) - 1} without gaps"
+            )
         by_rank: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(table):
             by_rank[rank].append(stage)
-        empty = [rank for rank, stages in enumerate(by_rank) if not stages]
-        if empty:
-            raise UsageError(
-                f"rank {empty[0]} owns no stage in the placement {list(table)}; "
-                f"number the ranks 0 to {len(set(table)) - 1} without gaps"
-            )
         object.__setattr__(self, "by_stage", table)
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "_by_rank", tuple(map(tuple, by_rank)))

@@ -22,7 +22,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, cast
 
-from penstock.errors import Fault, UsageError
+from penstock.errors import UsageError
 from penstock.rules import check_count, is_index
 from penstock.schedule.action import Action, Op
 from penstock.schedule.columns import OPS, Columns
@@ -41,8 +41,6 @@ from penstock.schedule.seen import (
 from penstock.schedule.topology import Topology
 
 __all__ = ["Row", "Schedule", "expect_schedule"]
-
-FEW = 100_000  # missing computes that are still listed one by one
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -253,40 +251,6 @@ class Schedule:
 
         return load(path, facts, check)
 
-    def shape_faults(self) -> Iterator[Fault]:
-        """What makes it no schedule at all: rows, stages and microbatches that do not fit together."""
-        import numpy as np
-
-        stages, microbatches = self.placement.stages, self.microbatches
-        if self.ranks != self.placement.ranks:
-            yield Fault(f"{self.ranks} rows for a placement on {self.placement.ranks} ranks; give each rank one row")
-        crowd = self.crowd_fault()
-        if crowd is not None:
-            yield crowd
-        columns = self.columns
-        for rank in np.flatnonzero(np.diff(columns.starts) == 0).tolist():
-            yield Fault("the row has no action; every rank runs something", rank)
-        strange = columns.stage >= stages
-        home = np.array(self.placement.by_stage)[np.minimum(columns.stage, stages - 1)]
-        away = (home != columns.rank) & ~strange
-        late = columns.microbatch >= microbatches
-        nowhere = columns.peer >= stages
-        for number in np.flatnonzero(strange | away | late | nowhere).tolist():
-            at = self.place(number)
-            action = at[2]
-            if strange[number]:
-                yield Fault(f"there is no stage {action.stage}: stages are 0 to {stages - 1}", *at)
-            if away[number]:
-                yield Fault(f"stage {action.stage} lives on rank {home[number]}", *at)
-            if late[number]:
-                span = f"there are {microbatches}, 0 to {microbatches - 1}"
-                yield Fault(f"microbatch {action.microbatch} is out of range: {span}", *at)
-            if nowhere[number]:
-                yield Fault(f"there is no stage {action.peer}: stages are 0 to {stages - 1}", *at)
-        seen = np.bincount(columns.stage[~strange], minlength=stages)
-        for stage in np.flatnonzero(seen == 0).tolist():
-            yield Fault(f"stage {stage} appears in no row; is the row of its rank missing?")
-
     def place(self, number: int) -> tuple[int, int, Action]:
         """A part as (rank, position, action), by its number in `columns`.
 
@@ -315,15 +279,6 @@ class Schedule:
             raise UsageError("the schedule has no transfers yet, so that nothing crosses: call lower(schedule) first")
         sends = [action for action in self.rows[source] if action is not None and action.op in (Op.SEND_F, Op.SEND_B)]
         return tuple(action for action in sends if self.placement.rank_of(action.other_end) == target)
-
-    def crowd_fault(self) -> Fault | None:
-        """A fault if there are far more microbatches than the rows could run; found before building that much."""
-        cells = map(len, self.rows) if "rows" in self.__dict__ else self.columns.lengths
-        size, there = self.stages * self.microbatches, sum(cells)
-        if size <= FEW + 2 * there:
-            return None
-        meant = f"{self.microbatches} microbatches in {self.stages} stages are {size} forwards"
-        return Fault(f"{meant}, but the rows have only {there} entries")
 
 
 def expect_schedule(value: object, call: str) -> None:

@@ -18,6 +18,7 @@ from penstock.model.lazy import Init, is_lazy
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.loss_options import LossOptions
+from penstock.schedule import Schedule
 from penstock.train.config.consistent import stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
@@ -25,11 +26,11 @@ from penstock.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.layouts import split_of
 from penstock.train.data.tokenizer import open_tokenizer
-from penstock.train.freeze import freeze
-from penstock.train.gpt import build_gpt
-from penstock.train.huggingface import build_huggingface, tensor_plan_of, values_of
-from penstock.train.lora import add_adapters, has_adapters
 from penstock.train.loss import StepLoss, build_loss
+from penstock.train.models.freeze import freeze
+from penstock.train.models.gpt import build_gpt
+from penstock.train.models.huggingface import build_huggingface, tensor_plan_of, values_of
+from penstock.train.models.lora import add_adapters, has_adapters
 
 Loss = Callable[..., Any]
 PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose memory a cut counts with
@@ -79,6 +80,7 @@ def build_pipeline(
     *,
     ranks: int | None = None,
     balance: Any = None,
+    schedule: Schedule | None = None,
     transport: str | None = None,
     mesh: Any = None,
     values: Init | None = None,
@@ -103,7 +105,7 @@ def build_pipeline(
         model,
         stages=stages_of(config),
         microbatches=options.microbatches,
-        schedule=options.schedule,
+        schedule=options.schedule if schedule is None else schedule,
         loss_fn=step_loss,
         loss_options=step_loss.options if isinstance(step_loss, StepLoss) else LossOptions(),
         example=example_of(batch, options.microbatches),

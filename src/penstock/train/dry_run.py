@@ -17,7 +17,7 @@ from penstock.errors import PenstockError
 from penstock.model.balance.profile import OPTIMIZERS, Weight
 from penstock.model.cut import cut_model
 from penstock.model.lazy import is_lazy
-from penstock.model.split import Holding
+from penstock.model.staged_model import Holding
 from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Schedule, Timeline, simulate
@@ -26,10 +26,11 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.data.vocabulary import check_vocabulary
-from penstock.train.huggingface import left_out, tensor_plan_of
+from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.activations import measure_activations
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
+from penstock.train.updates.ema import averaged_as
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,24 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
     base = process_bytes(libraries_of(config), _code_of(pipe), forked=config.pipeline.workers == "processes")
     for rank in range(ranks):
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
-        weights, trained = _weights(own, config, divided)
-        state = trained * _states(config)
-        active = None if activations is None else activations[rank]
-        copy = (trained if left_out(config) else weights) + state  # of a checkpoint, while it is written
+        weights, trained, average = _weights(own, config, divided)
+        state = trained * _states(config) + (0.0 if config.training.ema is None else average)
+        active = None if activations is None else activations[rank] + _exchanged(config, weights, trained)
+        copy = 0.0  # of a checkpoint, while it is written
+        if config.checkpoint.async_save:
+            copy = (trained if left_out(config) else weights) + state
         rows.append(Memory(weights, trained, state, active, weights + trained + state + copy + (active or 0)))
     if config.pipeline.workers == "threads":
         rows = [_together(rows)]
     return tuple(replace(row, process=base + row.process) for row in rows)
+
+
+def _exchanged(config: TrainConfig, weights: float, trained: float) -> float:
+    """What replicas need in a step besides: a copy of the gradients, or whole weights and gradients of shards."""
+    replicas = config.mesh.replicas
+    if replicas == 1:
+        return 0.0
+    return (weights + trained) * replicas if config.mesh.replicate == "fsdp" else trained
 
 
 def _code_of(pipe: Pipeline) -> list[str]:
@@ -134,10 +145,10 @@ def _states(config: TrainConfig) -> float:
     return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
 
 
-def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float]:
-    """Bytes of parameters and buffers in one process, and of those that are trained."""
+def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float, float]:
+    """Bytes of parameters and buffers in one process, of those that are trained, and of an average of these."""
     sharded = config.mesh.replicas if config.mesh.replicate == "fsdp" else 1
-    weights = trained = 0.0
+    weights = trained = average = 0.0
     seen: set[int] = set()
     for holding in own:
         for name, tensor in (*holding.module.named_parameters(), *holding.module.named_buffers()):
@@ -147,9 +158,11 @@ def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tupl
             size = float(tensor.numel() * tensor.element_size())
             if isinstance(tensor, nn.Parameter):
                 size /= sharded * (config.mesh.tp if holding.names[name].rpartition(".")[0] in divided else 1)
-                trained += size if tensor.requires_grad else 0
+                if tensor.requires_grad:
+                    trained += size
+                    average += size * averaged_as(tensor.dtype).itemsize / tensor.element_size()
             weights += size
-    return weights, trained
+    return weights, trained, average
 
 
 def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:

@@ -11,10 +11,10 @@ from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
-from penstock.train.ema import WeightAverage
 from penstock.train.generation.opening import saved_config
-from penstock.train.huggingface import check_base, left_out
 from penstock.train.loss import MeanLoss, shares_of
+from penstock.train.models.huggingface import check_base, left_out
+from penstock.train.updates.ema import WeightAverage
 
 
 class Evaluated(NamedTuple):

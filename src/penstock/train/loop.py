@@ -22,17 +22,18 @@ from penstock.pipeline import Pipeline, StepResult
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch, DataBatches
-from penstock.train.early_stopping import EarlyStopping
-from penstock.train.ema import WeightAverage
-from penstock.train.huggingface import base_mark
 from penstock.train.launch.stopping import Stop
 from penstock.train.loss import MeanLoss, shares_of
-from penstock.train.nonfinite import NonFinite, find_culprit
+from penstock.train.models.huggingface import base_mark
 from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
-from penstock.train.run.recordings import Recorded, Recordings
+from penstock.train.run.recordings import Recordings
 from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.train.updates.early_stopping import EarlyStopping
+from penstock.train.updates.ema import WeightAverage
+from penstock.train.updates.nonfinite import NonFinite, find_culprit
+from penstock.view.recorded import Recorded
 
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 
@@ -63,6 +64,7 @@ class Trainer:
         folder: RunFolder,
         metrics: Metrics | None,
         progress: Progress,
+        average: WeightAverage | None = None,
     ) -> None:
         self.config = config
         self.pipe, self.optimizer, self.rate, self.data = pipe, optimizer, rate, data
@@ -73,13 +75,13 @@ class Trainer:
         self.loss: float | None = None
         self.validation: float | None = None
         self.skips = 0  # steps in a row that were left out
-        self.average: WeightAverage | None = None  # of the weights
+        self.average = average
         self.stopping = EarlyStopping(config.evaluation)
         self.utilisation: float | None = None  # MFU for one token per second, where it is known
         self._idle: float | None = None
         self._score: float | None = None  # the validation loss of this step, if it was evaluated
         self._saved: int | None = None
-        self._memory = MemoryWatch(pipe, optimizer)
+        self._memory = MemoryWatch(pipe, optimizer, average)
         self._base = base_mark(config)  # what checkpoints leave out
         self._mark = 0  # a checksum of what this step was given
 

@@ -44,21 +44,21 @@ from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.data.packing_check import check_packing
 from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
-from penstock.train.ema import WeightAverage
-from penstock.train.huggingface import check_base, left_out
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
 from penstock.train.loop import Trainer
-from penstock.train.nonfinite import NonFinite
-from penstock.train.optim import build_optimizer
-from penstock.train.rate import build_rate, follow_config, options_of
+from penstock.train.models.huggingface import check_base, left_out
 from penstock.train.run.closing import closing_words
 from penstock.train.run.flops import utilisation
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.outlets import open_outlets
 from penstock.train.run.progress import Progress
 from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.train.updates.ema import WeightAverage
+from penstock.train.updates.nonfinite import NonFinite
+from penstock.train.updates.optimizer import build_optimizer
+from penstock.train.updates.rate import build_rate, follow_config, options_of
 
 FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
@@ -178,8 +178,8 @@ def train_here(job: Job, stop: Stop) -> int:
         progress = Progress(sys.stdout if first else None, config.logging.every)
         for line in _first_lines(job, pipe, data, peak if share is not None else "", checkpointer, start, notes):
             progress.say(line)
-        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress)
-        trainer.average, trainer.utilisation = average, share
+        trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress, average)
+        trainer.utilisation = share
         trainer.go_on(extra)
         try:
             ending = trainer.run(start, stop)

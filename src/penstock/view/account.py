@@ -82,6 +82,15 @@ class Account:
         busy = min(sum(entry.compute.values()) / entry.whole for entry in self.ranks if entry.whole)
         return f"nothing stands out: every rank computes for {percent(busy)} of the step or more"
 
+    @property
+    def guarded_advice(self) -> str:
+        """The same, after what comes before any advice: ranks that share cores."""
+        cores, ranks = self.timeline.cores, self.timeline.ranks
+        if not 0 < cores < ranks:
+            return self.advice
+        first = f"give each rank a core first ({cores} for {ranks} ranks here), and measure again"
+        return f"{first}; as measured: {self.advice}"
+
     def path_shares(self) -> dict[str, float]:
         """What the critical path is made of: time by rank, and between ranks."""
         found: dict[str, float] = defaultdict(float)
@@ -115,7 +124,7 @@ class Account:
             yield f"rank {entry.rank}: {time_text(entry.whole, unit)} = {parts}"
         shares = ", ".join(f"{name} {time_text(time, unit)}" for name, time in list(self.path_shares().items())[:6])
         yield f"critical path, {len(self.critical_path)} computes: {shares}"
-        yield self.advice
+        yield self.guarded_advice
 
 
 def account(timeline: Timeline) -> Account:

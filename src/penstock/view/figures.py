@@ -107,6 +107,14 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def bytes_text(value: float) -> str:
+    """`1.5 GB`."""
+    for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{number(value / size)} {name}"
+    return f"{number(value)} B"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 

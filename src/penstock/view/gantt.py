@@ -19,7 +19,8 @@ from penstock.view.run import Run, common_scale
 
 IDLE = "·"
 FILL = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+"}  # tells a long action from idle where there is no colour
-NARROWEST = 24
+NARROWEST = 16
+NARROW = 40  # columns, below which ranks are numbers and their idle shares are left out
 FEW = 3  # spans in a column: of more, none is worth a name
 WHOLE_NAMES = 6  # columns of a mean span; in less, the stage is left out of every name
 MOSTLY = 0.4  # of a column: less is shown as idle
@@ -29,36 +30,41 @@ def gantt(runs: Sequence[Run], width: int = 100, ascii_only: bool = False) -> Te
     """All runs, one below the other, on one scale where they have one unit."""
     shared = common_scale(runs)
     lines = [line for run in runs for line in _run(run, max(width, NARROWEST), shared, ascii_only)]
-    return Text("\n").join([*lines[:-1], legend(runs)]) if lines else Text()
+    return Text("\n").join([*lines[:-1], legend(runs, width)]) if lines else Text()
 
 
-def legend(runs: Sequence[Run]) -> Text:
-    """What the colours and letters mean; only those that are there."""
+def legend(runs: Sequence[Run], width: int) -> Text:
+    """What the colours and letters mean, of those that are there; a line holds as many as it has room for."""
     there = {span.action.op for run in runs for span in run.timeline.spans}
-    text = Text()
+    text, used = Text(), 0
     for op, colour in COLOURS.items():
         if op in there:
-            text.append(f" {op.name[0]} ", Style(color="black", bgcolor=colour)).append(f" {MEANINGS[op]}  ")
+            meaning = f" {MEANINGS[op]}  "
+            if used and used + 3 + len(meaning.rstrip()) > width:
+                text.append("\n")
+                used = 0
+            used += 3 + len(meaning)
+            text.append(f" {op.name[0]} ", Style(color="black", bgcolor=colour)).append(meaning)
     return text
 
 
 def _run(run: Run, width: int, shared: float, ascii_only: bool) -> Iterator[Text]:
     timeline = run.timeline
-    margin = len(f"rank {timeline.ranks - 1}") + 1
+    name = "" if width < NARROW else "rank "
+    margin = len(f"{name}{timeline.ranks - 1}") + 1
     whole = shared or timeline.makespan
-    columns = width - margin - len(" 100.0 %")
+    columns = width - margin - (len(" 100.0 %") if name else 0)
     idle = idle_shares(timeline)
     kind = "measured" if timeline.measured else "simulated"
     yield Text(f"{run.label}: {run.sizes}, {kind}", "bold")
     for rank, (row, share) in enumerate(zip(timeline.by_rank, idle, strict=True)):
-        line = Text(f"rank {rank}".ljust(margin))
-        line.append_text(_row(row, timeline, columns, whole, ascii_only)).append(f" {percent(share.total):>7}", "dim")
-        yield line
-    yield Text(" " * margin + _axis(columns, whole, timeline.unit) + "    idle", "dim")
+        line = Text(f"{name}{rank}".ljust(margin)).append_text(_row(row, timeline, columns, whole, ascii_only))
+        yield line.append(f" {percent(share.total):>7}", "dim") if name else line
+    yield Text(" " * margin + _axis(columns, whole, timeline.unit) + ("    idle" if name else ""), "dim")
     mean = [sum(parts) / len(idle) for parts in zip(*idle, strict=True)]
     parts = ", ".join(f"{name} {percent(part)}" for name, part in zip(SHARES, mean, strict=True) if part >= 0.0005)
     length = time_text(timeline.makespan, timeline.unit)
-    peak = f"; at most {max(timeline.peak_activations)} in flight on a rank" if timeline.peak_activations else ""
+    peak = f"; a rank holds at most {run.memory_text}" if run.memory_text else ""
     yield Text(f"makespan {length}; idle {percent(timeline.bubble)}{f' ({parts})' if parts else ''}{peak}")
     yield Text()
 

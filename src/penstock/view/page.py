@@ -11,9 +11,7 @@ keeps a hundred thousand spans in a few megabytes.
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Sequence
-from importlib import resources
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,13 @@ from typing import Any
 from penstock.schedule import Op, Timeline
 from penstock.view.account import Account, account
 from penstock.view.curve import Curve
-from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, time_text
+from penstock.view.document import SHARED, asset, embedded, filled, ops
+from penstock.view.figures import idle_shares, in_flight, time_text
+from penstock.view.recorded import RecordedSteps
 from penstock.view.run import Run
 
 TICKS = 10_000_000
-SCRIPTS = ("runs.js", "gantt.js", "memory.js", "tables.js", "page.js")
+SCRIPTS = (*SHARED, "tables.js", "page.js")
 PLAIN = (Op.F, Op.B, Op.I, Op.W)
 MOST_ACCOUNTED = 200_000  # spans; the books of more take longer than anybody waits for a page
 
@@ -37,26 +37,35 @@ def save_page(
     *,
     notes: Sequence[str] = (),
     curve: Curve | None = None,
+    recordings: RecordedSteps | None = None,
 ) -> None:
     """Write the page of runs side by side to a file."""
-    Path(path).write_text(page(runs, title, notes=notes, curve=curve), encoding="utf-8")
+    text = page(runs, title, notes=notes, curve=curve, recordings=recordings)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def page(
-    runs: Sequence[Run], title: str | None = None, *, notes: Sequence[str] = (), curve: Curve | None = None
+    runs: Sequence[Run],
+    title: str | None = None,
+    *,
+    notes: Sequence[str] = (),
+    curve: Curve | None = None,
+    recordings: RecordedSteps | None = None,
 ) -> str:
-    """The page of runs side by side; `notes` come first, and the loss of a training run follows the runs."""
-    title = title or " / ".join(run.label for run in runs)
-    filled = {
-        "TITLE": html.escape(title),
-        "STYLE": _asset("page.css"),
-        "NOTES": "".join(f"<li>{html.escape(note)}</li>" for note in notes),
-        "CURVE": _loss(curve),
-        "DATA": _embedded(page_data(runs)),
-        "SCRIPT": "\n".join(_asset(name) for name in SCRIPTS),
-    }
-    pieces = _asset("page.html").split("@@")  # the odd ones are names; what is filled in is never looked at again
-    return "".join(filled[piece] if odd % 2 else piece for odd, piece in enumerate(pieces))
+    """The page of runs side by side.
+
+    `notes` come first. The loss of a training run and its recorded steps, of which the first run is one, have pictures
+    of their own.
+    """
+    return filled(
+        "page.html",
+        TITLE=html.escape(title or " / ".join(run.label for run in runs)),
+        STYLE=asset("page.css"),
+        NOTES="".join(f"<li>{html.escape(note)}</li>" for note in notes),
+        CURVE=_loss(curve),
+        DATA=embedded(page_data(runs, recordings)),
+        SCRIPT="\n".join(map(asset, SCRIPTS)),
+    )
 
 
 def _loss(curve: Curve | None) -> str:
@@ -75,22 +84,10 @@ def _loss(curve: Curve | None) -> str:
     return f'<section aria-labelledby="loss-title" id="loss">{head}<ul class="keys">{keys}</ul>{drawn}</section>'
 
 
-def _asset(name: str) -> str:
-    return resources.files("penstock.view").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _embedded(document: object) -> str:
-    """JSON that no HTML parser can mistake for markup."""
-    text = json.dumps(document, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    ops = {
-        op.name: {"letter": op.name, "meaning": MEANINGS[op], "colour": COLOURS[op], "pair": op.is_pair}
-        for op in COLOURS
-    }
-    return {"ops": ops, "runs": [_run(run) for run in runs]}
+def page_data(runs: Sequence[Run], recordings: RecordedSteps | None = None) -> dict[str, Any]:
+    """Everything that the page is told of the runs."""
+    steps = recordings.document() if recordings is not None and len(recordings.steps) > 1 else None
+    return {"ops": ops(), "runs": [_run(run) for run in runs], "steps": steps}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -107,6 +104,7 @@ def _run(run: Run) -> dict[str, Any]:
         "tick": tick,
         "makespan": timeline.makespan,
         "idle": timeline.bubble,
+        "activation": run.activation,
         "rows": [
             _row(timeline, rank, tick, path, places, idle)
             for rank, idle in zip(range(timeline.ranks), idle_shares(timeline), strict=True)
@@ -115,7 +113,7 @@ def _run(run: Run) -> dict[str, Any]:
     if timeline.measured and len(timeline.spans) <= MOST_ACCOUNTED:
         books = account(timeline)
         document["account"] = {
-            "advice": books.advice,
+            "advice": books.guarded_advice,
             "path": [[name, time_text(time, timeline.unit)] for name, time in books.path_shares().items()],
             "names": _names(books),
             "ranks": [
@@ -144,11 +142,12 @@ def _row(
     spans = timeline.by_rank[rank]
     begin = timeline.start
     own = {stage: place for place, stage in enumerate(timeline.schedule.placement.stages_of(rank))}
-    causes = [timeline.waited_for(span) if span.wait > 0 else None for span in spans]
+    causes = [timeline.waited_for(span) for span in spans]
     memory = in_flight(timeline, rank)
     sends = [span for span in timeline.chores if span.rank == rank]
     return {
         "rank": rank,
+        "stages": len(own),
         "idle": list(idle),
         "op": [span.action.op.name for span in spans],
         "stage": [span.action.stage for span in spans],

@@ -44,8 +44,10 @@ class _Process:
             yield self._named("thread_name", rank, f"rank {rank}")
             for span in self.timeline.by_rank[rank]:
                 yield from self._compute(span)
+            each = len(self.timeline.schedule.placement.stages_of(rank))
             for time, held in in_flight(self.timeline, rank):
-                yield self._event("C", rank, time, name=f"in flight, rank {rank}", args={"activations": held})
+                amount = {"whole-rank microbatches": held / each}
+                yield self._event("C", rank, time, name=f"held, rank {rank}", args=amount)
         for span in self.timeline.chores:
             category = "communication" if span.action.op.is_transfer else "sharding"
             yield self._slice(span, category, str(span.action), span.start, span.length)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Span, Timeline
-from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, percent, time_text
+from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, number, percent, time_text
 from penstock.view.run import Run, common_scale
 
 WIDTH = 960
@@ -54,10 +54,10 @@ class Picture(NamedTuple):
 def picture(runs: Sequence[Run], width: float = WIDTH, memory: bool = False) -> Picture:
     """All runs, one below the other, on one scale where they have one unit.
 
-    With `memory`, each rank's row has the number of microbatches that it holds below it, as bars.
+    With `memory`, each rank's row has what it holds below it, as bars, in whole-rank microbatches.
     """
     shared = common_scale(runs)
-    most = max((max(run.timeline.peak_activations, default=0) for run in runs), default=0) if memory else 0
+    most = max((run.peak_memory or 0.0 for run in runs), default=0.0) if memory else 0.0
     shapes: list[Rectangle | Words] = []
     y = float(TOP)
     for run in runs:
@@ -67,7 +67,7 @@ def picture(runs: Sequence[Run], width: float = WIDTH, memory: bool = False) -> 
     return Picture(width, y + 24, " / ".join(run.label for run in runs), tuple(shapes))
 
 
-def _run(run: Run, y: float, width: float, shared: float, most: int) -> Iterator[Rectangle | Words]:
+def _run(run: Run, y: float, width: float, shared: float, most: float) -> Iterator[Rectangle | Words]:
     timeline = run.timeline
     whole = shared or timeline.makespan or 1.0
     left, plot = MARGIN + GUTTER, width - 2 * MARGIN - GUTTER - IDLE_COLUMN
@@ -85,24 +85,35 @@ def _run(run: Run, y: float, width: float, shared: float, most: int) -> Iterator
         if most:
             yield from _held(timeline, rank, left, plot / whole, y, most)
             y += HELD
-    for number in range(TICKS + 1):
-        x = left + plot * number / TICKS
-        anchor = "start" if number == 0 else "end" if number == TICKS else "middle"
+    for tick in range(TICKS + 1):
+        x = left + plot * tick / TICKS
+        anchor = "start" if tick == 0 else "end" if tick == TICKS else "middle"
         yield Rectangle(x - 0.5, y, 1, 5, "soft")
-        if number % 2 == 0:
-            yield Words(x, y + 14, time_text(whole * number / TICKS, timeline.unit), "soft", anchor)
+        if tick % 2 == 0:
+            yield Words(x, y + 14, time_text(whole * tick / TICKS, timeline.unit), "soft", anchor)
 
 
-def _held(timeline: Timeline, rank: int, left: float, scale: float, y: float, most: int) -> Iterator[Rectangle | Words]:
-    """How many microbatches a rank holds over time, as bars whose full height is the most that any rank holds."""
+def _held(
+    timeline: Timeline, rank: int, left: float, scale: float, y: float, most: float
+) -> Iterator[Rectangle | Words]:
+    """What a rank holds over time, as bars whose full height is the most that any rank holds."""
+    each = len(timeline.schedule.placement.stages_of(rank))
     changes = in_flight(timeline, rank)
     ends = [time for time, _ in changes[1:]] + [timeline.start + timeline.makespan]
     for (start, count), end in zip(changes, ends, strict=True):
-        height = (HELD - 2 * GAP) * count / most
+        height = (HELD - 2 * GAP) * count / each / most
         if count:
             place = left + (start - timeline.start) * scale
-            yield Rectangle(place, y + HELD - 2 * GAP - height, (end - start) * scale, height, "soft", f"{count} held")
-    yield Words(left - 8, y + HELD / 2 - GAP, f"{timeline.peak_activations[rank]} held", "soft", "end")
+            yield Rectangle(
+                place,
+                y + HELD - 2 * GAP - height,
+                (end - start) * scale,
+                height,
+                "soft",
+                f"{number(count / each)} held",
+            )
+    peak = number(timeline.peak_activations[rank] / each)
+    yield Words(left - 8, y + HELD / 2 - GAP, f"{peak} held", "soft", "end")
 
 
 def _span(span: Span, timeline: Timeline, left: float, scale: float, y: float) -> Iterator[Rectangle | Words]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Schedule, Timeline
-from penstock.view.figures import counted
+from penstock.view.figures import bytes_text, counted, number
 
 
 class Run(NamedTuple):
@@ -14,10 +15,32 @@ class Run(NamedTuple):
 
     label: str
     timeline: Timeline
+    activation: tuple[float, ...] | None = None  # by rank, where known: bytes that one microbatch holds in its stages
 
     @property
     def sizes(self) -> str:
         return sizes_of(self.timeline.schedule)
+
+    @property
+    def peak_memory(self) -> float | None:
+        """The most that a rank holds, in whole-rank microbatches: one in a rank's two stages is two halves."""
+        return max(held_peaks(self.timeline), default=None)
+
+    @property
+    def memory_text(self) -> str:
+        """The same in words, in bytes where they are known."""
+        peak = self.peak_memory
+        if peak is None:
+            return ""
+        if self.activation is not None:
+            return bytes_text(max(map(operator.mul, held_peaks(self.timeline), self.activation)))
+        return f"{number(peak)} whole-rank {'microbatch' if peak == 1 else 'microbatches'}"
+
+
+def held_peaks(timeline: Timeline) -> list[float]:
+    """The most that each rank holds, in whole-rank microbatches."""
+    placement = timeline.schedule.placement
+    return [peak / len(placement.stages_of(rank)) for rank, peak in enumerate(timeline.peak_activations)]
 
 
 def sizes_of(schedule: Schedule) -> str:

@@ -91,14 +91,77 @@ def test_every_kind_of_file_is_written(folder: Path) -> None:
 
 def test_a_folder_with_one_run_is_that_run(folder: Path) -> None:
     assert "measured" in call("view .").stdout
-    (folder / "two.json").write_text((folder / "run.json").read_text())
-    assert "holds 2 recorded runs (run.json, two.json)" in call("view .", 2).stderr
+
+
+def slower(factor: float) -> Timeline:
+    """The recorded run as if everything had taken so many times as long, on a machine of two cores."""
+    run = Timeline.load("run.json")
+    spans = tuple(
+        span._replace(start=span.start * factor, end=span.end * factor, wait=span.wait * factor) for span in run.spans
+    )
+    walls = tuple(Wall(*(time * factor for time in wall)) for wall in run.walls)
+    return replace(run, spans=spans, walls=walls, cores=1)
+
+
+def test_of_several_recorded_steps_the_median_is_shown_and_outliers_are_named(folder: Path) -> None:
+    for name, factor in (("a", 1.1), ("b", 1.0), ("c", 3.0), ("d", 1.2)):
+        slower(factor).save(f"steps-{name}.json")
+    (folder / "steps").mkdir()
+    for path in folder.glob("steps-*.json"):
+        path.rename(folder / "steps" / path.name)
+    text = " ".join(call("view steps --width 100").stdout.split())
+    assert text.startswith("This machine has 1 core for 2 ranks, so ranks take turns")
+    assert "steps holds 4 recorded steps, numbered by name; step 1 is steps-a.json." in text
+    assert "Median 8.855 s of 4 recorded steps" in text
+    assert "all within 7.7 s and 23.1 s." in text
+    assert "Outliers among them: step 3 (2.6 times the median)." in text
+    call("view steps --html steps.html")
+    page = (folder / "steps.html").read_text()
+    assert page.index("This machine has 1 core") < page.index("Outliers among them") < page.index('id="runs"')
+    (folder / "steps" / "other.json").write_text((folder / "run.json").read_text().replace('"1f1b"', '"mine"'))
+    build("gpipe", 2, 2).save("gpipe.json")
+    recorded(simulate(build("gpipe", 2, 2)), tuple(Wall(0, 9, 9) for _ in "ab")).save("steps/gpipe.json")
+    assert "6 recorded runs of different schedules" in call("view steps", 2).stderr
+
+
+def test_the_folder_of_a_training_run_says_what_the_run_has_noted(folder: Path) -> None:
+    run = folder / "trained"
+    run.mkdir()
+    (folder / "run.json").rename(run / "timeline.json")
+    steps = [[10, 1.0, 0.1], [20, 9.0, 0.8], [30, 1.1, 0.2]]
+    (run / "recorded.json").write_text(json.dumps({"typical": 30, "of": 3, "cores": 1, "ranks": 2, "steps": steps}))
+    notes = json.loads(call("view trained --json").stdout)["notes"]
+    assert [note.split()[0] for note in notes] == ["This", "The", "Median", "Outliers"]
+    (run / "recorded.json").write_text("[1, 2]")
+    (note,) = json.loads(call("view trained --json").stdout)["notes"]
+    assert note.startswith("recorded.json cannot be read")
+
+
+def test_a_file_takes_the_place_of_the_chart(folder: Path) -> None:
+    assert call("view run.json 1f1b --html a.html").stdout == "saved to a.html\n"
+    assert json.loads(call("view run.json --html a.html --json").stdout)["runs"]
+
+
+def test_memory_is_shown_in_bytes_where_they_are_known(folder: Path) -> None:
+    assert "a rank holds at most 4 GB" in call("view zb-v -r 2 -m 4 --activation 2e9 --width 200").stdout
+    assert "'much' is not a number" in call("view zb-v --activation much", 2).stderr
+
+
+def test_the_shell_completes_commands_and_families() -> None:
+    asked = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": "penstock view zb", "COMP_CWORD": "2"}
+    command = Path(sys.executable).parent / "penstock"
+    done = subprocess.run([command], env={**os.environ, **asked}, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["zb-h1", "zb-h2", "zb-v"]
+    assert "--install-completion" in call("--help").stdout
 
 
 WRONG = {
     "view": (2, "Missing argument"),
     "view nowhere.json": (2, "there is no file nowhere.json"),
     "view zbv2": (2, "did you mean zb-v?"),
+    "view runs/nowhere": (2, "there is no file or folder runs/nowhere"),
+    "view nowhere": (2, "nor a file or folder of that name"),
+    "view empty": (2, "the folder empty holds no recorded run"),
     "view 1f1b --html nowhere/a.html": (2, "nowhere/a.html"),
     "view 1f1b --width 3": (2, "give 24 or more"),
     "view 1f1b --forward fast": (2, "'fast' is not a number"),
@@ -116,6 +179,7 @@ WRONG = {
 @pytest.mark.parametrize("command", WRONG)
 def test_what_is_wrong_is_said_with_the_right_exit_code(command: str, folder: Path) -> None:
     (folder / "broken.json").write_text('{"penstock_timeline": 1}')
+    (folder / "empty").mkdir()
     Timeline(build("1f1b", 2, 2), ()).save("empty.json")
     code, words = WRONG[command]
     assert words in call(command, code).stderr

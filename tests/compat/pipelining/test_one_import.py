@@ -1,33 +1,36 @@
-"""A script for torch's pipelining, run by torchrun with torch's and with Penstock's: the losses are the same."""
+"""A script for torch's pipelining, run as by torchrun with torch's and with Penstock's: the losses are the same."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from processes import free_port, on_processes
 from torch import nn
 
 SCRIPT = Path(__file__).parent.parent / "trains_with.py"
 
 
+def as_torchrun(port: int, *arguments: str) -> None:
+    """Run the script as torchrun would, in a process that has loaded torch; the script makes its own group."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()
+    os.environ.update(RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the harness's to destroy
+
+
 def losses_with(library: str, folder: Path) -> list[dict[str, Any]]:
     file = folder / f"{library}.json"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), library, str(file)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    on_processes(2, as_torchrun, free_port(), library, str(file))
     found: list[dict[str, Any]] = json.loads(file.read_text())
     return found
 

@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.pipelining as theirs
-import torch.distributed.pipelining.microbatch as their_microbatch
 import torch.distributed.pipelining.schedules as their_schedules
 from compat import torch_shaped as programs
 from processes import on_processes
-from tiers import mostly_slow
 from torch import nn
 
-import penstock
 import penstock.compat.pipelining as ours
-from penstock.compat.pipelining import microbatch, schedules
+from penstock.compat.pipelining import schedules
 from penstock.compat.pipelining.stage import _PipelineStageBase
-from penstock.errors import FallbackWarning, ModelError, NotationError, ScheduleError, UsageError
+from penstock.errors import NotationError, ScheduleError, UsageError
 from penstock.schedule import build, verify
 
 LISTED = [
@@ -352,159 +349,3 @@ def test_a_compiled_stage_trains_in_a_zero_bubble_schedule() -> None:
     trained = [parameter.grad for stage in made for parameter in stage.submod.parameters()]
     for found, wanted in zip(trained, whole.parameters(), strict=True):
         torch.testing.assert_close(found, wanted.grad)
-
-
-# -- chunk specs
-
-
-def test_chunks_are_cut_and_joined_as_specs_say() -> None:
-    x, y = torch.arange(12.0).view(2, 6), torch.arange(6)
-    spec: Any = ours.TensorChunkSpec.from_tuple((1, 0))
-    args, kwargs = microbatch.split_args_kwargs_into_chunks((x, y), {"scale": 3}, 4, spec)
-    assert [part[0].shape[1] for part in args] == [2, 2, 1, 1]  # exactly 4, where torch's split of 6 rows also is
-    assert kwargs == [{"scale": 3}] * 4
-    torch.testing.assert_close(microbatch.merge_chunks([part[0] for part in args], ours.TensorChunkSpec(1)), x)
-    theirs_too = (their_microbatch.TensorChunkSpec(1), their_microbatch._Replicate())
-    args, _ = microbatch.split_args_kwargs_into_chunks((x, y), None, 2, theirs_too)
-    assert args[0][1] is not None
-    assert [part[1].shape[0] for part in args] == [6, 6]
-    many, _ = microbatch.split_args_kwargs_into_chunks((torch.ones(4, 2), torch.ones(8, 2)), {}, 2)
-    assert [tuple(map(len, part)) for part in many] == [(2, 4), (2, 4)]
-    nested, _ = microbatch.split_args_kwargs_into_chunks(((torch.ones(4), [torch.ones(8)]),), {}, 2)
-    assert [(len(part[0][0]), len(part[0][1][0])) for part in nested] == [(2, 4), (2, 4)]
-    named = microbatch.merge_chunks([{"a": x, "n": 1}, {"a": x, "n": 1}], {"a": ours.TensorChunkSpec(0), "n": None})
-    assert named["a"].shape == (4, 6)
-    assert named["n"] == 1
-    with pytest.raises(ModelError, match="differs between microbatches"):
-        microbatch.merge_chunks([1, 2], (None,))
-    with pytest.raises(ModelError, match="has 2 values, but output_merge_spec has 1"):
-        microbatch.merge_chunks([(x, x)], (ours.TensorChunkSpec(0),))
-    with pytest.raises(UsageError, match="no outputs to merge"):
-        microbatch.merge_chunks([])
-    with pytest.raises(UsageError, match="args_chunk_spec has 2 entries for 1"):
-        microbatch.split_args_kwargs_into_chunks((x,), None, 2, spec)
-    with pytest.raises(UsageError, match="kwargs_chunk_spec names"):
-        microbatch.split_args_kwargs_into_chunks((), {"a": x}, 2, None, {"b": ours.TensorChunkSpec(0)})
-    assert str(ours.TensorChunkSpec(1)) == "TensorChunkSpec(1)"
-
-
-# -- whole models
-
-
-class Chain(nn.Module):
-    def __init__(self, marked: Any = None) -> None:
-        super().__init__()
-        self.embed, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.norm = nn.BatchNorm1d(4)
-        self.marked = marked
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for number, layer in enumerate(self.layers):
-            if number == 2 and self.marked is not None:
-                self.marked()
-            x = torch.relu(layer(x))
-        out: torch.Tensor = self.norm(x)
-        return out
-
-
-def owned(pipe: ours.Pipe) -> list[list[str]]:
-    return [
-        sorted({name.rpartition(".")[0] for name in pipe.get_stage_module(i).state_dict()})
-        for i in range(pipe.num_stages)
-    ]
-
-
-def test_models_are_cut_before_and_after_modules_and_left_as_they_were() -> None:
-    """torch rewrites the forwards of the user's modules for good, and its probing changes their buffers."""
-    model = Chain()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    spec = {"layers.1": ours.SplitPoint.END, "layers.3": theirs.SplitPoint.BEGINNING}
-    pipe = ours.pipeline(model, (torch.randn(3, 4),), split_spec=spec)  # type: ignore[arg-type]
-    assert owned(pipe) == [["embed", "layers.0", "layers.1"], ["layers.2"], ["layers.3", "norm"]]
-    assert all("forward" not in vars(module) for module in model.modules())
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    model.eval()
-    x = torch.randn(3, 4)
-    torch.testing.assert_close(pipe(x)[0], model(x))
-
-
-@pytest.mark.parametrize("mark", [ours.pipe_split, theirs.pipe_split])
-def test_marks_in_a_forward_cut(mark: Any) -> None:
-    pipe = ours.pipeline(Chain(mark), (torch.randn(3, 4),))
-    assert owned(pipe) == [["embed", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm"]]
-    assert ours.Pipe.from_tracing(Chain(mark), (torch.randn(3, 4),)).num_stages == 2
-
-
-class Loose(nn.Module):
-    """Parameters of its own between the splits, one of them used on both sides."""
-
-    def __init__(self, mark: Any) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-        self.lin1, self.lin2 = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.mark = mark
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x = torch.mm(x, self.first)
-        skip = x
-        x = torch.relu(x + y)
-        self.mark()
-        x = self.lin1(torch.mm(x, self.first))
-        self.mark()
-        x = torch.mm(torch.relu(x) + skip, self.second)
-        self.mark()
-        return torch.relu(self.lin2(x))
-
-
-@pytest.mark.parametrize("mark", mostly_slow([ours.pipe_split, theirs.pipe_split], ours.pipe_split))
-def test_parameters_beside_modules_begin_stages_too(mark: Any) -> None:
-    torch.manual_seed(0)
-    model, x, y = Loose(mark), torch.randn(8, 4), torch.randn(8, 4)
-    pipe = ours.pipeline(model, (x[:2], y[:2]))
-    assert pipe.num_stages == 4
-    held = [set(pipe.get_stage_module(index).state_dict()) for index in range(4)]
-    assert held[0] == {"first"}
-    assert held[1] >= {"lin1.weight", "lin1.bias"}
-    assert held[2] == {"second"}
-    assert held[3] == {"lin2.weight", "lin2.bias"}
-    torch.testing.assert_close(pipe(x, y)[0], model(x, y))
-    loss = nn.functional.mse_loss(model(x, y), torch.ones(8, 4))
-    wanted = torch.autograd.grad(loss, list(model.parameters()))
-    with pytest.warns(FallbackWarning):
-        whole = penstock.Pipeline(model, microbatches=2, loss_fn=nn.functional.mse_loss, **pipe.cut)
-    with whole:
-        found = whole.step(x, y, target=torch.ones(8, 4)).loss
-    torch.testing.assert_close(found, loss.detach())
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-
-
-def test_a_pipe_without_splits_is_one_stage() -> None:
-    pipe = ours.pipeline(Chain(), (torch.randn(3, 4),))
-    schedule = ours.ScheduleGPipe(pipe.build_stage(0, "cpu"), 2, loss_fn=nn.functional.mse_loss)
-    x, y = torch.randn(6, 4), torch.randn(6, 4)
-    assert schedule.step(x, target=y).shape == (6, 4)
-    module = pipe.get_stage_module(0)
-    assert all(p.grad is not None for p in module.parameters())
-    module.eval()
-    assert not pipe.model.norm.training
-    with pytest.raises(UsageError, match="runs in a schedule"):
-        module(x)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"layer.1": ours.SplitPoint.END}, "Chain has no module 'layer.1'"),
-        ({"layers.1": "END"}, "pass SplitPoint.BEGINNING or SplitPoint.END"),
-        ({"norm": ours.SplitPoint.END}, "nothing with parameters is used between split 1 and the next"),
-    ],
-)
-def test_splits_that_cannot_be_are_errors(spec: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ours.pipeline(Chain(), (torch.randn(3, 4),), split_spec=spec)
-    with pytest.raises(UsageError, match="pass split_spec"):
-        ours.pipeline(Chain(), (torch.randn(3, 4),), split_policy=print)
-    with pytest.raises(UsageError, match="Invalid stage index 1"):
-        ours.pipeline(Chain(), (torch.randn(3, 4),)).get_stage_module(1)

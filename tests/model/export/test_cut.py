@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError
 from penstock.model.export.cut import split_by_graph
 from penstock.model.part import OUTPUT
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 
 
-def run(split: Split, *args: Any, **kwargs: Any) -> Any:
+def run(split: StagedModel, *args: Any, **kwargs: Any) -> Any:
     payloads: dict[tuple[int, int], Any] = {}
     for part in split.parts:
         arrived = {stage: payloads.pop((stage, part.index)) for stage in split.topology.producers(part.index)}
@@ -41,7 +41,7 @@ def backward(value: Any) -> None:
     sum(tensor.sin().sum() for tensor in tensors(value) if tensor.requires_grad).backward()
 
 
-def check_equal(split: Split, model: nn.Module, plain: nn.Module, batch: tuple[Any, ...]) -> None:
+def check_equal(split: StagedModel, model: nn.Module, plain: nn.Module, batch: tuple[Any, ...]) -> None:
     torch.manual_seed(3)
     expected = plain(*copy.deepcopy(batch))
     torch.manual_seed(3)

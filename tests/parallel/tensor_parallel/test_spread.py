@@ -21,6 +21,7 @@ from parallel.spread import (
     sequence_plan,
 )
 from processes import on_processes
+from tiers import tiers
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput
 from torch.nn import functional as F
@@ -28,7 +29,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PenstockError
 from penstock.train.config.settings import GPTOptions
-from penstock.train.gpt import build_gpt
+from penstock.train.models.gpt import build_gpt
 
 
 def differences(case: Case, outcomes: list[dict[str, Any]], replicas: int) -> list[str]:
@@ -153,20 +154,20 @@ def test_more_pipelines_by_tensor(told_others: Any, number: int) -> None:
     assert differences(MORE_CASES[number], [dict(rank["cases"][number]) for rank in told_others], 1) == []
 
 
-@pytest.mark.slow
-def test_three_axes_on_eight_processes() -> None:
-    check(
+@pytest.mark.parametrize(
+    "cases",
+    tiers(
         [
             Case("1f1b", replicate="ddp"),
             Case("zb-v", "sequence", replicate="fsdp", stages=4),
-            Case("1f1b", "loss", replicate="fsdp"),
             Case("interleaved-1f1b", tied=True, replicate="fsdp", stages=4),
-            Case("zb-v", tied=True, replicate="ddp", stages=4),
         ],
-        pp=2,
-        dp=2,
-        tp=2,
-    )
+        [Case("1f1b", "loss", replicate="fsdp"), Case("zb-v", tied=True, replicate="ddp", stages=4)],
+    ),
+    ids=["some", "others"],
+)
+def test_three_axes_on_eight_processes(cases: list[Case]) -> None:
+    check(cases, pp=2, dp=2, tp=2)
 
 
 def ready_plans(mesh: Any, hugging: bool = False) -> dict[str, Any]:

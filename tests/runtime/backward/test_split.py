@@ -11,14 +11,21 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiers import mostly_slow
+from runtime.backward.comparing import (
+    MICROBATCHES,
+    Apply,
+    assert_same,
+    backward_input,
+    check,
+    mlp,
+    normal,
+)
 from torch import Tensor, distributed, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,229 +35,6 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import ModelError, RunError
 from penstock.runtime.backward import split as backward_module
 from penstock.runtime.backward.split import DeferredWeights, StageParameters
-
-MICROBATCHES = 3
-
-
-def backward_full(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """B: gradients of inputs and weights. An output without gradient, or that needs none, takes no part."""
-    roots = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-    if roots:
-        torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
-
-
-def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], deferred: DeferredWeights) -> None:
-    """I: gradients of the inputs, left as `.grad` on the received leaves, and of all weights that were not deferred."""
-    deferred.learn(outputs)
-    deferred.begin_input()
-    backward_full(outputs, gradients)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def without_onednn() -> Any:
-    """oneDNN's kernels for 16-bit floats use AMX, which virtual machines announce and then refuse."""
-    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags also touches TF32, and warns of it
-    yield
-    torch._C._set_mkldnn_enabled(True)
-
-
-def as_tuple(outputs: Any) -> tuple[Any, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def bits(tensor: Tensor) -> list[Any]:
-    """Equal bits, not only equal numbers: -0.0 is not 0.0."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return [tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(width).tolist()]
-
-
-def assert_same(got: Tensor | None, wanted: Tensor | None, what: str, *, exact: bool = True) -> None:
-    if got is None or wanted is None:
-        assert got is wanted, f"{what}: {got} against {wanted}"
-    elif got.is_sparse or wanted.is_sparse:
-        assert torch.equal(got.to_dense(), wanted.to_dense()), what
-    elif exact:
-        assert bits(got) == bits(wanted), f"{what} differs by up to {(got - wanted).abs().max()}"
-    else:
-        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12, msg=what)
-
-
-def count_hooks(module: nn.Module) -> Counter[str]:
-    fired: Counter[str] = Counter()
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(lambda _, name=name: fired.update([f"tensor {name}"]))
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.update([f"post {name}"]))
-    return fired
-
-
-def check(
-    module: nn.Module,
-    inputs: Callable[[], Sequence[Tensor]],
-    *,
-    gradient: Callable[[Tensor], Tensor | None] = torch.randn_like,
-    context: Callable[[], Any] = nullcontext,
-    exact: bool = True,
-    microbatches: int = MICROBATCHES,
-    input_needs_gradient: bool = True,
-) -> int:
-    """Run `module` plain and split; everything must agree. Returns how many operations waited in the last one."""
-    plain, split = copy.deepcopy(module), copy.deepcopy(module)  # neither with gradients of an earlier check
-    plain_hooks, split_hooks = count_hooks(plain), count_hooks(split)
-    parameters = StageParameters()
-    pending = 0
-    for microbatch in range(microbatches):
-        given = list(inputs())
-        leaves = []
-        for _ in range(2):
-            own = [x.detach().clone(memory_format=torch.preserve_format) for x in given]
-            leaves.append([x.requires_grad_(input_needs_gradient and x.is_floating_point()) for x in own])
-        seed = int(torch.randint(2**31, ()))
-        torch.manual_seed(seed)
-        with context():
-            wanted = as_tuple(plain(*leaves[0]))
-        torch.manual_seed(seed)
-        deferred = DeferredWeights(parameters)
-        with deferred.recording(), context():
-            got = as_tuple(split(*leaves[1]))
-        gradients = [gradient(y) if y.is_floating_point() else None for y in wanted]
-        backward_full(wanted, gradients)
-        backward_input(got, gradients, deferred)
-        pending = deferred.pending
-        deferred.run()
-        assert deferred.pending == 0
-        for a, b in zip(got, wanted, strict=True):
-            assert_same(a.detach(), b.detach(), f"output of microbatch {microbatch}", exact=exact)
-        for a, b in zip(leaves[1], leaves[0], strict=True):
-            assert_same(a.grad, b.grad, f"input gradient of microbatch {microbatch}", exact=exact)
-        wanted_grads = dict(plain.named_parameters())
-        for name, parameter in split.named_parameters():
-            assert_same(parameter.grad, wanted_grads[name].grad, f"{name} of {microbatch}", exact=exact)
-        assert split_hooks == plain_hooks, f"hooks after microbatch {microbatch}"
-    return pending
-
-
-class Apply(nn.Module):
-    """A module from a function of the module and its inputs."""
-
-    def __init__(self, function: Callable[..., Any], **children: nn.Module | nn.Parameter) -> None:
-        super().__init__()
-        self.function = function
-        for name, child in children.items():
-            setattr(self, name, child)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.function(self, *inputs)
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], list[Tensor]]:
-    return lambda: [torch.randn(*shape, dtype=dtype)]
-
-
-def mlp(width: int = 8, **options: Any) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width, width, **options), nn.GELU(), nn.Linear(width, width, **options))
-
-
-# --- the same bits ---
-
-SHAPES = [(5,), (1, 5), (7, 5), (3, 4, 5), (1, 1, 5), (2, 3, 4, 5), (0, 5), (2, 0, 5), (33, 17, 5)]
-
-
-def strided(shape: tuple[int, ...], layout: str) -> Tensor:
-    if layout == "contiguous":
-        return torch.randn(shape)
-    if layout == "every other":
-        return torch.randn(*shape[:-1], shape[-1] * 2)[..., ::2]
-    return torch.randn(shape[::-1]).permute(*reversed(range(len(shape))))
-
-
-@pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.float64, torch.bfloat16], torch.float32), ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "every other", "reversed"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_linear_has_the_same_bits_for_every_shape_and_layout(dtype: torch.dtype, layout: str, bias: bool) -> None:
-    for shape in SHAPES:
-        # A product before and after, so that the layer's input has history and its output is not the stage's.
-        layer = Apply(lambda m, x: m.layer(x * 1.5) * 0.5, layer=nn.Linear(5, 6, bias=bias, dtype=dtype))
-        assert check(layer, lambda shape=shape: [strided(shape, layout).to(dtype)]) == 1, shape
-
-
-@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 5)])
-def test_gradients_that_are_expanded_or_transposed(shape: tuple[int, ...]) -> None:
-    layer = nn.Linear(5, 6)
-    assert check(layer, normal(*shape), gradient=lambda y: torch.ones(()).expand_as(y)) == 1
-    assert (
-        check(layer, normal(*shape), gradient=lambda y: torch.randn(y.shape[::-1]).permute(*range(y.dim())[::-1])) == 1
-    )
-    assert check(Apply(lambda m, x: m.layer(x).sum(), layer=layer), normal(*shape)) == 1
-
-
-def test_a_weight_that_is_laid_out_by_columns() -> None:
-    layer = nn.Linear(5, 6)
-    layer.weight = nn.Parameter(torch.randn(5, 6).t())
-    assert check(layer, normal(7, 5)) == 1
-    assert check(layer, normal(3, 7, 5)) == 1
-    product = Apply(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.randn(6, 5).t()))
-    assert check(product, normal(7, 5)) == 1
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "every other", "reversed"])
-@pytest.mark.parametrize("shape", [(7, 5), (3, 4, 5), (2, 3, 4, 5)])
-def test_matmul_on_a_parameter(shape: tuple[int, ...], layout: str) -> None:
-    for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
-        module = Apply(lambda m, x, f=function: f(x * 2, m.weight), weight=nn.Parameter(torch.randn(5, 6)))
-        assert check(module, lambda: [strided(shape, layout)]) == 1
-
-
-def test_addmm_mm_and_bmm_on_a_parameter() -> None:
-    bias, weight = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(5, 6))
-    assert check(Apply(lambda m, x: torch.addmm(m.bias, x, m.weight), bias=bias, weight=weight), normal(7, 5)) == 1
-    assert check(Apply(lambda m, x: torch.mm(x, m.weight), weight=weight), normal(7, 5)) == 1
-    experts = nn.Parameter(torch.randn(3, 5, 6))
-    assert check(Apply(lambda m, x: torch.bmm(x, m.experts), experts=experts), normal(3, 7, 5)) == 1
-    # Not the plain case: left to I.
-    scaled = Apply(lambda m, x: torch.addmm(m.bias, x, m.weight, beta=0.5), bias=bias, weight=weight)
-    assert check(scaled, normal(7, 5)) == 0
-    assert check(Apply(lambda m, x: m.weight @ x, weight=weight), normal(6, 3)) == 0
-    assert check(Apply(lambda m, x: x @ m.weight, weight=weight), normal(5)) == 0
-
-
-CONVOLUTIONS = [
-    (nn.Conv1d(4, 6, 3), (2, 4, 9), 1),
-    (nn.Conv1d(4, 6, 3, padding=2, dilation=2, bias=False), (2, 4, 9), 1),
-    (nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 8), 1),
-    (nn.Conv2d(4, 6, (3, 1), groups=2, dilation=(2, 1)), (2, 4, 9, 8), 1),
-    (nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), (2, 4, 9, 8), 1),
-    (nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 9, 8), 1),
-    (nn.Conv2d(4, 6, 3), (4, 9, 8), 1),
-    (nn.Conv2d(4, 4, 3, groups=4), (1, 4, 9, 8), 1),
-    (nn.Conv3d(2, 4, 2), (2, 2, 5, 5, 5), 1),
-    (nn.Conv2d(4, 6, 3, padding="same"), (2, 4, 9, 8), 0),
-    (nn.ConvTranspose2d(4, 6, 3), (2, 4, 9, 8), 0),
-]
-
-
-@pytest.mark.parametrize(("layer", "shape", "waiting"), CONVOLUTIONS, ids=str)
-def test_convolutions(layer: nn.Module, shape: tuple[int, ...], waiting: int) -> None:
-    assert check(layer, normal(*shape)) == waiting
-    assert check(copy.deepcopy(layer).double(), normal(*shape, dtype=torch.float64)) == waiting
-
-
-def test_a_convolution_in_channels_last() -> None:
-    layer = nn.Conv2d(4, 6, 3, padding=1).to(memory_format=torch.channels_last)
-    assert check(layer, lambda: [torch.randn(2, 4, 9, 8).to(memory_format=torch.channels_last)]) == 1
-
-
-# --- models ---
 
 
 class Block(nn.Module):
@@ -271,17 +55,6 @@ class Block(nn.Module):
 
 def test_a_transformer_block_defers_its_four_products() -> None:
     assert check(Block(), normal(2, 16, 32)) == 4
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention_and_torchs_encoder_layer(batch_first: bool) -> None:
-    attention = nn.MultiheadAttention(16, 2, batch_first=batch_first)
-    assert check(Apply(lambda m, x: m.attention(x, x, x)[0], attention=attention), normal(3, 5, 16)) == 2
-    # Keys of another source: the packed weight is used through views of it.
-    crossed = Apply(lambda m, x, y: m.attention(x, y, y), attention=copy.deepcopy(attention))
-    assert check(crossed, lambda: [torch.randn(3, 5, 16), torch.randn(3, 5, 16)]) == 1
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=batch_first)
-    assert check(layer, normal(3, 5, 16)) == 4
 
 
 def test_outputs_that_are_views() -> None:
@@ -359,9 +132,6 @@ def test_freezing_between_microbatches_is_followed() -> None:
         assert (layer.weight.grad is not None) == (microbatch < 2)
 
 
-# --- tied parameters: hooks once ---
-
-
 def test_a_layer_called_twice() -> None:
     assert check(Apply(lambda m, x: m.layer(m.layer(x).relu()), layer=nn.Linear(6, 6)), normal(4, 6)) == 2
     thrice = Apply(lambda m, x: m.layer(m.layer(m.layer(x))), layer=nn.Linear(6, 6))
@@ -370,15 +140,6 @@ def test_a_layer_called_twice() -> None:
 
 def tokens() -> list[Tensor]:
     return [torch.randint(0, 11, (2, 5))]
-
-
-def test_an_embedding_waits_too_so_a_tied_head_fires_hooks_once() -> None:
-    table = nn.Embedding(11, 6)
-    assert check(table, tokens) == 1
-    tied = Apply(lambda m, ids: F.linear(m.layer(m.table(ids)), m.table.weight), table=table, layer=nn.Linear(6, 6))
-    assert check(tied, tokens) == 3
-    assert check(nn.Embedding(11, 6, padding_idx=0, scale_grad_by_freq=True), tokens) == 1
-    assert check(nn.Embedding(11, 6, sparse=True), tokens) == 1
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -452,9 +213,6 @@ def test_parametrized_and_functionally_called_modules() -> None:
     assert check(module, normal(4, 6)) == 1
     scaled = Apply(lambda m, x: F.linear(x, m.layer.weight * 2, m.layer.bias), layer=nn.Linear(6, 6))
     assert check(scaled, normal(4, 6)) == 0
-
-
-# --- what a forward may do ---
 
 
 def test_tensors_used_twice_and_in_place_operations() -> None:
@@ -641,9 +399,6 @@ def test_functorch_inside_a_forward() -> None:
         return torch.vmap(m.layer)(x) + m.other(x)
 
     assert check(Apply(forward, layer=nn.Linear(6, 6), other=nn.Linear(6, 6)), normal(4, 6)) == 1
-
-
-# --- the life of a microbatch ---
 
 
 def test_order_is_enforced() -> None:

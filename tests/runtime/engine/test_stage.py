@@ -6,57 +6,17 @@ Each is compared with the plain loop under a schedule of full backwards and unde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from runtime.engine.small import SCHEDULES, WIDTH, Small, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.errors import PeerFailure, RunError
-from penstock.model.split import split_model
-from penstock.runtime.engine.stage import Stage, StageInput
-from penstock.runtime.state.randomness import StageRandomness
-
-SCHEDULES = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v"]
-WIDTH = 6
-
-
-class Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.norm(self.linear(x)))
-        return out
-
-
-def check(schedule: str, make: Callable[[], list[nn.Module]], loss_fn: Any = F.mse_loss) -> penstock.Pipeline:
-    """Two steps of the pipeline and of the plain loop on the same stages: the same gradients, None where None is."""
-    torch.manual_seed(0)
-    stages = make()
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    pipe = penstock.Pipeline(stages, microbatches=4, schedule=schedule, ranks=2, loss_fn=loss_fn)
-    for _ in range(2):
-        pipe.step(x, target=y)
-    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-    for parameter in pipe.parameters():
-        parameter.grad = None
-    for _ in range(2):
-        for a, b in zip(x.split(2), y.split(2), strict=True):
-            value: Any = (a,)
-            for stage in stages:
-                value = stage(*value) if isinstance(value, tuple) else stage(value)
-            (loss_fn(value, b) / 4).backward()
-    for name, parameter in pipe.named_parameters():
-        wanted, got = parameter.grad, found[name]
-        assert (got is None) == (wanted is None), name
-        assert got is None or wanted is None or torch.equal(got, wanted), name
-    return pipe
+from penstock.errors import PeerFailure
 
 
 @pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (0, 2, 3)])
@@ -226,9 +186,6 @@ def test_hooks_on_modules_fire_and_may_change_what_passes(schedule: str) -> None
     assert calls == {"f": 2 * 2 * 16, "b": 2 * 2 * 12}
 
 
-# --- the stage itself
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_value_with_three_readers_adds_their_gradients_in_the_order_of_a_plain_loop(schedule: str) -> None:
     class Gives(nn.Linear):
@@ -254,58 +211,6 @@ def test_a_value_with_three_readers_adds_their_gradients_in_the_order_of_a_plain
     with penstock.Pipeline(list(stages), microbatches=4, schedule=schedule, **options) as pipe:
         pipe.step(x, target=y)
     assert all(map(torch.equal, [parameter.grad for stage in stages for parameter in stage.parameters()], wanted))
-
-
-def turned(x: Tensor) -> Tensor:
-    """The gradient that comes back from this lies in other strides than x."""
-    return x.t().contiguous().t()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_hooks_on_what_a_stage_receives_change_the_gradient_that_goes_back(schedule: str) -> None:
-    class Hooked(Small):
-        def forward(self, x: Tensor) -> Tensor:
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient * 0.5)
-                x.register_hook(lambda gradient: None)
-            return super().forward(turned(x))
-
-    check(schedule, lambda: [Hooked() for _ in range(4)])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_gradient_that_a_stage_takes_itself_is_not_what_goes_back(schedule: str) -> None:
-    class Steep(Small):
-        def forward(self, x: Tensor) -> Tensor:
-            inner = x if x.requires_grad else x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad((turned(inner) ** 3).sum(), inner)
-            return super().forward(x) + slope
-
-    check(schedule, lambda: [Steep() for _ in range(4)])
-
-
-def one_stage(module: nn.Module) -> Stage:
-    from contextlib import nullcontext
-
-    (part,) = split_model([module], None, None).parts
-    return Stage(part, StageRandomness(lambda microbatch: nullcontext(), None), is_last=True)
-
-
-def test_a_microbatch_goes_forward_once_and_back_once() -> None:
-    stage = one_stage(nn.Linear(2, 1))
-    given = StageInput(0, {}, (torch.randn(3, 2),), {}, lambda output: output.mean(), split=True)
-    stage.forward(given)
-    with pytest.raises(RunError, match="stage 0 has run microbatch 0 forward already"):
-        stage.forward(given)
-    seeds: dict[str, Any] = {"split": True, "loss_seed": torch.tensor(1.0), "extra_seed": None}
-    with pytest.raises(RunError, match="no postponed weight gradient of microbatch 0"):
-        stage.weights(0)
-    stage.backward(0, {}, **seeds)
-    with pytest.raises(RunError, match="cannot run the backward of microbatch 0: its forward has not run"):
-        stage.backward(0, {}, **seeds)
-    stage.weights(0)
-    with pytest.raises(RunError, match="no postponed weight gradient of microbatch 0"):
-        stage.weights(0)
 
 
 def test_a_stage_that_sends_elsewhere_than_declared_is_an_error() -> None:

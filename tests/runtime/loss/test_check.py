@@ -2,78 +2,22 @@
 
 from __future__ import annotations
 
-import random
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from runtime.loss.asked import WIDTH, M, batch, close, masked, model, pipeline, refused, stepped, whole
+from torch import Tensor
 from torch.nn import functional as F
 
 import penstock
-from penstock import BatchOptions, LossOptions
-from penstock.errors import ModelError, PeerFailure
-from penstock.runtime.loss import check as loss_check
-
-WIDTH, LENGTH, M = 6, 4, 3
-Loss = Callable[..., Tensor]
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
-
-
-def pipeline(loss: Loss | None, **options: Any) -> penstock.Pipeline:
-    return penstock.Pipeline(model(), **{"stages": 2, "microbatches": M, "loss_fn": loss, **options})
-
-
-def batch(rows: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, targets, and a mask that is uneven."""
-    torch.manual_seed(seed)
-    mask = torch.rand(rows, LENGTH) < 0.7
-    mask[0] = True
-    mask[1:3, 1:] = False
-    return torch.randn(rows, LENGTH, WIDTH).double(), torch.randn(rows, LENGTH, WIDTH).double(), mask
-
-
-def masked(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    terms = (output - target).square().mean(-1) * mask
-    return terms.sum() / mask.sum()
+from penstock import LossOptions
+from penstock.errors import PeerFailure
 
 
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
     one, two = F.normalize(output.flatten(1), dim=-1), F.normalize(target.flatten(1), dim=-1)
     return F.cross_entropy(one @ two.T / 0.1, torch.arange(len(one)))
-
-
-def whole(loss: Loss, x: Tensor, y: Tensor, **extra: Any) -> tuple[Tensor, list[Tensor]]:
-    net = model()
-    value = loss(net(x), y, **extra)
-    value.backward()
-    return value.detach(), [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
-
-
-def stepped(pipe: penstock.Pipeline, *args: Any, **given: Any) -> tuple[Tensor | None, list[Tensor]]:
-    pipe.zero_grad()
-    result = pipe.step(*args, **given)
-    return result.loss, [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
-
-
-def close(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def refused(pipe: penstock.Pipeline, *args: Any, **given: Any) -> str:
-    with pytest.raises(PeerFailure) as caught:
-        pipe.step(*args, **given)
-    assert isinstance(caught.value.__cause__, ModelError)
-    return str(caught.value.__cause__)
-
-
-# -- what is refused, and the remedies
 
 
 def test_a_mean_over_something_else_is_refused_and_right_with_its_weight() -> None:
@@ -233,9 +177,6 @@ def test_a_target_that_the_loss_computes_must_be_weighed_by_the_user() -> None:
     close(stepped(pipe, x, target=y), whole(loss, x, y))
 
 
-# -- what must not be disturbed
-
-
 def test_it_is_asked_once_for_each_kind_of_batch() -> None:
     calls: list[int] = []
 
@@ -252,52 +193,6 @@ def test_it_is_asked_once_for_each_kind_of_batch() -> None:
     calls.clear()
     pipe.evaluate(x, target=y)
     assert len(calls) == M
-
-
-class Stateful(nn.Module):
-    """A loss that counts, and remembers what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.seen = 0, []
-        self.register_buffer("total", torch.zeros(()).double())
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.calls += 1
-        self.total += output.detach().sum()
-        self.seen.append(len(output))
-        return (output - target).square().mean()
-
-
-def test_the_state_of_a_loss_is_that_of_its_own_calls() -> None:
-    x, y, _ = batch()
-    found = []
-    for asked in (False, True):
-        loss = Stateful()
-        pipe = pipeline(loss, loss_options=LossOptions(per_microbatch=not asked))
-        result = stepped(pipe, x, target=y)
-        found.append((result, loss.calls, loss.seen, loss.total))
-    assert found[0][1:3] == found[1][1:3] == (M, [3, 3, 2])
-    assert torch.equal(found[0][3], found[1][3])
-    close(found[0][0], found[1][0])
-
-
-@pytest.mark.parametrize("source", ["torch", "python"])
-def test_a_loss_that_draws_cannot_be_asked_and_draws_the_same_numbers(source: str) -> None:
-    def noisy(output: Tensor, target: Tensor) -> Tensor:
-        noise = torch.rand(()).item() if source == "torch" else random.random()
-        return (output - target).square().mean() * noise
-
-    x, y, _ = batch()
-    found = []
-    for asked in (False, True):
-        random.seed(5)
-        pipe = pipeline(noisy, loss_options=LossOptions(per_microbatch=not asked), seed=4, ranks=2)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            found.append((stepped(pipe, x, target=y), stepped(pipe, x, target=y), random.random()))
-        assert ["could not be checked: it draws random numbers" in str(each.message) for each in said] == [True] * asked
-    close(found[0], found[1])
 
 
 def test_weights_that_are_rounded_as_the_numbers_are_make_no_difference() -> None:
@@ -333,31 +228,3 @@ def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
         y = (y - y.mean((1, 2), keepdim=True)).to(dtype)
         pipe = penstock.Pipeline(model().to(dtype), stages=2, microbatches=M, loss_fn=signed)
         pipe.step(torch.randn(8, 50, WIDTH).to(dtype), target=y)
-
-
-def test_of_large_outputs_a_few_rows_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_check, "BYTES", 2 * LENGTH * WIDTH * 8)  # two rows
-    sizes: list[int] = []
-
-    def mean(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-        sizes.append(len(output))
-        return ((output - target) * scale).square().mean()
-
-    x, y, mask = batch()
-    scale = penstock.Shared(torch.rand(WIDTH).double())
-    pipeline(mean).step(x, target=y, loss_kwargs={"scale": scale})
-    assert sizes == [3, 2, 3, 2, 4, 2, 4]
-    said = refused(pipeline(masked), x, target=y, loss_kwargs={"mask": mask})
-    assert "(weighing 2) and" in said
-    pipe = pipeline(masked, loss_options=LossOptions(weight=lambda mask: mask.sum()))
-    close(stepped(pipe, x, target=y, loss_kwargs={"mask": mask}), whole(masked, x, y, mask=mask))
-
-
-def test_rows_may_be_in_another_dimension() -> None:
-    def total(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().sum((0, 2)).mean()
-
-    x, y, _ = batch()
-    x, y = x.transpose(0, 1), y.transpose(0, 1)
-    pipe = pipeline(total, batch_options=BatchOptions(dims={0: 1, "target": 1, "output": 1}))
-    close(stepped(pipe, x, target=y), whole(total, x, y))

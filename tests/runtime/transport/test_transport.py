@@ -5,24 +5,23 @@ from __future__ import annotations
 import enum
 import io
 import random
-import time
 from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
-from deadlines import SOON
-from tiers import mostly_slow, tiers
+from tiers import mostly_slow
 from torch.utils import _pytree as pytree
-from transport_harness import run, values
+from transport_harness import KINDS, run, values
 
-from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.state.memory import regions
 from penstock.runtime.transport import Channel
 
-KINDS = ["threads", "threads-0", "gloo", "shared"]
 FORTH, BACK, SKIP = 0, 1, 2
+
+
 CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0), Channel(0, 3, "F", 0, 1)]
+
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128,
@@ -269,116 +268,6 @@ def test_channels_between_the_same_ranks_neither_mix_nor_wait_for_each_other(kin
     assert values(run(kind, channels_apart))[1] == ["forth", "skip"]
 
 
-def fail_and_go_on(transport: Any) -> list[Any]:
-    """Step 1 fails on rank 0 after one message; both drain; step 2 works on the same links."""
-    pair(transport)
-    said: list[Any] = []
-    big = torch.ones(300_000)
-    for step in range(4):
-        failure = PeerFailure(0, "ValueError: boom", stage=0, action="0F1", microbatch=1, original_traceback="Trace")
-        if transport.rank == 0:
-            transport.send(FORTH, 0, big)
-            for microbatch in (1, 2):
-                if step == 1:
-                    transport.send_failure(FORTH, microbatch, failure)
-                else:
-                    transport.send(FORTH, microbatch, big * microbatch)
-        else:
-            for microbatch in range(3):
-                transport.post(FORTH, microbatch)
-            assert torch.equal(transport.receive(FORTH, 0), big)
-            if step == 1:
-                with pytest.raises(PeerFailure, match="boom") as caught:
-                    transport.receive(FORTH, 1)
-                said += [caught.value.rank, caught.value.action, caught.value.original_traceback]
-                said.append(transport.discard(FORTH, 2).cause)
-            elif step == 2:
-                said.append(transport.discard(FORTH, 1))  # data that nobody wants
-                assert torch.equal(transport.receive(FORTH, 2), big * 2)
-            else:
-                assert torch.equal(transport.receive(FORTH, 2), big * 2)
-                assert torch.equal(transport.receive(FORTH, 1), big)
-        transport.flush()
-        assert transport.exchange(("status", transport.rank)) == [("status", 0), ("status", 1)]
-    assert transport.broken is None
-    return said
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_takes_the_place_of_a_message_and_the_next_step_works(kind: str) -> None:
-    outcomes = run(kind, fail_and_go_on)
-    assert values(outcomes)[1] == [0, "0F1", "Trace", "ValueError: boom", None]
-
-
-def drops_unposted(transport: Any) -> Any:
-    pair(transport)
-    for _ in range(2):
-        if transport.rank == 0:
-            for microbatch in range(3):
-                transport.send(FORTH, microbatch, torch.full((microbatch + 2,), 1.0))
-        else:
-            assert transport.discard(FORTH, 0) is None
-            assert transport.receive(FORTH, 1).shape == (3,)
-            assert transport.discard(FORTH, 2) is None
-        transport.exchange(None)
-    return True
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_message_that_was_never_posted_can_be_discarded(kind: str) -> None:
-    assert values(run(kind, drops_unposted)) == [True, True]
-
-
-def wrong_order(transport: Any) -> Any:
-    pair(transport)
-    if transport.rank == 0:
-        transport.send(FORTH, 1, torch.ones(3))
-        with pytest.raises(PeerFailure):  # told by rank 1, whichever call it is in
-            transport.receive(BACK, 0)
-    else:
-        with pytest.raises(MessageError) as caught:
-            transport.receive(FORTH, 0)
-        assert transport.broken is not None
-        with pytest.raises(PeerFailure, match="must be rebuilt"):
-            transport.send(BACK, 0, None)
-        return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_microbatch_than_the_due_one_is_an_error_and_never_data(kind: str) -> None:
-    said = values(run(kind, wrong_order))[1]
-    assert "was due" in said
-    assert "microbatch 0" in said
-    assert "microbatch 1" in said
-
-
-def misuse(transport: Any) -> list[str]:
-    pair(transport)
-    said = []
-    calls = [lambda: transport.open([Channel(0, 1, "F", 1, 1)]), lambda: transport.open([Channel(0, 1, "F", 0, 9)])]
-    if transport.rank == 1:
-        transport.post(FORTH, 0)
-        calls += [lambda: transport.post(FORTH, 0), lambda: transport.open(CHANNELS[:1])]
-    for call in calls:
-        with pytest.raises(UsageError) as caught:
-            call()
-        said.append(str(caught.value))
-    if transport.rank == 0:
-        transport.send(FORTH, 0, None)
-    else:
-        transport.receive(FORTH, 0)
-    transport.exchange(None)
-    return said
-
-
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
-def test_misuse_is_named_and_leaves_the_links_as_they_were(kind: str) -> None:
-    said = values(run(kind, misuse))[1]
-    assert "hand-over" in said[0]
-    assert "there are 2 ranks" in said[1]
-    assert "1RECV_F0 is posted already" in said[2]
-
-
 def reopen(transport: Any) -> list[Any]:
     """A program for training and one for evaluation, in turn."""
     came = []
@@ -397,39 +286,6 @@ def reopen(transport: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_program_may_be_opened_between_steps(kind: str) -> None:
     assert values(run(kind, reopen))[1] == [[0.0], [1.0, 1.0], [2.0], [3.0, 3.0]]
-
-
-def exchange_sizes(transport: Any) -> bool:
-    for size in (0, 10, 489, 490, 5000, 100_000):
-        said = transport.exchange((transport.rank, "x" * size))
-        assert said == [(rank, "x" * size) for rank in range(transport.ranks)]
-    return True
-
-
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_exchange_gives_every_rank_every_value_of_any_size(kind: str, ranks: int) -> None:
-    assert values(run(kind, exchange_sizes, ranks=ranks)) == [True] * ranks
-
-
-def hears_of_it(transport: Any) -> Any:
-    """Rank 0 waits for nobody; it must still hear that rank 1's step has failed."""
-    pair(transport)
-    transport.report_by(lambda: f"at {transport.rank}F0")
-    if transport.rank == 1:
-        transport.announce(PeerFailure(1, "ValueError: boom"))
-    start = time.monotonic()
-    while not transport.news and time.monotonic() < start + SOON:
-        time.sleep(0.01)
-    heard = [failure.cause for failure in transport.news]
-    transport.exchange(None)
-    return heard
-
-
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
-def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
-    for heard in values(run(kind, hears_of_it)):
-        assert heard == ["ValueError: boom"]
 
 
 def two_programs_in_one_step(transport: Any) -> Any:
@@ -452,29 +308,6 @@ def two_programs_in_one_step(transport: Any) -> Any:
 @pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
 def test_two_programs_in_one_step_do_not_mix(kind: str) -> None:
     assert values(run(kind, two_programs_in_one_step))[1] == [(float(step), n) for step in range(3) for n in (1, 3)]
-
-
-def wait_for_silence(transport: Any, busy: float) -> Any:
-    """Rank 0 waits for rank 1, which waits for rank 2, which is busy: all must name rank 2."""
-    transport.open([Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)])
-    if transport.rank == 2:
-        time.sleep(busy)
-        with pytest.raises(PeerFailure, match="rebuilt"):
-            transport.exchange(None)
-        return None
-    start = time.monotonic()
-    with pytest.raises(PeerFailure) as caught:
-        transport.receive(transport.rank, 0)
-    return caught.value.rank, caught.value.cause, time.monotonic() - start
-
-
-@pytest.mark.parametrize("kind", ["threads", *tiers("gloo", "shared")])
-def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
-    timeout, busy = (0.3, 0.6) if kind == "threads" else (4.0, 14.0)  # a rank that lacks a processor waits for longer
-    for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
-        assert rank == 2
-        assert f"silent for {timeout:g} s" in cause
-        assert timeout * 0.9 < seconds < SOON
 
 
 Point = namedtuple("Point", "x y")

@@ -118,3 +118,19 @@ def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(NotationError, match="not JSON"):
             Schedule.load(path)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ['"microbatches": ' + "9" * 5000, '"placement": [0, 1' + "0" * 30 + "]", '"placement": [0, 4000000000]'],
+    ids=lambda text: text[:30],
+)
+def test_numbers_that_nobody_could_count_to_are_refused_at_once(facts: str, tmp_path: Path) -> None:
+    """A rank of 10**30 once made a list of as many ranks; a number of 5000 digits was a bare ValueError."""
+    path = tmp_path / "x.json"
+    build("1f1b", 2, 3).save(path)
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f", {facts}}}")  # the last of equal keys counts
+    begin = time.process_time()
+    with pytest.raises(NotationError):
+        Schedule.load(path)
+    assert time.process_time() - begin < 5

@@ -27,6 +27,7 @@ MEASURED = Timeline(
     chores=(Span(0, parse("0SEND_F0"), 11.0, 11.25), Span(1, parse("1SEND_B0"), 14.0, 14.25)),
     walls=(Wall(9.0, 15.5, 16.0, 0.5), Wall(9.0, 14.25, 16.0, 0.5)),
     unit="s",
+    cores=2,
 )
 
 
@@ -63,6 +64,8 @@ WRONG = {
     "[]": '"penstock_timeline": 1 at its top',
     changed(penstock_timeline=2): '"penstock_timeline": 1 at its top',
     changed(spans=None): "'spans' is missing or wrong",
+    changed(cores=-1): "cores is not a number of cores: -1",
+    changed(cores="many"): "cores is not a number of cores: many",
     changed(schedule={}): '"penstock_schedule": 1 at its top',
     changed(spans=[[0, "0F0", 1, 2]]): r"spans\[0\] is not \[rank, action, start, end, wait\]",
     changed(spans=[[0, "0X0", 1, 2, 0]]): r"spans\[0\]: '0X0' is not an action",

@@ -14,6 +14,7 @@ from penstock.schedule import Certificate, Schedule, build, lower, verify
 from penstock.schedule.proof import certificate as module
 
 PROGRAM = lower(build("zb-v", 3, 4))
+PROVED = list(module.COMPUTES + module.PROGRAM)
 
 
 def test_a_proof_says_what_it_proved() -> None:
@@ -73,6 +74,64 @@ def test_a_file_that_was_changed_after_its_proof_is_refused(tmp_path: Path) -> N
     assert Schedule.load(path, check=False).certificate is None
     changed(path, certificate={"digest": 5})
     with pytest.raises(NotationError, match="not complete"):
+        Schedule.load(path)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"digest": 5},
+        {"digest": None},
+        {"digest": "0" * 32},
+        {"proved": "all of it"},
+        {"proved": [[[]]]},
+        {"proved": []},
+        {"proved": [*PROVED, "it is fast"]},
+        {"proved": PROVED[:-1]},
+        {"rules": True},
+        {"rules": 1.0},
+        {"rules": "1"},
+        {"note": "trust me"},
+    ],
+    ids=str,
+)
+def test_a_certificate_that_says_anything_else_is_refused(lie: dict[str, Any], tmp_path: Path) -> None:
+    """More proved than was, a number that only compares equal, another digest: the file is not what verify wrote."""
+    path = tmp_path / "program.json"
+    program = lower(build("zb-v", 3, 4))
+    verify(program)
+    program.save(path)
+    changed(path, certificate=json.loads(path.read_text())["certificate"] | lie)
+    with pytest.raises(ScheduleError, match="certificate"):
+        Schedule.load(path)
+
+
+def test_the_certificate_of_another_schedule_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.json", tmp_path / "other.json"]
+    for path, name in zip(paths, ("1f1b", "zb-h1"), strict=True):
+        program = lower(build(name, 2, 3))
+        verify(program)
+        program.save(path)
+    changed(paths[0], certificate=json.loads(paths[1].read_text())["certificate"])
+    with pytest.raises(ScheduleError, match="the certificate is for another schedule"):
+        Schedule.load(paths[0])
+    changed(paths[0], certificate=None)
+    with pytest.raises(NotationError, match="not complete"):
+        Schedule.load(paths[0])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"microbatches": 4}, {"recompute": [0]}, {"passes": []}, {"placement": [0, 1, 1]}, {"edges": []}],
+    ids=str,
+)
+def test_every_fact_of_the_file_is_under_the_certificate(facts: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    program = lower(build("1f1b", 2, 3))
+    verify(program)
+    program.save(path)
+    changed(path, **facts)
+    with pytest.raises(ScheduleError):
         Schedule.load(path)
 
 

@@ -20,11 +20,11 @@ from penstock.schedule import (
     stage_costs,
     verify,
 )
-from penstock.schedule.search.evaluate import Candidate, complete, price
-from penstock.schedule.search.grouped import Grouping, group_sizes, grouped
+from penstock.schedule.search.orders.evaluate import Candidate, complete, price
+from penstock.schedule.search.orders.grouped import Grouping, group_sizes, grouped
+from penstock.schedule.search.orders.recipes import drawn, made
+from penstock.schedule.search.orders.rhythm import Rhythm, follow
 from penstock.schedule.search.problem import Problem
-from penstock.schedule.search.recipes import drawn, made
-from penstock.schedule.search.rhythm import Rhythm, follow
 
 PROFILED = Costs(18.522, 18.086, 9.337, hop=0.601)  # ms of a whole rank, as published for a 1.5B model
 TUNED = [name for name, family in FAMILIES.items() if family.cap is not None]
@@ -135,6 +135,13 @@ def test_families_without_choices_ignore_costs_and_auto_takes_them() -> None:
 def test_costs_that_a_builder_cannot_use_are_refused(costs: Costs, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build("zb-v", 3, 5, costs=costs)
+
+
+def test_v_half_for_the_costs_of_a_larger_model_idles_no_more_than_published() -> None:
+    each = stage_costs(Costs(11.307, 11.254, 8.101, hop=0.379), 2)  # ms, as published for a 14.6B model
+    schedule = build("v-half", 16, 64, costs=each)
+    assert simulate(schedule, each).bubble <= 0.132
+    assert max(simulate(schedule).peak_activations) <= 18
 
 
 @pytest.mark.parametrize(("name", "most"), [("v-half", 0.1057), ("zb-v", 0.0465)])

@@ -75,7 +75,7 @@ def test_the_command_line_changes_the_file(tmp_path: Path) -> None:
         ("training.steps=abc", 'training.steps is "abc"; it takes a whole number, 1 or more'),
         ("training.steps=1.5", "training.steps is 1.5; it takes a whole number"),
         ("training.steps=true", "training.steps is true; it takes a whole number"),
-        ("training.steps=0", "training.steps is 0; it takes a finite number, 1 or more"),
+        ("training.steps=0", "training.steps is 0; it takes a whole number, 1 or more"),
         ("optimizer.lr=nan", "optimizer.lr is nan; it takes a finite number above 0"),
         ("optimizer.lr=inf", "optimizer.lr is inf"),
         ("optimizer.decay=cosin", 'takes one of "constant", "linear", "cosine", "wsd" \\(nearest: "cosine"\\)'),

@@ -46,6 +46,7 @@ def test_a_folder_of_a_model_must_have_a_configuration_and_safetensors(
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "my-model"
     model.mkdir()
+    assert "name a folder after it" in faults("model.source=huggingface:")
     assert "the folder my-model has no config.json" in faults("model.source=huggingface:my-model")
     (model / "config.json").write_text("{}")
     assert "near: my-model" in faults("model.source=huggingface:my-modle")

@@ -17,8 +17,8 @@ from penstock.train.config.settings import GPTOptions
 from penstock.train.data.documents import Document
 from penstock.train.data.layouts import Packed, Padded
 from penstock.train.data.packing_check import check_packing
-from penstock.train.gpt import build_gpt
 from penstock.train.loss import TokenLoss
+from penstock.train.models.gpt import build_gpt
 
 
 def documents(*lengths: int) -> list[Document]:

@@ -159,7 +159,7 @@ def test_rows_with_nothing_to_learn_can_be_left_out(tmp_path: Path) -> None:
     [
         (["data.columns={tokens='x'}"], "data.columns names 'tokens'"),
         (["data.format=text"], "rows of text need data.tokenizer|has no column 'text'"),
-        (["data.columns={input_ids='ids'}"], "line 1 has the columns input_ids; rows need messages"),
+        (["data.columns={input_ids='ids'}"], "rows need messages.*data.columns names 'ids', which is not there"),
     ],
 )
 def test_columns_that_are_not_there(rows: Path, settings: list[str], words: str) -> None:

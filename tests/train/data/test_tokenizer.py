@@ -14,10 +14,10 @@ from penstock.train.config.read import load_config
 from penstock.train.data.batches import open_data
 from penstock.train.data.chat import encode_chat
 from penstock.train.data.documents import Encoder
-from penstock.train.data.records import JsonLines, Place, Record
+from penstock.train.data.records import JsonLines, Record, RowPlace
 from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.data.vocabulary import check_vocabulary
-from penstock.train.generation.words import Bytes, Tokens
+from penstock.train.generation.codec import ByteCodec, TokenizerCodec
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -89,6 +89,9 @@ def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data.end is 'nope', which the tokenizer"):
         Tokenizer(str(path), "nope")
     (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UsageError, match=r"bare holds no tokenizer \(no tokenizer.json, tokenizer_config.json"):
+        Tokenizer(str(tmp_path / "bare"))
     with pytest.raises(UsageError, match="is no file of a tokenizer"):
         Tokenizer(str(tmp_path / "bad.json"))
     with pytest.raises(UsageError, match="there is no folder or file"):
@@ -177,23 +180,23 @@ def test_a_chat_without_answers_says_which_roles_it_has(tmp_path: Path) -> None:
     values = {"messages": [{"role": "user", "content": "Hello"}, {"role": "user", "content": "Bye"}]}
     path.write_text("")
     with pytest.raises(UsageError, match=r"no answer in it .its roles are user; answers are those of assistant"):
-        encoder.encode(Record(values, Place(JsonLines(path), 0), 1))
-    strange = Record({"conversations": []}, Place(JsonLines(path), 0), 1)
+        encoder.encode(Record(values, RowPlace(JsonLines(path), 0), 1))
+    strange = Record({"conversations": []}, RowPlace(JsonLines(path), 0), 1)
     with pytest.raises(UsageError, match=r'write "conversations" of .from, value. as "messages"'):
         Encoder(encoder.options).encode(strange)
 
 
 def test_a_question_is_written_up_to_where_the_answer_begins(tmp_path: Path) -> None:
     saved(tmp_path / "chats", TURNS + PROMPT)
-    words = Tokens(str(tmp_path / "chats"), "")
+    words = TokenizerCodec(str(tmp_path / "chats"), "")
     opened = open_tokenizer(str(tmp_path / "chats"))
     wanted = opened.spans("<|user|>Hello<|end|><|assistant|>").ids
     assert words.encode_question("Hello") == wanted
     saved(tmp_path / "plain", None)
     with pytest.raises(UsageError, match="has no chat template"):
-        Tokens(str(tmp_path / "plain"), "").encode_question("Hello")
+        TokenizerCodec(str(tmp_path / "plain"), "").encode_question("Hello")
     with pytest.raises(UsageError, match="this model reads bytes; give --prompt"):
-        Bytes().encode_question("Hello")
+        ByteCodec().encode_question("Hello")
 
 
 def test_rows_of_text_prompts_and_chats(tmp_path: Path) -> None:
@@ -202,7 +205,7 @@ def test_rows_of_text_prompts_and_chats(tmp_path: Path) -> None:
 
     def targets(row: dict[str, Any], *changes: str) -> str:
         options = load_config(None, [f"data.tokenizer={tmp_path}", *changes]).data
-        (document,) = Encoder(options).encode(Record(row, Place(JsonLines(tmp_path), 0), 1))
+        (document,) = Encoder(options).encode(Record(row, RowPlace(JsonLines(tmp_path), 0), 1))
         return str(words([each for each in document.targets.tolist() if each != -100]))
 
     assert targets({"text": "Hello"}).endswith("ello<|end|>"[-7:])

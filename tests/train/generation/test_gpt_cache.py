@@ -6,15 +6,13 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 
-from penstock.errors import UsageError
 from penstock.train.config.settings import GPTOptions
 from penstock.train.generation.gpt_cache import CachedGPT
 from penstock.train.generation.sampling import Sampling
-from penstock.train.gpt import build_gpt
+from penstock.train.models.gpt import build_gpt
 
 CONTEXT = 8
 
@@ -63,21 +61,6 @@ def test_tokens_end_with_the_end_and_depend_on_the_seed() -> None:
     end = drawn[0][10]
     ended = list(gpt.continue_tokens([1], 30, Sampling(temperature=3.0, seed=1), end))
     assert ended == drawn[0][: drawn[0].index(end) + 1]
-
-
-def test_shares_are_those_of_the_likeliest() -> None:
-    scores = np.log(np.array([0.1, 0.4, 0.2, 0.3]))
-    np.testing.assert_allclose(Sampling(temperature=1).shares(scores), [0.1, 0.4, 0.2, 0.3])
-    np.testing.assert_allclose(Sampling(temperature=1, top_k=2).shares(scores), [0, 4 / 7, 0, 3 / 7])
-    np.testing.assert_allclose(Sampling(temperature=1, top_p=0.6).shares(scores), [0, 4 / 7, 0, 3 / 7])
-    np.testing.assert_allclose(Sampling(temperature=1, top_p=0.01).shares(scores), [0, 1, 0, 0])
-    np.testing.assert_allclose(Sampling(temperature=0.5).shares(scores), np.array([1, 16, 4, 9]) / 30)
-    generator = np.random.default_rng(0)
-    counts = np.bincount([Sampling(temperature=1).choose(scores, generator) for _ in range(4000)], minlength=4)
-    np.testing.assert_allclose(counts / 4000, [0.1, 0.4, 0.2, 0.3], atol=0.03)
-    for wrong in ({"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}):
-        with pytest.raises(UsageError):
-            Sampling(**wrong)
 
 
 def test_it_writes_without_torch() -> None:

@@ -10,7 +10,7 @@ from penstock.pipeline import Pipeline
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import GPTOptions
 from penstock.train.data.batch import DataBatch
-from penstock.train.gpt import build_gpt
+from penstock.train.models.gpt import build_gpt
 from penstock.train.run.flops import flops_per_token, peak_flops, utilisation
 
 WIDTH, LAYERS, SEQUENCE = 16, 3, 8

@@ -55,20 +55,24 @@ def test_the_median_step_is_shown_and_outliers_are_named(tmp_path: Path, monkeyp
     entries, document = read_recorded(folder)
     assert [entry.step for entry in entries] == [10, 20, 30, 40, 50]
     assert document["typical"] == 30
-    first, which, outliers = recorded_notes(folder)
+    first, which, spread, outliers = recorded_notes(folder)
     assert first.startswith("This machine has 2 cores for 4 ranks, so ranks take turns")
     assert which.startswith("The timeline is of step 30, the nearest to the median of 5 recorded steps")
+    assert "of 5 recorded steps: half of them within " in spread
     assert outliers == "Outliers among them: step 20 (7.5 times the median), step 50 (4.2 times the median)."
     folder.metrics.write_text(
         '{"step": 1, "loss": 3.0, "memory": [5000000, 7000000], "tokens_per_second": 10, "mfu": 0.125}\n'
         '{"step": 2, "loss": "nan"}\n{"step": 3, "loss": 2.0, "validation": 2.5, "memory": [5000000, 7000000]}\n'
     )
+    folder.memory.write_text(json.dumps([{"activations": 3e6}, {"activations": 1e6}]))
     save_run_page(folder)
     text = folder.page.read_text(encoding="utf-8")
     assert text.index("This machine has 2 cores") < text.index("The timeline is of step 30") < text.index('id="runs"')
     assert "10 tokens/s (median); 12.5% of the devices&#x27; peak (MFU); memory by process 5, 7 MB" in text
     assert 'id="loss"' in text
-    assert "step 30" in json.loads(text.split('id="data">')[1].split("</script>")[0])["runs"][0]["label"]
+    run = json.loads(text.split('id="data">')[1].split("</script>")[0])["runs"][0]
+    assert "step 30" in run["label"]
+    assert run["activation"] == [1.5e6, 1e6]  # rank 0 holds two microbatches at its peak, rank 1 one
 
 
 def test_a_run_that_goes_on_keeps_the_steps_of_before(tmp_path: Path) -> None:

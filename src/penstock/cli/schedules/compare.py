@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import amount
+from penstock.cli.schedules.costs import HopTime, amount
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate
@@ -28,7 +28,6 @@ FIGURES = {"makespan": number, "idle_share": percent, "peak_activations": number
 WIDE = 1000  # columns of a pipe: no cell is ever folded there
 Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
 Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
-HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to rank.")]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ Forward = Annotated[str, _option("Time of F: one number, or one per stage, with 
 Input = Annotated[str, _option("Time of I, the backward for the inputs; B takes I + W (1).")]
 Weight = Annotated[str, _option("Time of W, the backward for the weights (1).")]
 Hop = Annotated[str, _option("Time from a compute's end until another rank has its result (0).", "TIME")]
+HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to rank.")]
 Latency = Annotated[str, _option("Instead of --hop: a message takes latency + bytes / bandwidth (0).", "TIME")]
 Bandwidth = Annotated[str | None, _option("Bytes per unit of time on each link between two ranks.", "NUMBER")]
 Bytes = Annotated[str, _option("Size of a stage's output: one number, or one per stage.", "NUMBER[,...]")]
@@ -45,11 +46,12 @@ def amount(option: str, text: str) -> float:
     return value
 
 
-def amounts(option: str, text: str, stages: int) -> float | tuple[float, ...]:
+def amounts(option: str, text: str, stages: int | None = None) -> float | tuple[float, ...]:
+    """One number, or several with commas: one per stage, where it is known how many there are."""
     values = tuple(amount(option, part) for part in text.split(","))
     if len(values) == 1:
         return values[0]
-    if len(values) != stages:
+    if stages is not None and len(values) != stages:
         raise UsageError(
             f"{option} has {len(values)} numbers for {stages} stages; give one per stage, or a single one for all"
         )

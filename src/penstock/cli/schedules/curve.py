@@ -23,7 +23,7 @@ def refuse_with_curve(given: dict[str, object]) -> None:
 
 
 def show_curve(points: Sequence[CurvePoint], ranks: int, microbatches: int, html: Path | None, as_json: bool) -> None:
-    """Write the curve as asked."""
+    """Write the curve as text or JSON, and as a page where one is asked for."""
     title = f"{ranks} ranks, {microbatches} microbatches: idle time against memory"
     if html is not None:
         html.write_text(curve_page(points, title), encoding="utf-8")

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json
-from penstock.cli.schedules.costs import amount
+from penstock.cli.schedules.costs import HopTime, amount, amounts
 from penstock.cli.schedules.curve import refuse_with_curve, show_curve
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described, identity
@@ -28,7 +28,6 @@ Time = Annotated[
     str,
     typer.Option(metavar="TIME[,...]", help="Time for all stages of a rank together; or of each stage, with commas."),
 ]
-HopTime = Annotated[str, typer.Option(metavar="TIME", help="Time from rank to rank.")]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -101,28 +100,19 @@ def search(
     sizes = _whole_numbers("--stages-per-rank", stages_per_rank)
     check_size(ranks, microbatches, max(sizes))
     given = {"forward": forward, "input": input, "weight": weight, "activation": activation, "held": held, "kept": kept}
-    read: dict[str, Any] = {name: _each(f"--{name}", text) for name, text in given.items() if text is not None}
+    read: dict[str, Any] = {name: amounts(f"--{name}", text) for name, text in given.items() if text is not None}
     costs = Costs(hop=amount("--hop", hop), **read)
     limit = amount("--seconds", seconds)
+    budget: dict[str, Any] = {"seconds": limit, "effort": effort, "seed": seed}
     kinds = tuple(name.strip() for name in placements.split(","))
-    caps = None if memory is None else _each("--memory", memory)
+    caps = None if memory is None else amounts("--memory", memory)
     if curve:
         refuse_with_curve(
             {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective == "span"}
         )
         with _Bar(limit if effort is None else effort) as bar:
-            points = search_curve(
-                ranks,
-                microbatches,
-                costs,
-                (caps,) if isinstance(caps, float) else caps,
-                sizes,
-                kinds,
-                seconds=limit,
-                effort=effort,
-                seed=seed,
-                progress=bar,
-            )
+            given_caps = (caps,) if isinstance(caps, float) else caps
+            points = search_curve(ranks, microbatches, costs, given_caps, sizes, kinds, progress=bar, **budget)
         show_curve(points, ranks, microbatches, html, as_json)
         return
     if html is not None:
@@ -130,20 +120,8 @@ def search(
             "--html writes the page of a curve; give --curve as well, or see one schedule with penstock view"
         )
     with _Bar(limit if effort is None else effort) as bar:
-        found = search_report(
-            ranks,
-            microbatches,
-            costs,
-            caps,
-            sizes,
-            kinds,
-            seconds=limit,
-            effort=effort,
-            objective=objective,  # type: ignore[arg-type]  # refused there
-            recompute=recompute,
-            seed=seed,
-            progress=bar,
-        )
+        asked: dict[str, Any] = {"objective": objective, "recompute": recompute}  # what is wrong is refused there
+        found = search_report(ranks, microbatches, costs, caps, sizes, kinds, progress=bar, **asked, **budget)
     if save is not None:
         found.schedule.save(save)
     if as_json:
@@ -164,12 +142,6 @@ def _write(found: Found, draw: bool, save: str | None) -> None:
     write("\n".join(_sentences(found)))
     if save is not None:
         write(f"saved to {save}")
-
-
-def _each(option: str, text: str) -> float | tuple[float, ...]:
-    """One number, or one for each stage or rank: how many there must be is known to the search."""
-    values = tuple(amount(option, part) for part in text.split(","))
-    return values[0] if len(values) == 1 else values
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ unit and the difference means something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +15,19 @@ import typer
 from rich.console import Console
 
 from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
-from penstock.cli.runs import find_run, load_run
+from penstock.cli.runs import Recording, is_run, load_recording
 from penstock.cli.schedules.costs import Forward, Hop, Input, Weight, amount, amounts
-from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, identity, is_file, read_one_of, whole
+from penstock.cli.source import (
+    AsJson,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    complete_source,
+    identity,
+    is_file,
+    read_one_of,
+    whole,
+)
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.timing.calibrate import costs_of, fitted
 from penstock.view.account import account
@@ -37,6 +47,7 @@ Sources = Annotated[
         metavar="NAME|FILE...",
         help=f"Families ({', '.join(FAMILIES)}), schedules (.csv, .json) and recorded runs (.json, or their folder).",
         show_default=False,
+        autocompletion=complete_source,
     ),
 ]
 Predicted = Annotated[
@@ -46,6 +57,14 @@ Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page: o
 Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture for a document.")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture as pixels.")]
 Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")]
+ActivationBytes = Annotated[
+    str | None,
+    typer.Option(
+        "--activation",
+        metavar="BYTES",
+        help="Bytes that one microbatch holds on a rank, in all its stages: memory is then shown in bytes.",
+    ),
+]
 Width = Annotated[
     int | None, typer.Option(parser=whole(24), metavar="COLUMNS", help=f"Columns of the chart (a pipe: {PIPE_WIDTH}).")
 ]
@@ -66,52 +85,71 @@ def view(
     svg: Svg = None,
     png: Png = None,
     trace: Trace = None,
+    activation: ActivationBytes = None,
     width: Width = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at schedules and recorded runs: as a chart here, a page, a picture or a trace.
 
     Several are shown on one scale. Beside a recorded run a schedule is priced with that run's costs, and built for
-    its ranks and microbatches unless others are given.
+    its ranks and microbatches unless others are given. Of a folder with several recorded steps, the median one is
+    shown.
     """
     given = {"forward": forward, "input": input, "weight": weight, "hop": hop}
+    held = None if activation is None else amount("--activation", activation)
     with working("reading"):
-        runs = _runs(sources, (ranks, microbatches, stages_per_rank), predicted, given)
-    writers: list[tuple[Path | None, Callable[[Sequence[Run], Path], None]]] = [
-        (html, save_page),
-        (svg, save_svg),
-        (png, save_png),
-        (trace, save_trace),
-    ]
-    saved = []
-    for path, save in writers:
-        if path is not None:
-            save(runs, path)
-            saved.append(str(path))
+        recorded = {source: load_recording(source) for source in sources if is_run(source)}
+        runs = _runs(sources, recorded, (ranks, microbatches, stages_per_rank), predicted, given)
+        if held is not None:
+            runs = [run._replace(activation=(held,) * run.timeline.ranks) for run in runs]
+    notes = [note for each in recorded.values() for note in each.notes]
+    saved = list(_save(runs, notes, recorded, {"html": html, "svg": svg, "png": png, "trace": trace}))
     if as_json:
-        write_json({"runs": [_document(run) for run in runs]})
-        return
-    columns = width or terminal_width() or PIPE_WIDTH
+        write_json({"notes": notes, "runs": [_document(run) for run in runs]})
+    elif saved:
+        write(f"saved to {', '.join(saved)}")
+    else:
+        _write(runs, notes, width or terminal_width() or PIPE_WIDTH)
+
+
+def _save(
+    runs: Sequence[Run], notes: Sequence[str], recorded: dict[str, Recording], paths: dict[str, Path | None]
+) -> Iterator[str]:
+    """Write the files that are asked for; their names."""
+    steps = [each.steps for each in recorded.values() if each.steps is not None]
+    if paths["html"] is not None:
+        save_page(runs, paths["html"], notes=notes, recordings=steps[0] if len(steps) == 1 else None)
+    for name, save in (("svg", save_svg), ("png", save_png), ("trace", save_trace)):
+        if (path := paths[name]) is not None:
+            save(runs, path)
+    return (str(path) for path in paths.values() if path is not None)
+
+
+def _write(runs: Sequence[Run], notes: Sequence[str], columns: int) -> None:
+    """The chart, and of recorded runs what to know first and where their time went."""
+    for note in notes:
+        write(fold(note, columns))
+    if notes:
+        write("")
     write(_chart(runs, columns))
     for run in runs:
         if run.timeline.measured:
             write(f"\n{run.label}: where the time of each rank went")
             write("\n".join(fold(line, columns) for line in account(run.timeline).lines()))
-    if saved:
-        write(f"\nsaved to {', '.join(saved)}")
 
 
 Sizes = tuple[int | None, int | None, int | None]
 
 
-def _runs(sources: Sequence[str], sizes: Sizes, predicted: bool, given: dict[str, str]) -> list[Run]:
-    recorded = {source: load_run(source) for source in sources if find_run(source) is not None}
-    first = next(iter(recorded.values()), None)
+def _runs(
+    sources: Sequence[str], recorded: dict[str, Recording], sizes: Sizes, predicted: bool, given: dict[str, str]
+) -> list[Run]:
+    first = next((each.timeline for each in recorded.values()), None)
     costs = None if first is None else costs_of(first)
     runs = []
     for source in sources:
         if source in recorded:
-            own = recorded[source]
+            own = recorded[source].timeline
             if predicted:
                 runs.append(Run(f"{_label(source)}, predicted", _priced(own.schedule, costs_of(own))))
             runs.append(Run(_label(source), own))
@@ -164,5 +202,6 @@ def _document(run: Run) -> dict[str, Any]:
         "idle_share": timeline.bubble,
         "idle_by_rank": [dict(zip(SHARES, shares, strict=True)) for shares in idle_shares(timeline)],
         "peak_activations": list(timeline.peak_activations),
+        "peak_memory": run.peak_memory,
         "account": account(timeline).document(),
     }

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from penstock.compat.pipelining.errors import InvalidAction, InvalidOrder
-from penstock.errors import NotationError, ScheduleError, UsageError
+from penstock.errors import NotationError, PeerFailure, ScheduleError, UsageError
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op, Schedule, verify
 
-__all__ = ["Orders", "check_order", "grid", "orders_of", "schedule_of"]
-
+ROWS_AROUND = 6  # rows of the grid before the failing one, and after it
 PAIR = -1  # the stage of an overlapped pair: its halves have stages
 
 
@@ -65,7 +65,7 @@ class _Action(NamedTuple):
 
     @staticmethod
     def from_str(action_string: str) -> _Action | None:
-        """By its text; nothing for an idle slot. `2F`, without a microbatch, is an action too, but cannot be run."""
+        """Read an action; None for an idle slot. `2F`, without a microbatch, is an action too, but cannot be run."""
         text = action_string.strip()
         if not text:
             return None
@@ -152,6 +152,25 @@ def grid(
         mark = " <-- ERROR HERE" if number == error_step else ""
         lines.append(line(f"Step {number:0{digits}}:", steps[number]) + mark)
     return "\n".join(lines)
+
+
+@contextmanager
+def failures_in_grid(name: str, program: Schedule | None) -> Iterator[None]:
+    """A failure inside gets a note: the schedule's name, and the rows of the program around the failing action."""
+    try:
+        yield
+    except PeerFailure as error:
+        row = program.rows[error.rank] if program is not None and error.rank < program.ranks else ()
+        actions = [(step, action) for step, action in enumerate(row) if action is not None]
+        whole = (step for step, action in actions if str(action) == error.action)
+        parts = (step for step, action in actions if error.action in [str(part) for part in action.parts()])
+        step = next(whole, next(parts, None))
+        if program is None or step is None:
+            error.add_note(f"{name} was running")
+        else:
+            marked = grid(orders_of(program), step, error.rank, ROWS_AROUND)
+            error.add_note(f"{name} failed at step {step} of rank {error.rank}, action {error.action}:\n{marked}")
+        raise
 
 
 def check_order(schedule: Schedule, ranks: int, stages: int) -> None:

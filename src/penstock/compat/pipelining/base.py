@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat.pipelining.actions import orders_of
+from penstock.compat.pipelining.actions import failures_in_grid, orders_of
 from penstock.compat.pipelining.chunks import CustomFunctions
 from penstock.compat.pipelining.errors import ArgumentTypeError
-from penstock.compat.pipelining.failures import in_its_grid
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, check_specs, one_each
 from penstock.compat.pipelining.order import Ordered
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
@@ -25,10 +24,10 @@ from penstock.runtime.batch.microbatch import Shared
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, insert_reductions, lower
 
-__all__ = ["_PipelineSchedule"]
-
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
-Given = tuple[Sequence[Any], Mapping[str, Any], Any]  # positional and keyword arguments of a step, and its target
+StepArguments = tuple[
+    Sequence[Any], Mapping[str, Any], Any
+]  # positional and keyword arguments of a step, and its target
 
 
 class _PipelineSchedule(Ordered, CustomFunctions):
@@ -143,7 +142,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         return pipe
 
     def _check(self) -> None:
-        """Each stage of this rank is where the order runs it."""
+        """Check that each stage of this rank is where the order runs it."""
         schedule = self._schedule()
         mine = sorted(stage.stage_index for stage in self._all_stages)
         if schedule.stages != self._num_stages or schedule.ranks != self.pp_group_size:
@@ -153,9 +152,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             )
         self._check_ranks(schedule)
         self._tell_stages(dict(enumerate(schedule.placement)))
-        wanted = sorted(schedule.placement.stages_of(self.rank))
-        if mine != wanted:
-            raise UsageError(f"the order runs stages {wanted} on rank {self.rank}, but it was given stages {mine}")
+        due = sorted(schedule.placement.stages_of(self.rank))
+        if mine != due:
+            raise UsageError(f"the order runs stages {due} on rank {self.rank}, but it was given stages {mine}")
 
     # -- running it
 
@@ -188,7 +187,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             The output on the rank of the last stage.
         """
 
-        def given() -> Given:
+        def given() -> StepArguments:
             if not self._trains() and (target is not None or target_mbs is not None or losses is not None):
                 raise RunError(
                     "Forward-only schedule does not support loss computation: it was made without a loss_fn, or is "
@@ -227,7 +226,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             **kwargs: Keyword inputs.
         """
 
-        def given() -> Given:
+        def given() -> StepArguments:
             return self._whole_or_split((args, kwargs, target), arg_mbs, kwarg_mbs, target_mbs)
 
         return self._run(False, given, losses, True, loss_kwargs)
@@ -245,7 +244,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **split)
 
-    def _whole_or_split(self, whole: Given, *split: list[Any] | None) -> Given:
+    def _whole_or_split(self, whole: StepArguments, *split: list[Any] | None) -> StepArguments:
         """A batch that is to be split, or one that is split already; these are arguments, keywords and targets."""
         if all(each is None for each in split):
             return whole
@@ -260,7 +259,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
     def _run(
         self,
         training: bool,
-        given: Callable[[], Given],
+        given: Callable[[], StepArguments],
         losses: list[Any] | None,
         return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
@@ -277,7 +276,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             args, kwargs, target, loss_kwargs = (), {}, None, None
         extra = {name: Shared(value) for name, value in (loss_kwargs or {}).items()}  # each loss gets it whole
         run = pipe.step if training else pipe.evaluate
-        with in_its_grid(type(self).__name__, pipe.program if training else None):
+        with failures_in_grid(type(self).__name__, pipe.program if training else None):
             result = run(*args, target=target, loss_kwargs=extra, outputs=return_outputs, **kwargs)
         last = next((stage for stage in self._all_stages if stage.is_last), None)
         if last is None:
@@ -288,7 +287,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             losses[:] = [loss.to(last.device) for loss in found]
         return result.output
 
-    def _prepared(self, given: Callable[[], Given], losses: Any, loss_kwargs: Any) -> Given:
+    def _prepared(self, given: Callable[[], StepArguments], losses: Any, loss_kwargs: Any) -> StepArguments:
         """What the pipeline is called with on this rank; refuses what cannot run."""
         batches = self.pipeline.batches
         batches.dims = {}

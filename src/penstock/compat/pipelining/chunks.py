@@ -20,8 +20,6 @@ from penstock.errors import RunError, UsageError
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
 
-__all__ = ["ByChunk", "CustomFunctions", "Running", "_wait_batch_p2p"]
-
 BACKWARDS = (Op.B, Op.I)
 
 
@@ -65,7 +63,7 @@ class Running:
 
 
 class ByChunk:
-    """Of a stage: torch's computes by microbatch, inside of a custom function."""
+    """The methods of a torch stage that compute one microbatch, for custom functions."""
 
     stage_index: int
     submod: nn.Module
@@ -93,14 +91,14 @@ class ByChunk:
                 f"forward_one_chunk({fwd_chunk_id}) was given other arguments than the step has for that microbatch; "
                 f"pass ctx.arg_mbs[{fwd_chunk_id}] and ctx.kwarg_mbs[{fwd_chunk_id}]"
             )
-        seen: list[Any] = []
-        handle = self.submod.register_forward_hook(lambda _module, _args, output: seen.append(output))
+        outputs: list[Any] = []
+        handle = self.submod.register_forward_hook(lambda _module, _args, output: outputs.append(output))
         try:
             self._now.compute(self._now.part((Op.F,), self.stage_index, fwd_chunk_id))
         finally:
             handle.remove()
-        self._now.outputs[self.stage_index, fwd_chunk_id] = seen[0] if seen else None
-        return seen[0] if seen else None
+        self._now.outputs[self.stage_index, fwd_chunk_id] = outputs[0] if outputs else None
+        return outputs[0] if outputs else None
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -138,7 +136,7 @@ class ByChunk:
 
 
 class CustomFunctions:
-    """Of a schedule: what torch's custom functions ask it for."""
+    """The methods and tables of a torch schedule that custom functions use."""
 
     _all_stages: list[Any]
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from penstock.errors import NotationError, ScheduleError, UsageError
 
-__all__ = ["ArgumentTypeError", "InvalidAction", "InvalidOrder", "TooManyRanks", "UnsupportedFormat"]
-
 
 class InvalidAction(NotationError, RuntimeError):
     """Text that is neither an action nor the name of a kind of action."""

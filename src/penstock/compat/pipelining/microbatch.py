@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -15,19 +16,8 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch, Microbatches, split_batch
 from penstock.runtime.batch.result import merge
 
-__all__ = [
-    "TensorChunkSpec",
-    "as_arguments",
-    "batch_dims",
-    "check_specs",
-    "dims_of",
-    "merge_chunks",
-    "present",
-    "split_args_kwargs_into_chunks",
-    "sum_reducer",
-]
 
-
+@dataclass(frozen=True, repr=False)
 class TensorChunkSpec:
     """Split a tensor along a dimension.
 
@@ -35,17 +25,10 @@ class TensorChunkSpec:
         split_dim: The dimension.
     """
 
-    def __init__(self, split_dim: int) -> None:
-        self.split_dim = split_dim
+    split_dim: int
 
     def __repr__(self) -> str:
         return f"TensorChunkSpec({self.split_dim})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorChunkSpec) and other.split_dim == self.split_dim
-
-    def __hash__(self) -> int:
-        return hash(self.split_dim)
 
     @staticmethod
     def from_tuple(chunk_dims: Sequence[int]) -> Any:
@@ -70,12 +53,12 @@ class _Replicate:
     """Every microbatch gets the value whole."""
 
 
+@dataclass(frozen=True, eq=False)
 class _CustomReducer:
     """Joins the outputs of microbatches by a function of (so far, next), from a first value."""
 
-    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
-        self.init_value = init_value
-        self.reduce_fn = reduce_fn
+    init_value: Any
+    reduce_fn: Callable[[Any, Any], Any]
 
 
 sum_reducer = _CustomReducer(torch.tensor(0.0), torch.add)
@@ -184,7 +167,7 @@ def as_arguments(
 
 
 def present(batch: Batch) -> Batch:
-    """The same batch without what single microbatches do not have."""
+    """Leave out the arguments that single microbatches do not have."""
     batch.args = [tuple(value for value in args if value is not NotPassed) for args in batch.args]
     batch.kwargs = [{name: value for name, value in kw.items() if value is not NotPassed} for kw in batch.kwargs]
     return batch

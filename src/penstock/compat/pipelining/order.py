@@ -12,8 +12,6 @@ from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, build, lower
 from penstock.schedule.files.text import from_csv, rows_to_csv
 
-__all__ = ["Ordered"]
-
 Format = Literal["compute_only", "compute_comms"]
 
 

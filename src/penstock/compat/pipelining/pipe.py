@@ -21,11 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat.pipelining.stage import PipeInfo, _PipelineStageBase, build_stage, hang
+from penstock.compat.pipelining.stage import PipeInfo, _PipelineStageBase, build_stage
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut import cut_model
+from penstock.model.part import hang
 from penstock.model.replay.recording.undo import undone
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 
 __all__ = ["Pipe", "PipeInfo", "SplitPoint", "build_stage", "pipe_split", "pipeline"]
 
@@ -80,7 +81,7 @@ class Pipe(nn.Module):
         self.cut: dict[str, Any] = {"example": example, "split_at": split_at}
         if not split_at:
             self.cut = {"example": example, "stages": 1}
-        self.split: Split = cut_model(model, self.cut.get("stages"), example=example, split_at=split_at)
+        self.split: StagedModel = cut_model(model, self.cut.get("stages"), example=example, split_at=split_at)
         self.num_stages = self.split.stages
         self.has_loss_and_backward = False
         self._modules_of: dict[int, nn.Module] = {}
@@ -177,7 +178,7 @@ def pipeline(
             raise UsageError("a forward of *args or **kwargs takes mb_args or mb_kwargs here, not both")
     else:
         example = dict(mb_kwargs) if mb_kwargs else tuple(mb_args)
-    return Pipe(module, example, _places(module, example, dict(split_spec or {})))
+    return Pipe(module, example, _cut_names(module, example, dict(split_spec or {})))
 
 
 @dataclass
@@ -191,7 +192,7 @@ class _SplitLog:
 
 
 class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Also sees torch's own pipe_split, which is an operation."""
+    """Logs calls of torch's own pipe_split, which is an operation."""
 
     def __init__(self, log: _SplitLog) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -218,7 +219,7 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _places(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> list[str]:
+def _cut_names(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> list[str]:
     """The names of the modules, or parameters, before whose use the cuts are, in the order of the forward."""
     for name, point in spec.items():
         if name not in dict(module.named_modules()):
@@ -267,7 +268,7 @@ def _begins(events: list[tuple[str, str]], place: int, owners: set[str]) -> str 
 
 @contextmanager
 def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _SplitLog) -> Iterator[None]:
-    """Inside, calls are logged; everything that the run changes is put back."""
+    """A context in which calls are logged; everything that the run changes is put back."""
     handles = []
 
     def before(name: str) -> Callable[..., None]:

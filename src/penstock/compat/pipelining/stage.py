@@ -19,13 +19,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.compat.pipelining.chunks import ByChunk
 from penstock.compat.pipelining.errors import TooManyRanks
-from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.errors import ModelError, UsageError
+from penstock.group.agreement import agree
 from penstock.messages.collective import all_gather
 from penstock.model.original.wrappers import FSDP, wrappings
+from penstock.model.part import hang
 from penstock.rules import check_count, is_index
-
-__all__ = ["PipeInfo", "PipelineStage", "RemoteStage", "all_stages", "build_stage", "hang"]
-
 
 DTENSOR_MODULE = "torch.distributed.tensor"  # slow to import; who has made a DTensor has imported it
 
@@ -177,7 +176,7 @@ class RemoteStage(nn.Module):
     What it has and what its state lists may differ: hooks of a module may save one parameter as three tensors.
     """
 
-    def __init__(self, held: Held, wrapped_in: frozenset[str]) -> None:
+    def __init__(self, held: HeldTensors, wrapped_in: frozenset[str]) -> None:
         super().__init__()
         self.wrapped_in = wrapped_in
         parameters, self._listed = held
@@ -201,23 +200,10 @@ class RemoteStage(nn.Module):
 
 
 HeldParameter = tuple[str, tuple[int, ...], torch.dtype, bool, int]  # name, shape, dtype, trained, which
-Held = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # and what the state lists
+HeldTensors = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # and what the state lists
 
 
-def hang(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a tensor into a tree of modules under its dotted name."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    if isinstance(tensor, nn.Parameter):
-        root.register_parameter(leaf, tensor)
-    else:
-        root.register_buffer(leaf, tensor)
-
-
-def _held(module: nn.Module) -> Held:
+def _held(module: nn.Module) -> HeldTensors:
     parameters = [
         (name, tuple(value.shape), value.dtype, value.requires_grad, id(value))
         for name, value in module.named_parameters(remove_duplicate=False)
@@ -234,52 +220,39 @@ def all_stages(
 ) -> tuple[list[nn.Module], bool]:
     """All ranks' stages in order, with stand-ins for others', and whether any is spread over ranks.
 
-    Every rank must call it; a refusal is heard by all.
-
-    `trains`: whether this rank's step has a backward. All must say the same, or some would wait for gradients for ever.
+    Every rank must call it; a refusal by `check` is heard by all. `trains`: whether this rank's step has a backward.
+    All must say the same, or some would wait for gradients for ever.
     """
-    first, refusal = stages[0], None
-    try:
+    first = stages[0]
+
+    def describe() -> tuple[int, dict[int, Any], bool, bool]:
         check()
-    except PenstockError as error:
-        refusal = error
-    mine = (
-        None if refusal is None else str(refusal),
-        first.num_stages,
-        {stage.stage_index: (_held(stage.submod), sorted(wrappings(stage.submod))) for stage in stages},
-        trains,
-        any(stage.is_spread for stage in stages),
+        held = {stage.stage_index: (_held(stage.submod), sorted(wrappings(stage.submod))) for stage in stages}
+        return first.num_stages, held, trains, any(stage.is_spread for stage in stages)
+
+    answers = agree(
+        describe,
+        lambda mine: all_gather(mine, first.group) if first.group_size > 1 else [mine],
+        refuse=lambda rank, problem: UsageError(f"rank {rank} cannot make its schedule: {problem}"),
     )
-    answers: list[Any] = [mine]
-    if first.group_size > 1:
-        answers = all_gather(mine, first.group)
-    if refusal is not None:
-        raise refusal
-    for rank, (problem, count, *_) in enumerate(answers):
-        if problem is not None:
-            raise UsageError(f"rank {rank} cannot make its schedule: {problem}")
+    for rank, (count, *_) in enumerate(answers):
         if count != first.num_stages:
             raise UsageError(f"rank {rank} says num_stages={count}, rank {first.group_rank} says {first.num_stages}")
-    without = [rank for rank, (*_, backward, _) in enumerate(answers) if not backward]
+    without = [rank for rank, (_, _, backward, _) in enumerate(answers) if not backward]
     if without and len(without) < len(answers):
         raise UsageError(
             f"ranks {without} have no loss_fn, so that their step has no backward, and the others have one; pass the "
             f"same loss_fn to the schedule on every rank: it is called on the last stage's rank only"
         )
-    owners: dict[int, list[int]] = {stage: [] for stage in range(first.num_stages)}
-    for rank, (_, _, held, *_) in enumerate(answers):
-        for index in held:
-            owners[index].append(rank)
-    wrong = {stage: ranks for stage, ranks in owners.items() if len(ranks) != 1}
-    if wrong:
-        stage, ranks = next(iter(wrong.items()))
-        raise UsageError(
-            f"stage {stage} is on {'no rank' if not ranks else f'ranks {ranks}'}; each of the "
-            f"{first.num_stages} stages must be on exactly one"
-        )
-    own: dict[int, nn.Module] = {stage.stage_index: stage.submod for stage in stages}
-    for index, (rank,) in owners.items():
-        if index not in own:
-            held, wrapped = answers[rank][2][index]
-            own[index] = RemoteStage(held, frozenset(wrapped))
-    return [own[index] for index in owners], any(spread for *_, spread in answers)
+    found: dict[int, nn.Module] = {stage.stage_index: stage.submod for stage in stages}
+    for index in range(first.num_stages):
+        ranks = [rank for rank, (_, held, _, _) in enumerate(answers) if index in held]
+        if len(ranks) != 1:
+            raise UsageError(
+                f"stage {index} is on {'no rank' if not ranks else f'ranks {ranks}'}; each of the "
+                f"{first.num_stages} stages must be on exactly one"
+            )
+        if index not in found:
+            held, wrapped = answers[ranks[0]][1][index]
+            found[index] = RemoteStage(held, frozenset(wrapped))
+    return [found[index] for index in range(first.num_stages)], any(spread for *_, spread in answers)

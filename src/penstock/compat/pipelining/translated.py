@@ -16,13 +16,11 @@ from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import PenstockError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Batches, Call
-from penstock.runtime.batch.fingerprint import Seen
+from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.report import StepInput
 from penstock.schedule import Action, Op
-
-__all__ = ["Translated", "custom_handler", "weight_handlers"]
 
 
 class TranslatedBatches(Batches):
@@ -64,9 +62,9 @@ class TranslatedBatches(Batches):
                 )
         super()._check_keywords(kwargs)
 
-    def _look(self, call: Call) -> Seen | None:
+    def _sample_given(self, call: Call) -> GivenBatch | None:
         """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""
-        return super()._look(replace(call, kwargs={}))
+        return super()._sample_given(replace(call, kwargs={}))
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         self._chunks = outputs
@@ -102,14 +100,14 @@ def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handl
 
     def handler(action: Action, context: Context) -> None:
         batch, losses = context.batch, context.losses
-        seen = _PipelineContext(
+        torch_context = _PipelineContext(
             schedule, batch.args, batch.kwargs, batch.targets, [losses[number] for number in sorted(losses)], context
         )
         running = Running(action, context)
         for stage in schedule._all_stages:
             stage.running = running
         try:
-            function(_of(action), seen)
+            function(_of(action), torch_context)
         finally:
             for stage in schedule._all_stages:
                 stage.running = None

@@ -115,7 +115,7 @@ def _layer_by_layer(module: nn.Sequential, value: Any, device: Device | None) ->
 
 
 def _leaves(value: Any) -> Any:
-    """The same without the graph behind it."""
+    """A nested value without the graph behind its tensors."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
 
 

@@ -53,7 +53,7 @@ class DeferredBatchNorm(Deferred):
         self.register_buffer("sum", torch.zeros_like(self.running_mean))  # type: ignore[arg-type]
         self.register_buffer("sum_squares", torch.zeros_like(self.running_var))  # type: ignore[arg-type]
         self.chunks = chunks
-        self._seen: list[Note] = []  # of the batch that goes through, outside of a pipeline
+        self._notes: list[Note] = []  # of the batch that goes through, outside of a pipeline
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Module.__reduce_ex__(self, protocol)
@@ -74,10 +74,10 @@ class DeferredBatchNorm(Deferred):
         assert self.running_mean is not None
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_mean)
         output = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        self._seen.append((input.numel() // input.shape[1], mean, variance))
-        if len(self._seen) >= self.chunks:
-            seen, self._seen = self._seen, []
-            update_statistics(self, seen)
+        self._notes.append((input.numel() // input.shape[1], mean, variance))
+        if len(self._notes) >= self.chunks:
+            notes, self._notes = self._notes, []
+            update_statistics(self, notes)
         return output
 
     @classmethod

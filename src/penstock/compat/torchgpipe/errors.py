@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from penstock.errors import UsageError
 
-__all__ = ["BalanceError", "TooFewDevicesError", "WrongTypeError"]
-
 
 class BalanceError(UsageError):
     """A balance that does not fit the model (ValueError); says how to find one that does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.gpipe import gpipe
 from penstock.gpipe.arguments import as_devices
 from penstock.model.cut import cut_model
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.runtime.batch.microbatch import Microbatches
 
 __all__ = ["BalanceError", "GPipe", "verify_module"]
@@ -114,32 +114,8 @@ class GPipe(gpipe.GPipe):
         _check_value(output, "the output")
         return output
 
-    # -- where it is
-
-    def cpu(self) -> NoReturn:
-        """Refused: each partition is on its device."""
-        self._refuse_move("cpu()")
-
-    def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: each partition is on its device.
-
-        Args:
-            device: Not used.
-        """
-        self._refuse_move("cuda()")
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Convert to another precision; another device is refused.
-
-        Args:
-            *args: As of `nn.Module.to`.
-            **kwargs: As of `nn.Module.to`.
-        """
-        if {"device", "tensor"} & kwargs.keys() or (args and isinstance(args[0], (torch.device, int, str, Tensor))):
-            self._refuse_move("to()")
-        return super().to(*args, **kwargs)
-
-    def _refuse_move(self, call: str) -> NoReturn:
+    def _check_move(self, call: str) -> None:
+        """A device is refused as torchgpipe refuses it: with a `TypeError`."""
         raise WrongTypeError(
             f"{call}: GPipe puts each partition on its own device, {', '.join(map(str, self.devices))}; pass devices= "
             f"to GPipe to choose others. to(dtype) is fine"
@@ -150,7 +126,7 @@ class GPipe(gpipe.GPipe):
     def _what_is_cut(self) -> tuple[Any, ...]:
         return (*super()._what_is_cut(), *self._partitions())
 
-    def _cut(self, first: Any) -> Split:
+    def _cut(self, first: Any) -> StagedModel:
         """One stage for each partition, which is called as a module: it may have hooks."""
         partitions = self._partitions()
         return cut_model(nn.Sequential(*partitions), len(partitions), balance=[1] * len(partitions))

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.compat.torchgpipe.errors import WrongTypeError
 from penstock.errors import RunError
-from penstock.model.declared_skips import DeclaresSkips, Key, take_skip, waiting_skips
+from penstock.model.declared_skips import DeclaresSkips, SkipKey, take_skip, waiting_skips
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
 
@@ -31,6 +31,7 @@ class Namespace:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class stash:
     """`yield stash("name", value)` in a layer's forward keeps a value for the layer that pops it; `None` is a value.
 
@@ -39,12 +40,11 @@ class stash:
         tensor: The value.
     """
 
-    __slots__ = ("name", "tensor")
-
-    def __init__(self, name: str, tensor: Any) -> None:
-        self.name, self.tensor = name, tensor
+    name: str
+    tensor: Any
 
 
+@dataclass(frozen=True, slots=True)
 class pop:
     """`value = yield pop("name")` in a layer's forward takes what an earlier layer has stashed.
 
@@ -52,10 +52,7 @@ class pop:
         name: The name of the skip.
     """
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
 
 class Skippable(DeclaresSkips):
@@ -92,7 +89,7 @@ class Skippable(DeclaresSkips):
         self.namespaces.update(dict.fromkeys(names, ns))
         return self
 
-    def namespaced(self, name: str) -> Key:
+    def namespaced(self, name: str) -> SkipKey:
         """The key of a name: (namespace, name).
 
         Args:
@@ -100,11 +97,11 @@ class Skippable(DeclaresSkips):
         """
         return self.namespaces.get(name), name
 
-    def stashable(self) -> Iterable[Key]:
+    def stashable(self) -> Iterable[SkipKey]:
         """The keys of what it stashes."""
         return map(self.namespaced, sorted(self.stashable_names))
 
-    def poppable(self) -> Iterable[Key]:
+    def poppable(self) -> Iterable[SkipKey]:
         """The keys of what it pops."""
         return map(self.namespaced, sorted(self.poppable_names))
 
@@ -193,8 +190,8 @@ def verify_skippables(module: nn.Sequential) -> None:
         module: The model.
     """
     faults: list[str] = []
-    stashed: dict[Key, str] = {}
-    popped: set[Key] = set()
+    stashed: dict[SkipKey, str] = {}
+    popped: set[SkipKey] = set()
     for place, layer in module.named_children():
         if not isinstance(layer, Skippable):
             continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.plugins.io import CheckpointIO
 
-from penstock.checkpoint.checkpointer import load, save
+from penstock.checkpoint.single import load, save
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

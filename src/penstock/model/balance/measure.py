@@ -40,7 +40,7 @@ REPEATS = 3
 
 @dataclass
 class Measured:
-    """One call of a piece."""
+    """What was measured at one call of a piece of the model."""
 
     times: list[float] = field(default_factory=list)
     saved: int = 0  # bytes that autograd keeps, beside parameters, buffers and what earlier pieces keep
@@ -187,7 +187,7 @@ class _Round:
 
 
 def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
-    """The same with every tensor copied and cut off, and the leaves behind those that want a gradient.
+    """A copy of a nested value, cut off from its graph, and the new leaves that require a gradient.
 
     Copies, because a piece may work in place on what it is given, and the glue on what it returns.
     """

@@ -7,9 +7,9 @@ The problem is posed in `problem` and solved in `sweep`; nothing here needs torc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from penstock.model.balance.problem import Weights, pose
 from penstock.model.balance.sweep import lightest
@@ -66,13 +66,22 @@ def counts_of(cuts: Sequence[int], pieces: int) -> list[int]:
 
 
 def counts_between(cuts: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
-    """As `counts_of`, where not every piece counts: those do with which a stage may begin, `starts`."""
+    """How many of the pieces with which a stage may begin, `starts`, each stage has."""
     bounds = [0, *cuts, max((*starts, *cuts), default=0) + 1]
     return tuple(sum(first <= start < end for start in starts) for first, end in pairwise(bounds))
 
 
+def bytes_across(spans: Iterable[tuple[int, int, float]], pieces: int) -> list[float]:
+    """How many bytes cross a cut before each piece, and at the end; spans are (first piece, last piece, bytes)."""
+    steps = [0.0] * (pieces + 2)
+    for first, last, size in spans:
+        steps[first + 1] += size
+        steps[last + 1] -= size
+    return list(accumulate(steps))[: pieces + 1]
+
+
 def in_flight(schedule: Schedule) -> list[int]:
-    """By stage: the microbatches that it holds when its rank holds the most."""
+    """The microbatches that each stage holds when its rank holds the most."""
     found = [0] * schedule.stages
     for rank, row in enumerate(schedule.rows):
         held = dict.fromkeys(schedule.placement.stages_of(rank), 0)

@@ -44,7 +44,7 @@ class PartitionProblem:
         return len(self.crossing) - 1
 
     def loads(self, ends: Ends) -> list[float]:
-        """By rank."""
+        """The load of each rank."""
         found = list(self.base)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
@@ -55,7 +55,7 @@ class PartitionProblem:
         return max(self.loads(ends))
 
     def bytes(self, ends: Ends) -> float:
-        """What crosses all cuts."""
+        """The bytes that cross all cuts together."""
         return sum(self.crossing[end] for end in ends[1:-1])
 
     @cached_property
@@ -128,7 +128,7 @@ def _grain(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> float:
 
 
 def _rows(weights: Weights, stages: int) -> list[list[float]]:
-    """For each stage what each piece weighs there; one list for all where that is the same."""
+    """What each piece weighs on each stage; one shared list where that is the same."""
     if not weights:
         raise ModelError(f"there are no pieces to make {stages} stages of; the model has no units")
     rows: list[list[float]] = []
@@ -170,7 +170,7 @@ def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]
 def _sums(
     rows: list[list[float]], placement: Placement, speeds: Sequence[float], places: Sequence[int]
 ) -> tuple[list[float], ...]:
-    """By stage, the running load at each place; stages that weigh alike share one list."""
+    """The running load of each stage up to each place where a cut may be; stages that weigh alike share one list."""
     made: dict[tuple[int, float], list[float]] = {}
     for stage, row in enumerate(rows):
         speed = speeds[placement.rank_of(stage)]

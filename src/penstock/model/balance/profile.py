@@ -45,7 +45,7 @@ class Weight:
 
     @property
     def state_bytes(self) -> int:
-        """What it takes with no microbatch in flight."""
+        """The memory of the piece with no microbatch in flight."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -204,7 +204,7 @@ def piece_weights(
 
 
 def memory_rows(weights: Sequence[Weight], in_flight: Sequence[int]) -> list[list[float]]:
-    """For each stage what the pieces would take there: early stages hold more microbatches."""
+    """The memory that each piece would take on each stage: early stages hold more microbatches."""
     rows = {
         held: [float(weight.state_bytes + held * weight.activation_bytes) for weight in weights]
         for held in set(in_flight)
@@ -213,7 +213,7 @@ def memory_rows(weights: Sequence[Weight], in_flight: Sequence[int]) -> list[lis
 
 
 def crossing_of(weights: Sequence[Weight]) -> list[float]:
-    """For `partition`, where each piece reads only what the one before it returned."""
+    """The bytes that cross a cut before each piece, where a piece reads only what the one before it returned."""
     return [0.0, *(float(weight.output_bytes) for weight in weights[:-1])]
 
 

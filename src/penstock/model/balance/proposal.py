@@ -56,7 +56,7 @@ class Proposal:
 
 
 def stage_times(timeline: Timeline) -> list[float]:
-    """By stage: what forward and backward of one microbatch take, from a run (medians over the microbatches)."""
+    """The time that each stage took for forward and backward of one microbatch, as a median over a recorded run."""
     times = {key: statistics.median(values) for key, values in occupied(timeline).items()}
     found = []
     for stage in range(timeline.schedule.stages):

@@ -50,7 +50,7 @@ def lightest(problem: PartitionProblem, slack: float = 0.0) -> tuple[Ends, bool]
 
 
 def _start(problem: PartitionProblem) -> Ends:
-    """Some cut: where ranks have several stages, the best one if each stage had a rank to itself."""
+    """A cut to begin with: where ranks have several stages, the best one if each stage had a rank to itself."""
     count = problem.stages
     if problem.single:
         return [*range(count), problem.atoms]
@@ -146,7 +146,7 @@ class _Partial:
 
 
 class _Sweep:
-    """Sweeps over one problem."""
+    """Dynamic programming over the ranks of one problem: each run finds the best cut within a limit."""
 
     def __init__(self, problem: PartitionProblem) -> None:
         self.problem = problem
@@ -184,7 +184,7 @@ class _Sweep:
         return ends
 
     def _grow(self, turn: _Turn, states: dict[tuple[int, ...], _Partial]) -> dict[tuple[int, ...], _Partial]:
-        """One more rank: every way to place its boundaries, after every cut of those before it."""
+        """Add a rank: every way to place its boundaries, after every cut of the ranks before it."""
         sums, least, at = self.problem.sums, self.problem.least, self._at
         self._grown: dict[tuple[int, ...], _Partial] = {}
         order = list(states.items())

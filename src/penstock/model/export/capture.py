@@ -31,8 +31,8 @@ from penstock.model.export.containers import (
     put_together,
     take_apart,
 )
-from penstock.model.export.effects import Effects, Where, nothing_lost
-from penstock.model.export.nondeterminism import Draws
+from penstock.model.export.effects import Effects, RunningModule, nothing_lost
+from penstock.model.export.nondeterminism import RandomDraws
 
 PREFIX = "model."  # of all names, because the model stands inside a _Flat
 REMEDY = "pass a list of stage modules instead"
@@ -127,7 +127,7 @@ def _shown(like: Tensor) -> str:
 
 def capture(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Capture:
     """Capture the model as it is, in its present mode, on these inputs."""
-    draws = Draws(model, capture=True)
+    draws = RandomDraws(model, capture=True)
 
     def run() -> Capture:
         with draws.watched():
@@ -159,7 +159,7 @@ def _capture(
     tensors = [as_contiguous(tensor).detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     form = arguments.form(args, kwargs)
     outputs: list[Template] = []
-    where = Where(model)
+    where = RunningModule(model)
 
     def call(inner: nn.Module, given: Sequence[Any]) -> list[Any]:
         found: list[Any] = []
@@ -183,7 +183,9 @@ def _capture(
     return Capture(program, named.key(), outputs[-1], [is_channels_last(tensor) for tensor in tensors])
 
 
-def _export(flat: _Flat, tensors: tuple[Any, ...], shapes: Any, where: Where, effects: Effects) -> ExportedProgram:
+def _export(
+    flat: _Flat, tensors: tuple[Any, ...], shapes: Any, where: RunningModule, effects: Effects
+) -> ExportedProgram:
     flat.training = flat.model.training
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -195,7 +197,7 @@ def _export(flat: _Flat, tensors: tuple[Any, ...], shapes: Any, where: Where, ef
         return torch.export.export(flat, tensors, dynamic_shapes=shapes, strict=False)
 
 
-def _refusal(model: nn.Module, where: Where, error: Exception) -> ModelError:
+def _refusal(model: nn.Module, where: RunningModule, error: Exception) -> ModelError:
     reason = str(error).strip().split("\n")[0][:300] or type(error).__name__
     line = str(error).partition("The following call raised this error:")[2].strip().split("\n\n")[0]
     place = " ".join(line.split())[:200]

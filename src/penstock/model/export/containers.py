@@ -26,7 +26,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class _GraphValue:
-    """In the place of a leaf that is a value of the graph: its number."""
+    """Stands for a leaf that is a value of the graph, by its number."""
 
     number: int
 
@@ -67,7 +67,7 @@ def put_together(template: Template, values: Sequence[Any]) -> Any:
 
 
 def as_contiguous(tensor: Any) -> Any:
-    """With strides that follow from its sizes: a slice of something larger as a tensor of its own."""
+    """The tensor with strides that follow from its sizes: a slice of something larger becomes a tensor of its own."""
     if not isinstance(tensor, Tensor) or tensor.is_contiguous() or is_channels_last(tensor):
         return tensor
     return tensor.contiguous()

@@ -13,11 +13,12 @@ from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
 from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
 from penstock.model.export.operations import Values
-from penstock.model.export.part import GraphPart, GraphPrograms, Program, StageState, all_tensors
+from penstock.model.export.part import GraphPart, GraphPrograms, Program, all_tensors
 from penstock.model.export.proof import runs
 from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
-from penstock.model.split import Split
+from penstock.model.part import hang
+from penstock.model.staged_model import StagedModel
 from penstock.model.transformers_models import default_inputs, origin_of
 from penstock.model.use_names import dotted_name
 
@@ -28,7 +29,7 @@ def split_by_graph(
     example: tuple[Any, ...] | Mapping[str, Any],
     balance: Sequence[int] | None = None,
     split_at: Sequence[str] = (),
-) -> Split:
+) -> StagedModel:
     """Cut the graph of a model; see `capture`, `operations`, `cut_places`, `stage_graphs` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     count = stage_count(stages, balance, split_at)
@@ -50,16 +51,16 @@ def split_by_graph(
     counts = ", ".join(map(str, balance))
     how = f"torch.export graph ({sizes}), operations with parameters of their own per stage: {counts}"
     order = tuple(model.state_dict(keep_vars=True))
-    return Split(parts, programs.topology, how, model, balance=balance, order=order, origin=origin_of(model))
+    return StagedModel(parts, programs.topology, how, model, balance=balance, order=order, origin=origin_of(model))
 
 
 def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: GraphPrograms) -> GraphPart:
     saved = set(model.state_dict(keep_vars=True))
-    module = StageState()
+    module = nn.Module()
     here: dict[int, str] = {}
     for name, tensor in tensors.items():  # in the model's order
         if name in programs.held[index]:
-            module.take(name, tensor, persistent=isinstance(tensor, nn.Parameter) or name in saved)
+            hang(module, name, tensor, persistent=isinstance(tensor, nn.Parameter) or name in saved)
             here.setdefault(id(tensor), name)
     module.train(any(programs.modes))
     aliases = {name: here[id(tensor)] for name, tensor in tensors.items() if id(tensor) in here}
@@ -67,7 +68,7 @@ def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Gr
 
 
 def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> list[set[str]]:
-    """For each stage the names of what it holds: all that it reads, and neighbours that nobody reads.
+    """The names of what each stage holds: all that it reads, and neighbours that nobody reads.
 
     A tensor with several names goes by the one of the module that reads it: a tied head by the
     head's name on the last stage and by the embedding's on the first.

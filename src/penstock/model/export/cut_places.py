@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from penstock.errors import ModelError
-from penstock.model.balance.partition import counts_between, partition
+from penstock.model.balance.partition import bytes_across, counts_between, partition
 from penstock.model.balance.request import first_pieces
 from penstock.model.export.capture import PREFIX
 from penstock.model.export.operations import Values, size_in_bytes
@@ -110,11 +110,11 @@ def count_pieces(values: Values, tensors: dict[str, Tensor], cuts: Sequence[Grap
 
 def _later_use(values: Values, tensors: dict[str, Tensor], cut: GraphCut) -> int | None:
     """The operation that reads a parameter for that time, under whichever of its names."""
-    parameters, wanted = values.capture.parameters, tensors[cut.name]
+    parameters, tensor = values.capture.parameters, tensors[cut.name]
     uses = [
         place
         for place, node in enumerate(values.nodes)
-        if any(read in parameters and tensors[parameters[read]] is wanted for read in node.all_input_nodes)
+        if any(read in parameters and tensors[parameters[read]] is tensor for read in node.all_input_nodes)
     ]
     return uses[cut.use - 1] if len(uses) >= cut.use else None
 
@@ -172,10 +172,9 @@ def _pieces(values: Values, tensors: dict[str, Tensor]) -> list[_Piece]:
 
 
 def _crossing(values: Values) -> list[float]:
-    """For a cut before each operation: how many bytes cross it."""
+    """How many bytes cross a cut before each operation."""
     end = len(values.nodes)
     results = {result for result in values.capture.results if isinstance(result, Node)}
-    steps = [0.0] * (end + 2)
     spans: dict[Node, tuple[int, int]] = {}
     for node in values.nodes:
         if node in values.free:
@@ -185,16 +184,8 @@ def _crossing(values: Values) -> list[float]:
         last = end if node in results else last
         first, known = spans.get(maker, (values.position.get(maker, 0), 0))
         spans[maker] = first, max(known, last)
-    for node, (first, last) in spans.items():
-        if node.op != "placeholder":
-            size = size_in_bytes(node)
-            steps[first + 1] += size
-            steps[last + 1] -= size
-    total, bytes_at = 0.0, []
-    for step in steps:
-        total += step
-        bytes_at.append(total)
-    return bytes_at
+    made = ((*span, size_in_bytes(node)) for node, span in spans.items() if node.op != "placeholder")
+    return bytes_across(made, end)
 
 
 def _inseparable(values: Values) -> set[int]:

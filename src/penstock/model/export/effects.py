@@ -34,7 +34,7 @@ _MISSING = object()
 
 
 class _Taken:
-    """In the place of an attribute that the forward is said to write before it reads it."""
+    """Stands for an attribute that the forward must write before it reads it: a read is refused."""
 
     def __init__(self, owner: str, name: str) -> None:
         self.__dict__["_where"] = dotted_name(owner, name)
@@ -71,7 +71,7 @@ class Effects:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Around an export, which puts back equal attributes but not the same objects."""
+        """A context around an export, which puts back equal attributes but not the same objects."""
         kept = {name: dict(vars(module)) for name, module in self._modules.items()}
         try:
             yield
@@ -82,7 +82,7 @@ class Effects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Around one forward: afterwards every module has the attributes that it had."""
+        """A context around one forward: afterwards every module has the attributes that it had."""
         kept = {name: dict(vars(module)) for name, module in self._modules.items()}
         inner = {id(box): (box, contents_of(box)) for box in self._containers()}
         for name, attribute in self.changed:
@@ -100,7 +100,7 @@ class Effects:
 
     @contextmanager
     def buffers_written(self) -> Iterator[None]:
-        """Around one forward: a buffer that it replaced is written in place instead, an operation of the graph.
+        """A context around one forward: a buffer that it replaces is written in place, an operation of the graph.
 
         torch.export does so for the outermost module alone and forgets the others.
         """
@@ -152,7 +152,7 @@ def _same(one: list[Any], other: list[Any]) -> bool:
     return keys[0] == keys[1]
 
 
-class Where:
+class RunningModule:
     """The module whose forward runs, so that an error can name it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -187,7 +187,7 @@ class Where:
 
 
 @contextmanager
-def nothing_lost(where: Where) -> Iterator[None]:
+def nothing_lost(where: RunningModule) -> Iterator[None]:
     """Refuse, in this thread, what autograd would do and a graph of the forward does not show."""
     thread = threading.get_ident()
     apply, hook = vars(torch.autograd.Function)["apply"], vars(Tensor)["register_hook"]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.export.effects import Where
+from penstock.model.export.effects import RunningModule
 from penstock.model.random_states import generators_of, global_states, put_back, states_of
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _refusal(where: str, what: str) -> ModelError:
-    """For a forward that reads something which a graph would have built in."""
+    """The error for a forward that reads something which a graph would have built in."""
     return ModelError(
         f"{where} reads {what}, and a captured graph would keep what it read in the capture, for ever; draw with torch "
         f"(torch.rand), pass it to the model as an input, or switch that off (layerdrop=0, mask_time_prob=0)"
@@ -42,11 +42,11 @@ def _refusal(where: str, what: str) -> ModelError:
 
 
 @contextmanager
-def watched_calls(where: Where) -> Iterator[None]:
-    """Around a plain forward in this thread: a call of a clock or of one of Python's generators is an error."""
+def watched_calls(where: RunningModule) -> Iterator[None]:
+    """A context around a plain forward: a call of a clock or of one of Python's generators is an error."""
     found: list[tuple[str, str]] = []
 
-    def look(frame: Any, event: str, called: Any) -> None:
+    def on_call(frame: Any, event: str, called: Any) -> None:
         if event == "c_call" and not found:
             what = _source(called)
             if what and not frame.f_code.co_filename.startswith(_TORCH):
@@ -55,7 +55,7 @@ def watched_calls(where: Where) -> Iterator[None]:
     before, collects = sys.getprofile(), gc.isenabled()
     with where.watched():
         gc.disable()  # what is called when garbage is collected (`gc.callbacks`) would be taken for the model's
-        sys.setprofile(look)
+        sys.setprofile(on_call)
         try:
             yield
         finally:
@@ -78,7 +78,7 @@ def _source(called: Any) -> str:
     return "random numbers of the operating system" if name == "urandom" else ""
 
 
-class Draws:
+class RandomDraws:
     """Whether runs of a model draw from Python's or numpy's generators.
 
     In a capture torch's must not move either, because its operations do not draw then; but generators that do not

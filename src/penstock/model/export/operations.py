@@ -9,14 +9,15 @@ sizes), so that each stage can make them for itself and nothing needs to cross.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.export.capture import Capture
@@ -35,7 +36,7 @@ class Values:
         self.members: dict[int, list[Node]] = {}
         state = [*capture.parameters, *capture.buffers, *capture.constants]
         for node in [*state, *capture.inputs, *self.nodes]:
-            self.groups[node] = frozenset(_storages(node.meta.get("val")))
+            self.groups[node] = _storages(node)
             for group in self.groups[node]:
                 self.members.setdefault(group, []).append(node)
         self.writes: dict[Node, frozenset[int]] = {
@@ -92,12 +93,13 @@ class Values:
         return not node.users and bool(self.writes[node]) and not draws(node, self.capture.graph_module)
 
 
-def _storages(value: Any) -> Iterator[int]:
-    if isinstance(value, Tensor):
-        yield value.untyped_storage()._cdata
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _storages(part)
+def _tensors(node: Node) -> list[Tensor]:
+    """The tensors that an operation makes, as the capture saw them."""
+    return [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
+def _storages(node: Node) -> frozenset[int]:
+    return frozenset(value.untyped_storage()._cdata for value in _tensors(node))
 
 
 def _in_place_of(node: Node) -> Node | None:
@@ -119,11 +121,7 @@ def _argument(node: Node, place: int, name: str) -> Any:
 
 
 def _nodes_in(value: Any) -> list[Node]:
-    if isinstance(value, Node):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [node for part in value for node in _nodes_in(part)]
-    return []
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Node)]
 
 
 def _written_arguments(node: Node, module: GraphModule) -> list[Node]:
@@ -148,9 +146,9 @@ def _written_arguments(node: Node, module: GraphModule) -> list[Node]:
 
 
 def _is_written(placeholder: Node, body: GraphModule) -> bool:
-    mine = set(_storages(placeholder.meta.get("val")))
+    mine = _storages(placeholder)
     return any(
-        mine & set(_storages(written.meta.get("val")))
+        mine & _storages(written)
         for node in body.graph.nodes
         if node.op == "call_function"
         for written in _written_arguments(node, body)
@@ -176,15 +174,9 @@ def _is_arithmetic(node: Node) -> bool:
 
 
 def size_in_bytes(node: Node) -> float:
-    """Of the tensors of a value, at the sizes of the example."""
-    found, stack = 0.0, [node.meta.get("val")]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Tensor):
-            count = 1.0
-            for size in value.shape:
-                count *= float(size if isinstance(size, int) else size.node.hint or 1)
-            found += count * value.dtype.itemsize
-        elif isinstance(value, (list, tuple)):
-            stack += value
-    return found
+    """The bytes of the tensors that an operation makes, at the sizes of the example."""
+
+    def length(size: Any) -> float:
+        return float(size if isinstance(size, int) else size.node.hint or 1)
+
+    return sum(value.dtype.itemsize * math.prod(map(length, value.shape)) for value in _tensors(node))

@@ -26,7 +26,7 @@ from penstock.model.export.stage_graphs import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import with_memory
-from penstock.model.original.settings import Change, value_key
+from penstock.model.original.settings import AttributeChange, value_key
 from penstock.model.part import OUTPUT, Names, StagePart
 from penstock.model.replay.modes import in_modes
 from penstock.model.replay.tree import OWN
@@ -78,7 +78,7 @@ class GraphPrograms:
         self.held: list[set[str]] = []  # by stage: the names of what it holds
 
     def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See that the graph is the model's function; and what there is to say of other modes, for when they come.
+        """Check that the graph computes what the model does, and note what other modes would be refused for.
 
         A model that is all in eval mode, as `from_pretrained` returns it, will be trained: that graph is made and
         proved as well.
@@ -197,48 +197,26 @@ def _settings(modules: Sequence[nn.Module], kept: list[Any]) -> Any:
     )
 
 
+def _table(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where the tensor of that name is kept: read anew each time, as moving or loading may replace it."""
+    path, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(path)
+    return (holder._parameters if leaf in holder._parameters else holder._buffers), leaf
+
+
 def _kind(tensor: Tensor | None) -> Any:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-class StageState(nn.Module):
-    """What a stage holds, in a tree of the same names as in the whole model."""
-
-    def take(self, name: str, tensor: Tensor, *, persistent: bool) -> None:
-        """Hold a parameter or buffer: the object itself, not a copy."""
-        *path, leaf = name.split(".")
-        place: nn.Module = self
-        for step in path:
-            inner = place._modules.get(step)
-            if inner is None:
-                inner = place._modules[step] = StageState()
-            place = inner
-        if isinstance(tensor, nn.Parameter):
-            place._parameters[leaf] = tensor
-        else:
-            place._buffers[leaf] = tensor
-            if not persistent:
-                place._non_persistent_buffers_set.add(leaf)
-
-    def table(self, name: str) -> tuple[dict[str, Any], str]:
-        """Where the tensor of that name is kept: read anew each time, as moving or loading may replace it."""
-        *path, leaf = name.split(".")
-        place: nn.Module = self
-        for step in path:
-            found = place._modules[step]
-            assert found is not None
-            place = found
-        return (place._parameters if leaf in place._parameters else place._buffers), leaf
 
 
 class GraphPart(StagePart):
     """A stage, as the runtime sees it."""
 
+    follows = True
     reads_inputs = True  # inputs are read where they are needed
     captured = True
 
     def __init__(
-        self, index: int, model: nn.Module, programs: GraphPrograms, module: StageState, aliases: Mapping[str, str]
+        self, index: int, model: nn.Module, programs: GraphPrograms, module: nn.Module, aliases: Mapping[str, str]
     ) -> None:
         super().__init__(index)
         self.module = module
@@ -246,16 +224,16 @@ class GraphPart(StagePart):
         self.copied = list(model.modules())
         self._programs = programs
         self._is_last = index == programs.topology.stages - 1
-        self._tables = {name: module.table(own) for name, own in aliases.items()}  # by every name that a tensor has
+        self._tables = {name: _table(module, own) for name, own in aliases.items()}  # by every name that a tensor has
         holders = dict(model.named_modules(remove_duplicate=False))
         places = [(name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers(remove_duplicate=False)]
         self._buffers = {name: (holders[path], leaf, holders[path]._buffers[leaf]) for name, path, leaf in places}
 
-    def begin(self, settings: Sequence[Change]) -> None:
+    def begin(self, settings: Sequence[AttributeChange]) -> None:
         """What was set since the capture needs another one."""
         self.follow(settings)
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Sequence[AttributeChange]) -> None:
         """Another buffer in the user's model takes its place here; other settings need another capture."""
         replaced = False
         for name, (holder, leaf, seen) in self._buffers.items():
@@ -272,18 +250,9 @@ class GraphPart(StagePart):
         """Run the stage's operations; payloads are lists of tensors and plain values."""
         program, tensors = self._programs.find(self.module.training, args, kwargs)
         stage = program.stages[self.index]
-        values = [
-            *(table[leaf] for table, leaf in (self._tables[name] for name, _ in stage.state)),
-            *stage.constants,
-            *(tensors[number] for number in stage.inputs),
-            *(value for source in stage.arrivals for value in arrived[source]),
-        ]
-        found = stage.function.forward(*values)
-        result: dict[int, Any] = {target: [] for target in self._programs.topology.consumers(self.index)}
-        place = 0
-        for target, count in stage.departures.items():
-            result[target] = list(found[place : place + count])
-            place += count
+        held = {name: table[leaf] for name, _ in stage.state for table, leaf in [self._tables[name]]}
+        sent, results = stage.run(held, tensors, arrived)
+        result: dict[int, Any] = {target: [] for target in self._programs.topology.consumers(self.index)} | sent
         if self._is_last:
-            result[OUTPUT] = put_together(program.capture.output, found[place:])
+            result[OUTPUT] = put_together(program.capture.output, results)
         return result

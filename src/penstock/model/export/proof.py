@@ -21,15 +21,15 @@ from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.export.capture import Capture
 from penstock.model.export.containers import Arguments, Template, as_contiguous, put_together, take_apart
-from penstock.model.export.effects import Where
-from penstock.model.export.nondeterminism import Draws, watched_calls
+from penstock.model.export.effects import RunningModule
+from penstock.model.export.nondeterminism import RandomDraws, watched_calls
 from penstock.model.export.stage_graphs import StageGraph
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.undo import undone
 
 SEED = 20
 ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels
-Outcome = tuple[list[Any], Template, dict[str, Tensor]]  # the output's tensors and the rest of it; buffers
+RunResult = tuple[list[Any], Template, dict[str, Tensor]]  # the output's tensors and the rest of it; buffers
 
 
 def prove(
@@ -43,7 +43,7 @@ def prove(
     """Refuse a graph that is not what the model computes."""
     form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
 
-    def plain(given: Sequence[Any]) -> Outcome:
+    def plain(given: Sequence[Any]) -> RunResult:
         return _run_plain(model, lambda: arguments.call(model, form, _filled(named, given)))
 
     graph = _Graph(model, capture, stages)
@@ -74,7 +74,7 @@ def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Ma
     """Whether the model runs on the example as it is now; clocks or random numbers that are not torch's are refused."""
     form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
     try:
-        draws = Draws(model, capture=False)
+        draws = RandomDraws(model, capture=False)
         draws.never(lambda: _run_plain(model, lambda: arguments.call(model, form, _filled(named, tensors)), draws))
     except PenstockError:
         raise
@@ -100,7 +100,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """With gradients, of which nothing is saved, and with known random numbers."""
+    """A context with gradients, of which nothing is saved, and with known random numbers."""
     before = random_state()
     try:
         torch.manual_seed(SEED)
@@ -114,13 +114,13 @@ def _never_unpack(_: Any) -> Tensor:
     raise ModelError("a forward that takes derivatives has no graph that could be checked")
 
 
-def _run_plain(model: nn.Module, call: Callable[[], Any], draws: Draws | None = None) -> Outcome:
+def _run_plain(model: nn.Module, call: Callable[[], Any], draws: RandomDraws | None = None) -> RunResult:
     """What the model itself gives; nothing of the run stays in it."""
     with undone(model), _seeded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the model has to say, it says when it trains
-        with watched_calls(Where(model)), nullcontext() if draws is None else draws.watched():
+        with watched_calls(RunningModule(model)), nullcontext() if draws is None else draws.watched():
             output = call()
-        return _outcome(output, {name: buffer.clone() for name, buffer in model.named_buffers()})
+        return _result(output, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
 
 class _Graph:
@@ -132,30 +132,27 @@ class _Graph:
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._own = [name for name, _ in model.named_buffers()]
 
-    def run(self, tensors: Sequence[Any]) -> Outcome:
+    def run(self, tensors: Sequence[Any]) -> RunResult:
         copies = {id(buffer): buffer.detach().clone() for buffer in self._buffers.values()}
         state = self._parameters | {name: copies[id(buffer)] for name, buffer in self._buffers.items()}
         inputs = [_fresh(tensor) for tensor in tensors]
-        sent: dict[tuple[int, int], list[Any]] = {}
-        found: Sequence[Any] = ()
+        arrived: list[dict[int, Any]] = [{} for _ in self._stages]  # by stage, from each producing one
+        found: list[Any] = []
         with _seeded():
             for index, stage in enumerate(self._stages):
-                arrived = [value for source in stage.arrivals for value in sent[source, index]]
-                given = [inputs[number] for number in stage.inputs]
-                held = [state[name] for name, _ in stage.state]
-                found = stage.function.forward(*held, *stage.constants, *given, *arrived)
-                for target, count in stage.departures.items():
-                    sent[index, target], found = list(found[:count]), found[count:]
-        return _outcome(put_together(self._capture.output, found), {name: state[name] for name in self._own})
+                sent, found = stage.run(state, inputs, arrived[index])
+                for target, values in sent.items():
+                    arrived[target][index] = values
+        return _result(put_together(self._capture.output, found), {name: state[name] for name in self._own})
 
 
-def _outcome(output: Any, buffers: dict[str, Tensor]) -> Outcome:
+def _result(output: Any, buffers: dict[str, Tensor]) -> RunResult:
     tensors: list[Any] = []
     return tensors, take_apart(output, "output", tensors), buffers
 
 
 def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """The same numbers in other places, and a little beside; if the model does not take that, numbers with a point."""
+    """Other inputs of the same shapes: the example's numbers in another order; then floating-point ones only."""
     chance = torch.Generator().manual_seed(SEED)
 
     def mixed(tensor: Tensor) -> Tensor:
@@ -169,9 +166,9 @@ def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
     yield [mixed(tensor) if isinstance(tensor, Tensor) and tensor.is_floating_point() else tensor for tensor in tensors]
 
 
-def _compare(model: nn.Module, found: Outcome, expected: Outcome, when: str, what: str) -> None:
+def _compare(model: nn.Module, found: RunResult, expected: RunResult, when: str, what: str) -> None:
     tensors, shape, buffers = found
-    wanted, wanted_shape, wanted_buffers = expected
+    expected_tensors, expected_shape, expected_buffers = expected
 
     def refuse(difference: str) -> ModelError:
         return ModelError(
@@ -181,10 +178,12 @@ def _compare(model: nn.Module, found: Outcome, expected: Outcome, when: str, wha
             f"modules"
         )
 
-    if shape.key() != wanted_shape.key():
+    if shape.key() != expected_shape.key():
         raise refuse("its output differs in its structure or in plain values")
-    named = [(f"output tensor {place}", *pair) for place, pair in enumerate(zip(tensors, wanted, strict=True))]
-    named += [(f"buffer {name}", buffer, wanted_buffers[name]) for name, buffer in buffers.items()]
+    named = [
+        (f"output tensor {place}", *pair) for place, pair in enumerate(zip(tensors, expected_tensors, strict=True))
+    ]
+    named += [(f"buffer {name}", buffer, expected_buffers[name]) for name, buffer in buffers.items()]
     for name, have, want in named:
         if not isinstance(want, Tensor):
             if have != want:

@@ -9,7 +9,7 @@ wrote it, the reader makes the views again, and one that writes works on a copy 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,18 @@ class StageGraph:
     inputs: tuple[int, ...]
     arrivals: dict[int, int]  # by producing stage: how many values
     departures: dict[int, int]  # by consuming stage: how many values; the results of the model come last
+
+    def run(
+        self, held: Mapping[str, Any], inputs: Sequence[Any], arrived: Mapping[Any, Sequence[Any]]
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """What the stage sends, by consuming stage, and the model's results, if it has them."""
+        state, given = [held[name] for name, _ in self.state], [inputs[number] for number in self.inputs]
+        received = [value for source in self.arrivals for value in arrived[source]]
+        found = list(self.function.forward(*state, *self.constants, *given, *received))
+        sent = {}
+        for target, count in self.departures.items():
+            sent[target], found = found[:count], found[count:]
+        return sent, found
 
 
 class _Walk:
@@ -97,7 +109,7 @@ class _Walk:
             self._run(node)
 
     def _wanders(self, node: Node) -> bool:
-        """Whether its memory is written in another stage than the one that makes it, other than lasting state."""
+        """Whether a value's memory is written in another stage than the one that makes it, and is no lasting state."""
         for group in self.values.groups[node] - self.values.lasting:
             root = self.values.root(group)
             writers = {self._stage_of(writer) for writer in self.values.writers.get(group, ())}

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import StagePart
 from penstock.model.use_names import dotted_name
 
@@ -36,18 +36,18 @@ class Changes:
     """What the user does to a model, seen from the stages of this process."""
 
     def __init__(self, model: Any, parts: Sequence[StagePart]) -> None:
-        self._parts = parts
+        self._following = [part for part in parts if part.follows]
         named = list(_named_modules(model))
         self._names = {id(module): name for name, module in reversed(named)}
         modules = list({id(module): module for _, module in named}.values())
         copied = list({id(module): module for part in parts for module in part.copied}.values())
         captured = any(part.captured for part in parts)
-        self._settings = Settings(modules, copied, objects=captured)
+        self._settings = ModuleSettings(modules, copied, objects=captured)
         self._moves = False  # the model's own code changes its attributes
         self._forwards = {id(module): vars(module).get("forward") for module in modules}
         self._patched: set[int] = set()
         parameters = _Parameters(parts, dict(named), modules, self._where)
-        self._types = _Types(parameters.places())
+        self._types = _Types(parameters.entries())
         self._checks: list[_Check] = [
             _List(model),
             _Tree(modules, self._where),
@@ -55,24 +55,24 @@ class Changes:
             _Code(modules, captured),
             _Hooks(copied, self._where),
         ]
-        for part in parts:  # what was set since the cut, by a state that was loaded or moved here
+        for part in self._following:  # what was set since the cut, by a state that was loaded or moved here
             part.begin(self._settings.all())
 
     def follow(self) -> bool:
         """Before a step: what was set on the model reaches its stages. Whether anything was."""
-        changes = self._settings.look() + self._types.look()
+        changes = self._settings.take_changes() + self._types.take_changes()
         self._note(changes)
-        for part in self._parts:
+        for part in self._following:
             part.follow(changes)
         self._moves = self._moves or bool(changes)
         return bool(changes)
 
     def give_back(self) -> None:
         """After a step: what stages' code has set is set on the user's modules, and is no change of the user's."""
-        for part in self._parts:
+        for part in self._following:
             part.give_back(self._settings)
         if self._moves:
-            self._note(self._settings.look())
+            self._note(self._settings.take_changes())
 
     def check(self) -> None:
         """Refuse what cannot be followed."""
@@ -87,9 +87,9 @@ class Changes:
         """What about the model is not as it was when it was cut, and cannot be followed; or nothing."""
         if self._patched:
             return f"the forward of {self._names[next(iter(self._patched))] or 'the model'} was replaced"
-        return next((fault for each in (*self._checks, *self._parts) if (fault := each.fault())), "")
+        return next((fault for each in (*self._checks, *self._following) if (fault := each.fault())), "")
 
-    def _note(self, changes: Sequence[Change]) -> None:
+    def _note(self, changes: Sequence[AttributeChange]) -> None:
         for module, name in changes:
             if name == "forward":
                 same = vars(module).get(name) == self._forwards[id(module)]  # a bound method is made anew
@@ -104,12 +104,12 @@ def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
     if isinstance(model, nn.Module):
         yield from model.named_modules(remove_duplicate=False)
         return
-    for place, root in enumerate(model or ()):
+    for index, root in enumerate(model or ()):
         for name, module in root.named_modules(remove_duplicate=False):
-            yield dotted_name(str(place), name), module
+            yield dotted_name(str(index), name), module
 
 
-Where = Callable[..., str]
+NameOf = Callable[..., str]
 
 
 class _Check(Protocol):
@@ -136,7 +136,7 @@ class _List:
 class _Tree:
     """Which modules there are, and of which class."""
 
-    def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
+    def __init__(self, modules: Sequence[nn.Module], where: NameOf) -> None:
         self._modules = [module for module in modules if not isinstance(module, _SCRIPTED)]
         self._where = where
         self._kinds = [type(module) for module in self._modules]
@@ -164,7 +164,7 @@ class _Parameters:
     """The parameters that stages of this process have; others may be elsewhere."""
 
     def __init__(
-        self, parts: Sequence[StagePart], named: dict[str, nn.Module], modules: Sequence[nn.Module], where: Where
+        self, parts: Sequence[StagePart], named: dict[str, nn.Module], modules: Sequence[nn.Module], where: NameOf
     ) -> None:
         self._where = where
         places = (full.rpartition(".") for part in parts for full in part.names.values())
@@ -181,14 +181,14 @@ class _Parameters:
         found = list(chain.from_iterable([module._parameters.values() for module in self._whole]))
         return found + [module._parameters.get(leaf) for module, leaf in self._single] if self._single else found
 
-    def places(self) -> list[tuple[nn.Module, str]]:
-        """Where they are: a module, and a name in it."""
+    def entries(self) -> list[tuple[nn.Module, str]]:
+        """The module and the name there of each of them."""
         return [(module, leaf) for module in self._whole for leaf in module._parameters] + self._single
 
     def fault(self) -> str:
         if [*map(id, self._now())] == self._ids:
             return ""
-        for module, leaf in self.places():
+        for module, leaf in self.entries():
             parameter = module._parameters.get(leaf)
             if parameter is not None and id(parameter) not in self._ids:
                 return f"the parameter {self._where(module, leaf)} was added, or exchanged for another"
@@ -199,19 +199,19 @@ class _Parameters:
 class _Types:
     """The types of parameters, as `model.double()` changes them."""
 
-    def __init__(self, places: Sequence[tuple[nn.Module, str]]) -> None:
-        found = [(module, parameter) for module, leaf in places if (parameter := module._parameters[leaf]) is not None]
+    def __init__(self, entries: Sequence[tuple[nn.Module, str]]) -> None:
+        found = [(module, parameter) for module, leaf in entries if (parameter := module._parameters[leaf]) is not None]
         self._modules, self._parameters = [module for module, _ in found], [parameter for _, parameter in found]
         self._was = [*map(_dtype, self._parameters)]
 
-    def look(self) -> list[Change]:
+    def take_changes(self) -> list[AttributeChange]:
         """The modules whose parameters are of another type than at the last look."""
         now = [*map(_dtype, self._parameters)]
         if now == self._was:
             return []
-        changed = [place for place, kind in enumerate(now) if kind != self._was[place]]
+        changed = [index for index, kind in enumerate(now) if kind != self._was[index]]
         self._was = now
-        return [(self._modules[place], "_parameters") for place in changed]
+        return [(self._modules[index], "_parameters") for index in changed]
 
 
 class _Code:
@@ -240,20 +240,20 @@ class _Code:
 class _Hooks:
     """Hooks of modules that do not run as they are."""
 
-    def __init__(self, modules: Sequence[nn.Module], where: Where) -> None:
+    def __init__(self, modules: Sequence[nn.Module], where: NameOf) -> None:
         self._where = where
-        self._places = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
+        self._tables = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
         self._was = [dict(table) for table in self._now()]
 
     def _now(self) -> list[Any]:
-        return [module.__dict__[name] for module, name in self._places]
+        return [module.__dict__[name] for module, name in self._tables]
 
     def fault(self) -> str:
         now = self._now()
         if now == self._was:
             return ""
-        place = next(place for place, table in enumerate(now) if table != self._was[place])
+        index = next(index for index, table in enumerate(now) if table != self._was[index])
         return (
-            f"a hook was added to {self._where(self._places[place][0])} or taken from it, whose own code does not run "
+            f"a hook was added to {self._where(self._tables[index][0])} or taken from it, whose own code does not run "
             f"as it is: it is spread over stages, or captured in a graph"
         )

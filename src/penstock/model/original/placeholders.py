@@ -60,7 +60,7 @@ class Home:
         return f"rank {self.rank} (stage {self.stage})"
 
     def error(self) -> ModelError:
-        """For a use of the tensor itself."""
+        """The error for a use of the tensor itself."""
         if self.sharded:
             return ModelError(
                 f"{self.name} was sharded: its values are in pipe.parameters(), a part on each rank, and this tensor "
@@ -166,7 +166,7 @@ def _memory(tensor: Tensor, stride: tuple[int, ...], skipped: int) -> Tensor:
 
 @contextmanager
 def with_memory(model: nn.Module) -> Iterator[None]:
-    """Around code that asks for all tensors of a model and reads none of their values: they have memory meanwhile.
+    """A context in which all tensors of a model have memory, for code that reads none of their values.
 
     It is never touched, so that the system need not provide it.
     """
@@ -188,7 +188,7 @@ def blank(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _one_element(tensor: Tensor) -> Tensor:
-    """As little memory as a tensor of that shape can have; what gets at it all the same gets NaN where there is one."""
+    """A tensor of the same shape with the memory of one element; who reads it all the same gets NaN."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Change = tuple[nn.Module, str]  # a module, and the name of an attribute that is another now, or gone
+AttributeChange = tuple[nn.Module, str]  # a module, and the name of an attribute that is another now, or gone
 
 BOXES = (list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict)
 DEPTH = 4  # of boxes in boxes
@@ -26,7 +26,7 @@ _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _ABSENT = object()
 
 
-class Settings:
+class ModuleSettings:
     """The attributes of modules as they were at the last look; of `copied` ones, what is inside of them too.
 
     With `objects`, also what is inside of objects that are no boxes, such as the configuration of a model.
@@ -35,28 +35,28 @@ class Settings:
     def __init__(
         self, modules: Iterable[nn.Module], copied: Iterable[nn.Module] = (), *, objects: bool = False
     ) -> None:
-        self._seen = [(module, dict(vars(module))) for module in modules]
-        self._by_module = {id(module): seen for module, seen in self._seen}
+        self._known = [(module, dict(vars(module))) for module in modules]
+        self._by_module = {id(module): known for module, known in self._known}
         self._copied = list(copied)
         self._objects = objects
         self._tables: list[dict[str, Any]] = []
         self._takes: list[Callable[[dict[str, Any]], tuple[Any, ...]]] = []
         self._counts: list[int] = []
         self._flat: list[Any] = []
-        self._inside: list[tuple[Any, list[Any], list[Change]]] = []  # a box, what was in it, whose it is
+        self._inside: list[tuple[Any, list[Any], list[AttributeChange]]] = []  # a box, what was in it, whose it is
         self._note()
 
-    def look(self) -> list[Change]:
+    def take_changes(self) -> list[AttributeChange]:
         """What has changed since the last look."""
-        found: list[Change] = []
+        found: list[AttributeChange] = []
         same = self._is_all_the_same()
         if not same:
-            for module, seen in self._seen:
+            for module, known in self._known:
                 table = module.__dict__
-                names = dict.fromkeys((*seen, *table))
-                found += [(module, name) for name in names if table.get(name, _ABSENT) is not seen.get(name, _ABSENT)]
-                seen.clear()
-                seen.update(table)
+                names = dict.fromkeys((*known, *table))
+                found += [(module, name) for name in names if table.get(name, _ABSENT) is not known.get(name, _ABSENT)]
+                known.clear()
+                known.update(table)
         for box, contents, places in self._inside:
             now = _contents(box, self._objects)
             if len(now) != len(contents) or not all(map(is_, now, contents)):
@@ -75,27 +75,27 @@ class Settings:
             return False
         return all(map(is_, chain.from_iterable(now), self._flat))
 
-    def all(self) -> list[Change]:
+    def all(self) -> list[AttributeChange]:
         """Every attribute, as if it had changed."""
-        return [(module, name) for module, seen in self._seen for name in seen]
+        return [(module, name) for module, known in self._known for name in known]
 
-    def is_as_seen(self, module: nn.Module, name: str) -> bool:
+    def is_unchanged(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute is the one of the last look."""
         return vars(module).get(name, _ABSENT) is self._by_module[id(module)].get(name, _ABSENT)
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute so that the next look does not count it as set from outside."""
+        """Set an attribute so that `take_changes` does not count it as set from outside."""
         module.__dict__[name] = self._by_module[id(module)][name] = value
         self._counts = []
 
     def _note(self) -> None:
         """All values in a row; and what is inside of the copied modules' attributes, of each box once."""
-        names = [[name for name in seen if name not in _TABLES] for _, seen in self._seen]
-        self._tables = [module.__dict__ for module, _ in self._seen]
+        names = [[name for name in known if name not in _TABLES] for _, known in self._known]
+        self._tables = [module.__dict__ for module, _ in self._known]
         self._takes = [itemgetter(*each, each[-1]) if each else _nothing for each in names]  # of one, no tuple
         self._counts = [*map(len, self._tables)]
         self._flat = [value for take, table in zip(self._takes, self._tables, strict=True) for value in take(table)]
-        boxes: dict[int, tuple[Any, list[Any], list[Change]]] = {}
+        boxes: dict[int, tuple[Any, list[Any], list[AttributeChange]]] = {}
         for module in self._copied:
             for name, value in vars(module).items():
                 if name not in _TABLES and _is_box(value, self._objects):

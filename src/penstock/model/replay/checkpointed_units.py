@@ -18,7 +18,7 @@ _APPLY: Any = torch.autograd.Function.apply.__func__.__code__  # type: ignore[at
 
 
 def cannot_repeat(name: str) -> ModelError:
-    """For a unit call in a backward that cannot be made."""
+    """The error for a unit call in a backward that cannot be made."""
     return ModelError(
         f"the model's code checkpoints the call of {name}, and so code of other stages with it; let the unit "
         f"checkpoint itself, in its own forward, or leave that to Pipeline(recompute='always')"

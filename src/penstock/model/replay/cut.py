@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.balance.partition import counts_between
+from penstock.model.balance.partition import bytes_across, counts_between
 from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
 from penstock.model.lazy import is_lazy
@@ -21,7 +22,7 @@ from penstock.model.replay.recording.unit_calls import ForwardRecording, Leaf
 from penstock.model.replay.recording.units import find_units, smaller_units
 from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.model.transformers_models import default_inputs, origin_of
 from penstock.model.use_names import name_and_use, similar_names
 
@@ -32,7 +33,7 @@ def split_by_replay(
     example: tuple[Any, ...] | Mapping[str, Any],
     balance: Balancing,
     split_at: Sequence[str] = (),
-) -> Split:
+) -> StagedModel:
     """Cut a model without tracing it; see `recording.example_run`, `plan` and `part`."""
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
     defaults = default_inputs(model, kwargs)
@@ -60,7 +61,7 @@ def _assemble(
     cuts: Sequence[int],
     defaults: Mapping[str, Any],
     shapes: Shapes | None = None,
-) -> Split:
+) -> StagedModel:
     """The stages for these cuts; `recut` of the result makes those for others, with what is known of shapes by then."""
     modules = dict(model.named_modules())
     plan = plan_stages(recording, cuts)
@@ -72,7 +73,7 @@ def _assemble(
     )
     starts = _starts(modules, recording)
     balance = counts_between(cuts, starts)
-    return Split(
+    return StagedModel(
         parts,
         plan.topology,
         f"replay of the model's own forward, units with parameters per stage: {', '.join(map(str, balance))}",
@@ -221,26 +222,23 @@ def _later_use(name: str, use: int, names: list[str], starts: list[int]) -> int:
 
 
 def _crossing(recording: ForwardRecording) -> list[float]:
-    """For a cut before each call: how many bytes of values cross it."""
+    """How many bytes of values cross a cut before each call."""
     calls = recording.calls
     last_use: dict[tuple[int, int], int] = {}
     for number, call in enumerate(calls):
         last_use.update({mark: number for mark in call.needs if mark[0] >= 0})
     last_use.update({mark: len(calls) for mark in recording.output if mark[0] >= 0})
-    bytes_at = [0.0] * (len(calls) + 1)
-    for (call_number, place), last in last_use.items():
-        leaf = calls[call_number].leaves[place]
-        if isinstance(leaf, Leaf):
-            size = float(leaf.dtype.itemsize)
-            for length in leaf.shape:
-                size *= length
-            for cut in range(call_number + 1, last + 1):
-                bytes_at[cut] += size
-    return bytes_at
+    made = ((number, last, calls[number].leaves[place]) for (number, place), last in last_use.items())
+    spans = (
+        (number, last, float(leaf.dtype.itemsize * math.prod(leaf.shape)))
+        for number, last, leaf in made
+        if isinstance(leaf, Leaf)
+    )
+    return bytes_across(spans, len(calls))
 
 
 def _owners(units: list[str], plan: StagePlan) -> list[list[str]]:
-    """Each unit with the stages that call it; one that nobody calls stays with its neighbour before it."""
+    """The units of each stage: those that it calls; one that nobody calls stays with its neighbour before it."""
     owned: list[list[str]] = [plan.units_of(stage) for stage in range(plan.stages)]
     called = {unit for names in owned for unit in names}
     stage = 0

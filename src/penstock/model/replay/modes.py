@@ -36,7 +36,7 @@ def also_in_training(
 
 @contextmanager
 def in_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> Iterator[None]:
-    """Inside, each module is in training mode or not, as `modes` says."""
+    """A context in which each module is in training mode or not, as `modes` says."""
     before = [module.training for module in modules]
     try:
         for module, mode in zip(modules, modes, strict=True):

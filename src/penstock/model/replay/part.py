@@ -28,7 +28,7 @@ from penstock.errors import ModelError
 from penstock.model.counted_runs import EVERYWHERE, run_as
 from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import is_away, stand_ins
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import OUTPUT, WHOLE_MODEL, Names, StagePart, state_names
 from penstock.model.replay.checkpointed_units import cannot_repeat, check_reentrant
 from penstock.model.replay.divergence import check_returned, diverged, stale
@@ -70,6 +70,7 @@ class _Replay:
 class ReplayPart(StagePart):
     """A stage, as the runtime sees it."""
 
+    follows = True
     reads_inputs = True  # and every keyword argument: the glue may read any of them
 
     def __init__(
@@ -122,7 +123,7 @@ class ReplayPart(StagePart):
         self.names = Names(known, within={str(number): unit for number, unit in enumerate(units)})
         own = [number for number, stage in enumerate(plan.stage_of) if stage == index]
         self._last_own = own[-1] if own else -1
-        self._wanted = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}
+        self._sent = {mark for (source, _), marks in plan.crossing.items() if source == index for mark in marks}
         self._in = {source: marks for (source, target), marks in plan.crossing.items() if target == index}
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
@@ -147,14 +148,14 @@ class ReplayPart(StagePart):
         self.filling = float("nan")
         return True
 
-    def follow(self, changes: Sequence[Change]) -> None:
+    def follow(self, changes: Sequence[AttributeChange]) -> None:
         """What was set on the user's modules, on their copies; buffers that the user replaced, in the stage's own."""
         self.begin(changes)
         if changes:
             self._shapes.forget()
 
-    def begin(self, settings: Sequence[Change]) -> None:
-        """As `follow`, but what units return for the example is still known: the recording is of the same settings."""
+    def begin(self, settings: Sequence[AttributeChange]) -> None:
+        """Follow settings before the first step; what units return for the example is still known."""
         self._outside.follow_buffers()
         if settings:
             self._twins.follow(settings, self._between)
@@ -170,7 +171,7 @@ class ReplayPart(StagePart):
             f"looked at in training mode then ({untried.reason})"
         )
 
-    def give_back(self, settings: Settings) -> None:
+    def give_back(self, settings: ModuleSettings) -> None:
         """Units get what their code has set on their copies, as if they had run themselves."""
         self._twins.give_back(settings)
 
@@ -190,7 +191,7 @@ class ReplayPart(StagePart):
             for mark, tensor in zip(marks, arrived[source], strict=True)
         }
         kwargs = {**self._defaults, **kwargs}
-        self._outside.look()
+        self._outside.follow_parameters()
         kind = self._kind(args, kwargs)
         follow = self._always_follow or (not self._followed.get(kind) and not self.filling)  # a check looks by itself
         run = self._local.run = _Replay(received, Absent(stale) if follow else None)
@@ -249,7 +250,7 @@ class ReplayPart(StagePart):
         return self._ghost(run, number, args, kwargs)
 
     def _rerun_in_backward(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
-        """In the backward: a unit checkpoints itself, or the model's code its call."""
+        """Run a unit again in the backward, because it checkpoints itself or the model's code checkpoints its call."""
         if not by_call:
             return own(*args, **kwargs)
         numbers = [number for number, call in enumerate(self._plan.recording.calls) if call.unit == name]
@@ -269,7 +270,7 @@ class ReplayPart(StagePart):
         if run.checkpoint is not None:
             own = functools.partial(run.checkpoint, own)
         guard = self._guards.get(call.unit)
-        seen = [] if guard is None else guard.look()
+        guarded = [] if guard is None else guard.values()
         expected = None if self._is_last else self._shapes_of(run, number, args, kwargs)
         sinks = Sinks(args, kwargs) if call.adds or run.absent is not None else None
         run.inside = True
@@ -279,14 +280,14 @@ class ReplayPart(StagePart):
         finally:
             run.inside = False
         if guard is not None:
-            guard.check(seen)
+            guard.check(guarded)
         if sinks is not None and not call.adds and sinks.added():
             raise stale(f"{call.unit} adds to a list that it left alone with the example")
         leaves, spec = flatten((output, sinks.added()) if sinks is not None and call.adds else output)
         if expected is not None:
             check_returned(self._plan.recording.calls, number, leaves, spec, *expected)
         for place, leaf in enumerate(leaves):
-            if (number, place) in self._wanted:
+            if (number, place) in self._sent:
                 run.emitted[number, place] = leaf
                 if run.absent is not None and not call.changed_in_place:
                     run.absent.guard([leaf], f"what {call.unit} returned")

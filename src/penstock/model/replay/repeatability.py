@@ -37,7 +37,7 @@ def checksum(value: Any) -> int:
 
 
 def _has_numbers(tensor: Tensor) -> bool:
-    """Whether its numbers lie in memory: not on the meta device, and not inside of a function transform."""
+    """Whether a tensor's numbers lie in memory: not on the meta device, not inside of a function transform."""
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)

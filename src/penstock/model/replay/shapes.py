@@ -48,7 +48,7 @@ class Shapes:
     def of(
         self, number: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[list[Any], Any]:
-        """(leaves, structure) of the output of call `number` for these arguments, in that mode."""
+        """The leaves and structure of what call `number` returns for these arguments, in that mode."""
         module = self._modules[call.unit]
         given = shapes_of((args, kwargs), training)
         if self._recorded and given == call.given:
@@ -193,7 +193,7 @@ def stand_in(leaf: Leaf, writable: bool, filling: float = 0.0) -> Tensor:
 
 
 def stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:
-    """In the place of a parameter that will never have a value here: one element, expanded."""
+    """One element, expanded, in the place of a parameter that will never have a value here."""
     if parameter is None or parameter.device.type != "meta":
         return parameter
     empty = stand_in(Leaf(tuple(parameter.shape), parameter.dtype, device), writable=False)

@@ -29,12 +29,12 @@ class StageUnits(nn.Module):
         self.__dict__["_running"] = {id(unit): twin for unit, twin in zip(units, twins, strict=True)}
 
     def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """Also those of the tree that hold no parameter: they too know whether they are training."""
+        """All modules, also those of the stage's tree that hold no parameter: they too have a mode."""
         yield from super().modules(remove_duplicate)
         yield from self.__dict__["_others"]
 
     def own_modules(self) -> Iterator[nn.Module]:
-        """Those whose state is this stage's: its units, and the glue, but not what stands for units of other stages.
+        """The modules whose state is this stage's: its units and the glue, but no stand-ins for other stages' units.
 
         These share their tables with the units themselves, which another rank, on a thread, may be running.
         """
@@ -42,7 +42,7 @@ class StageUnits(nn.Module):
         yield from self.__dict__["_glue"]
 
     def running_modules(self) -> Iterator[nn.Module]:
-        """The same, with the copy of a unit that runs, and has its attributes, in the place of the unit."""
+        """As `own_modules`, with the copy of a unit that runs, and has its attributes, in the unit's place."""
         running = self.__dict__["_running"]
         yield from (running.get(id(module), module) for module in self.own_modules() if module is not self)
 
@@ -68,7 +68,7 @@ class GlueTensors:
             for name, parameter in owner._parameters.items()
             if parameter is not None
         }
-        self._places = [
+        self._parameters = [
             (holder, name, *owners[id(parameter)], parameter)
             for holder in root.modules()
             for name, parameter in holder._parameters.items()
@@ -86,14 +86,14 @@ class GlueTensors:
         }
 
     def follow_buffers(self) -> None:
-        for (name, leaf), (holder, seen) in self._buffers.items():
+        for (name, leaf), (holder, known) in self._buffers.items():
             now = holder._buffers.get(leaf)
-            if now is not seen:
+            if now is not known:
                 self._own[name] = now
                 self._buffers[name, leaf] = holder, now
 
-    def look(self) -> None:
-        for holder, name, owner, own_name, first in self._places:
+    def follow_parameters(self) -> None:
+        for holder, name, owner, own_name, first in self._parameters:
             now = owner._parameters[own_name]
             if now is not first and holder._parameters[name] is not now:
                 holder.__dict__["_parameters"] = {**holder._parameters, name: now}  # the user's module has the old one

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.original.settings import Change, Settings
+from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.use_names import dotted_name
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
@@ -103,7 +103,7 @@ def _asked(name: str, module: nn.Module, answer: Answer) -> nn.Module:
 
 
 class _Scripted(nn.Module):
-    """In the place of a compiled module, whose class cannot be derived from."""
+    """Stands for a compiled module, whose class cannot be derived from."""
 
     is_asked = True
 
@@ -171,7 +171,7 @@ class Twins:
         self._owned = [pairs[id(unit)] for unit in owned if id(unit) in pairs]
         self.glue = [own for own, twin in pairs.values() if not getattr(twin, "is_asked", False)]
 
-    def follow(self, changes: Iterable[Change], between: Callable[[nn.Module, str, Any], Any]) -> None:
+    def follow(self, changes: Iterable[AttributeChange], between: Callable[[nn.Module, str, Any], Any]) -> None:
         """Set on the copies what was set on the modules; `between` says what the code between units gets of it."""
         for own, name in changes:
             twin = self._twins.get(id(own))
@@ -185,11 +185,11 @@ class Twins:
             elif name not in _OF_UNITS:
                 twin.__dict__[name] = between(own, name, _mapped(vars(own)[name], self._made, True, 4))
 
-    def give_back(self, settings: Settings) -> None:
-        """Set on the stage's units what their code has set on the copies; where the user has done so too, he counts."""
+    def give_back(self, settings: ModuleSettings) -> None:
+        """Set on the stage's units what their code has set on the copies; what the user has set counts more."""
         for own, twin in self._owned:
             for name, value in list(vars(twin).items()):
-                if name not in OWN and vars(own).get(name, _ABSENT) is not value and settings.is_as_seen(own, name):
+                if name not in OWN and vars(own).get(name, _ABSENT) is not value and settings.is_unchanged(own, name):
                     settings.put(own, name, value)
 
 

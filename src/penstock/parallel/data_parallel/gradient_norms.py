@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.optim.norms import PartialNorm, join_partial, norm_of
+from penstock.optim.norms import PartialNorm, join_partial, local_of, norm_of
 from penstock.parallel.axis_link import AxisLink
-from penstock.parallel.data_parallel.reduce import local_of
 
 
 class SpreadNorms:

@@ -27,15 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
+from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.schedule import Op, Schedule
 
 BUCKET_BYTES = 25 * 2**20
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, where it is spread; in the same memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class Bucket:
@@ -61,7 +57,7 @@ class Bucket:
         return flat
 
     def spread(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with its sum: views of the bucket, which lives as long as one of them."""
+        """Each parameter with the sum of its gradients, as views of the bucket."""
         assert self.flat is not None
         for parameter, part in zip(self.parameters, torch.split(self.flat, self.sizes), strict=True):
             shaped = part.view(local_of(parameter).shape)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
-from penstock.parallel.data_parallel.reduce import Reducer, local_of
+from penstock.parallel.data_parallel.reduce import Reducer
 from penstock.parallel.tensor_parallel.spread import plain_parameters
 from penstock.runtime.batch.comparison import different_batches
 from penstock.runtime.batch.fingerprint import alike, sample
@@ -35,7 +36,7 @@ DRIFT = 1e-3  # of the largest: devices of different kinds round differently, an
 
 
 class ReplicaChecks:
-    """Of one rank, with the links to the copies of its stages (dp) and to the other parts of its tensors (tp)."""
+    """The checks of one rank, over links to copies of its stages (dp) and to other parts of its tensors (tp)."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ReplicaChecks:
 
     def before(self) -> None:
         self.apart = False
-        self._look()
+        self._sample_parameters()
         held = self._reducer.held()
         strangers = self._reducer.strangers(held)
         if strangers:
@@ -83,7 +84,7 @@ class ReplicaChecks:
                     )
             self._trained = trained
 
-    def _look(self) -> None:
+    def _sample_parameters(self) -> None:
         if any(parameter._backward_hooks for parameter in self._sharded):
             raise UsageError(
                 "a parameter has a hook (register_hook), which ParallelOptions(replicate='fsdp') cannot call: "
@@ -140,8 +141,8 @@ class ReplicaChecks:
             for name, parameter in plain_parameters(self._executor.stages)
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
-        seen = self._executor.seen
-        given = {} if seen is None else seen.details()
+        sampled = self._executor.sampled
+        given = {} if sampled is None else sampled.details()
         reports = self._shards.exchange(((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]

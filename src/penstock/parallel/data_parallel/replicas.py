@@ -21,9 +21,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import PeerFailure
 from penstock.group.agreement import agree
+from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
-from penstock.parallel.data_parallel.reduce import Reducer, local_of, make_equal, part_of
+from penstock.parallel.data_parallel.reduce import Reducer, make_equal, part_of
 from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
 from penstock.runtime.engine.executor import Executor
@@ -135,7 +136,7 @@ class Replicas(Replication):
         return answers
 
     def _answer(self) -> None:
-        """In a step that has failed: others may wait to compare."""
+        """Answer replicas that wait to compare, in a step that has failed here."""
         if self._comparisons and self._link is not None and self._failure is not None:
             self._comparisons, self._met = 0, True
             self._link.exchange(ReplicaReport(failure=self._link.named(self._failure)))

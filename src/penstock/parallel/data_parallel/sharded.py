@@ -6,7 +6,7 @@ backward of every microbatch. In a pipeline these moments are planned (`UNSHARD`
 proved, so the hooks are taken off, and each action calls the one thing that it means. Parameters are whole from their
 UNSHARD to their RESHARD; gradients add up over microbatches in the whole parameters, and are reduced once.
 
-This file, `fsdp_groups` and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
+This file and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
 
 Two things stay whole, and are reduced as in plain data parallelism: parameters that several stages share, because a
 group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.
@@ -14,7 +14,7 @@ group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
-from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.state.ownership import Run
 from penstock.schedule import Action, Op
@@ -188,6 +187,22 @@ class Sharder:
             forget_gradients(self._groups[stage])
             with suppress(RuntimeError):  # where the group is lost, there is nothing to wait for
                 module.reset_iter_state()
+
+
+def add_up(groups: Iterable[Any]) -> None:
+    """After a backward: low-precision gradients are added up in the precision that they are reduced in."""
+    for each in (each for group in groups for each in group.fsdp_params):
+        if hasattr(each, "_unsharded_param"):
+            each.accumulate_unsharded_grad_if_needed()
+            each.to_accumulated_grad_if_needed()
+
+
+def forget_gradients(groups: Iterable[Any]) -> None:
+    """Drop the gradients of complete parameters, which have not been reduced."""
+    for each in (each for group in groups for each in group.fsdp_params):
+        each.unsharded_accumulated_grad = None
+        if hasattr(each, "_unsharded_param"):
+            each._unsharded_param.grad = None
 
 
 def _complete_parameter(each: Any) -> Tensor:

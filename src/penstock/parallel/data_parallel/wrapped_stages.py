@@ -27,8 +27,8 @@ from torch.nn.utils import get_total_norm
 
 from penstock.errors import UsageError
 from penstock.optim.norms import PartialNorm, join_partial, norm_of
-from penstock.parallel.data_parallel.fsdp_groups import add_up, forget_gradients
 from penstock.parallel.data_parallel.reduce import part_of
+from penstock.parallel.data_parallel.sharded import add_up, forget_gradients
 from penstock.runtime.engine.replication import Replication
 from penstock.schedule import Action, Op, Schedule
 

@@ -27,7 +27,7 @@ from penstock.runtime.loss.module import LOSS, StageAndLoss
 
 
 def module_names(part: StagePart) -> dict[str, str]:
-    """Each module of a stage, by its name there: its name in the whole model."""
+    """The names that a stage's modules have in the whole model, by their names in the stage."""
     found: dict[str, str] = {}
     for local, whole in part.names.items():
         near, far = local.split("."), whole.split(".")

@@ -108,9 +108,12 @@ class _Call:
     ) -> Any:
         if not _may_defer(deferred, x, weight, bias):
             return None
-        if not x.requires_grad:
-            return self._cut(deferred, weight, bias)
         deferred_bias = bias if bias is not None and deferred.takes(bias) else None
+        if not x.requires_grad:  # nothing is due now, so all of it waits
+            if deferred_bias is None and bias is not None and bias.requires_grad:
+                return None
+            parameters = (weight,) if deferred_bias is None else (weight, deferred_bias)
+            return deferred.cut(parameters, self.func(*self.args, **self.kwargs))
         self.x, self.weight, self.bias = x, weight.detach(), bias if deferred_bias is None else deferred_bias.detach()
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -118,15 +121,6 @@ class _Call:
             self.bias = self.bias if deferred_bias is None else deferred.cast(deferred_bias, dtype)
         output = compute(self)
         return deferred.keep(output, formula, self.x, weight, deferred_bias, self.options)
-
-    def _cut(self, deferred: DeferredWeights, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The input has no gradient: nothing is due now, so all of it waits."""
-        parameters: tuple[Tensor, ...] = (weight,)
-        if bias is not None and bias.requires_grad:
-            if not deferred.takes(bias):
-                return None
-            parameters = (weight, bias)
-        return deferred.cut(parameters, self.func(*self.args, **self.kwargs))
 
 
 Compute: TypeAlias = Callable[[_Call], Tensor]

@@ -132,16 +132,10 @@ class DeferredSubgraph:
 
     __slots__ = ("deferred", "edge", "parameters")
 
-    def __init__(self, deferred: DeferredWeights, parameters: tuple[Tensor, ...]) -> None:
+    def __init__(self, deferred: DeferredWeights, parameters: tuple[Tensor, ...], edge: GradientEdge) -> None:
         self.deferred = deferred
-        self.edge: GradientEdge | None = None
+        self.edge: GradientEdge | None = edge
         self.parameters = parameters
-
-    def apart(self, output: Tensor) -> Tensor:
-        """The output without the graph behind it; its gradient comes here."""
-        self.edge = get_gradient_edge(output)
-        joined: Tensor = _CutFunction.apply(_ANCHOR, (output.detach(),), self)  # type: ignore[no-untyped-call]
-        return joined
 
     def free(self) -> None:
         self.edge = None
@@ -224,10 +218,11 @@ class DeferredWeights:
         return output
 
     def cut(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """An operation on nothing but parameters: all of it waits."""
-        cut = DeferredSubgraph(self, parameters)
+        """An operation on nothing but parameters, all of which waits: its output, without the graph behind it."""
+        cut = DeferredSubgraph(self, parameters, get_gradient_edge(output))
         self.uses.append(cut)
-        return cut.apart(output)
+        joined: Tensor = _CutFunction.apply(_ANCHOR, (output.detach(),), cut)  # type: ignore[no-untyped-call]
+        return joined
 
     def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """The parameter as autocast would give it, cast once per microbatch."""

@@ -8,8 +8,8 @@ names, shapes, dtypes, plain values and numbers. All numbers count in a pipeline
 of whole numbers as it is, that of fractions by whether it is finite, so that a single NaN shows. Tensors on another
 device than the CPU are read at the end of the step, when nothing waits for it.
 
-Where checksums differ, `Seen.details` has what is behind them: fractions may differ by what devices round differently
-(a teacher's output, for one). See `comparison`.
+Where checksums differ, `GivenBatch.details` has what is behind them: fractions may differ by what devices round
+differently (a teacher's output, for one). See `comparison`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from penstock.messages import plain
 from penstock.runtime.batch.microbatch import Shared
 
-WHOLE = 1 << 16  # bytes of a tensor that are looked at in every step
+WHOLE = 1 << 16  # bytes of a tensor that count in every step
 SAMPLE = 256  # numbers of a larger one
 TURN, PLACE = 7919, 104729  # how far apart places are from step to step, and from part to part
 ROUNDING = 0.02  # of the largest number of a tensor; bfloat16 has steps of 0.008
@@ -92,7 +92,7 @@ class _TensorSample:
         return self._words if math.isfinite(total) else f"{self._words} with nan or inf", 0
 
 
-class Seen:
+class GivenBatch:
     """All that one rank was given for one step, by argument."""
 
     def __init__(self, leaves: Mapping[Key, Sequence[Detail | _TensorSample]], whole: bool) -> None:
@@ -126,17 +126,17 @@ class Seen:
         }
 
 
-def look(
+def sample_given(
     args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any], turn: int, whole: bool
-) -> Seen:
+) -> GivenBatch:
     """What this rank was given for a step; None counts as nothing. `turn` numbers steps, alike on all ranks."""
     named: dict[Key, Any] = dict(enumerate(args))
     named.update(kwargs)
     named["target"] = target
     named.update({("loss", name): value for name, value in loss_kwargs.items()})
-    return Seen(
+    return GivenBatch(
         {
-            name: [_look_at(path, leaf, turn, whole) for path, leaf in _leaves(value, "")]
+            name: [_sample_leaf(path, leaf, turn, whole) for path, leaf in _leaves(value, "")]
             for name, value in named.items()
             if value is not None
         },
@@ -167,7 +167,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(inside, path)
 
 
-def _look_at(path: str, leaf: Any, turn: int, whole: bool) -> Detail | _TensorSample:
+def _sample_leaf(path: str, leaf: Any, turn: int, whole: bool) -> Detail | _TensorSample:
     if not isinstance(leaf, Tensor):
         return _plain(path, leaf)
     words = _words(leaf.dtype, leaf.shape)

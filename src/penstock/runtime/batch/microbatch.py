@@ -92,6 +92,20 @@ def split_batch(
     )
 
 
+def check_is_data(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a tensor that waits for a gradient: a step would not deliver one to its batch."""
+    for label, value in (*enumerate(args), ("the target", target), *kwargs.items(), *loss_kwargs.items()):
+        for leaf in pytree.tree_leaves(list(value) if isinstance(value, Microbatches) else value):
+            tensor = leaf.value if isinstance(leaf, Shared) else leaf
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                name = f"argument {label}" if isinstance(label, int) else label
+                raise UsageError(
+                    f"{name} of step() requires a gradient, but a step gives none to its batch; pass it detached, "
+                    f"make the module that computes it a part of the model, or train with penstock.GPipe, whose "
+                    f"inputs get gradients"
+                )
+
+
 def _by_microbatch(named: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
     if not named:
         return [{} for _ in range(count)]

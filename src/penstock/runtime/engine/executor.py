@@ -25,7 +25,7 @@ from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers, different_batches, unlike
-from penstock.runtime.batch.fingerprint import Seen
+from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.engine.action_log import LOG, Entry, log_program, logged
 from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
@@ -63,7 +63,7 @@ class Executor:
         self.stages = self.computations.stages
         self.mailbox = mailbox
         self.replication = Replication()
-        self.seen: Seen | None = None  # what this rank was given for the step
+        self.sampled: GivenBatch | None = None  # what this rank was given for the step
         self.readers: Readers | None = None  # which ranks need an argument of it
         self.transport = transport
         self.handlers: dict[Op, Handler] = {}
@@ -156,7 +156,7 @@ class Executor:
         """
         computations = self.computations
         self.report = computations.report = StepReport(begun=record)
-        self.seen = self.readers = None
+        self.sampled = self.readers = None
         computations.losses = {}
         plan = self._plan(program)
         self.program = program
@@ -197,7 +197,7 @@ class Executor:
     def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
         computations = self.computations
-        self.seen, self.readers = given.seen, given.readers
+        self.sampled, self.readers = given.sampled, given.readers
         computations.begin(given)
         if self.mailbox.open():
             for other in self._plans.values():
@@ -218,7 +218,7 @@ class Executor:
                 if news:
                     raise copy(news[0])
                 if CTRL_C.since:
-                    CTRL_C.look()
+                    CTRL_C.raise_held()
                 function(first, second)
         self._position = len(entries)
         if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
@@ -226,7 +226,7 @@ class Executor:
             raise RunError(f"a handler did not run {part}; it must call context.run or context.compute for it")
         self.transport.flush()
         if CTRL_C.since:
-            CTRL_C.look()
+            CTRL_C.raise_held()
         self.report.ended = perf_counter()
         computations.join_outputs()
         computations.sum_losses()
@@ -326,8 +326,10 @@ class Executor:
         self.report.failure = failure
         if failure is None:
             self.report.progress = self._done
-        if self.seen is not None and not (own and self.seen.pending):  # a device that failed is not asked any more
-            self.report.fingerprint = self.seen.fingerprint()
+        if self.sampled is not None and not (
+            own and self.sampled.pending
+        ):  # a device that failed is not asked any more
+            self.report.fingerprint = self.sampled.fingerprint()
         try:
             reports: list[StepReport] = self.transport.exchange(self.report)
             batches = self._compare_batches(reports)
@@ -349,4 +351,4 @@ class Executor:
         odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
         if not odd:
             return ""
-        return different_batches(self.transport.exchange({} if self.seen is None else self.seen.details(odd)))
+        return different_batches(self.transport.exchange({} if self.sampled is None else self.sampled.details(odd)))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.runtime.backward.graph_leaves import leaves_in_graph
 from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.engine.stage import Stage
@@ -33,7 +33,7 @@ LOOKS = 2  # graphs of each stage
 
 def watch_leaves(
     stages: Mapping[int, Stage],
-    split: Split,
+    split: StagedModel,
     placement: Placement,
     loss_fn: Callable[..., Any] | None,
     replicated: bool,

@@ -146,7 +146,7 @@ class Mailbox:
                 source = other if channel is None else self.channels[channel].source_stage
                 raise rewritten(source, microbatch) from None
             if CTRL_C.since:
-                CTRL_C.look()
+                CTRL_C.raise_held()
         if self.waits is not None:
             self.waits.add(begin, perf_counter())
         return found

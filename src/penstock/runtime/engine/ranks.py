@@ -22,7 +22,7 @@ import torch
 from penstock.errors import PeerFailure, RunError, UsageError
 from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
-from penstock.model.split import Split
+from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.backward.record import own_by_hook
 from penstock.runtime.engine.executor import Executor
@@ -42,6 +42,7 @@ from penstock.runtime.state.randomness import (
 from penstock.runtime.state.transaction import Transaction, modules_of
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.failure.compiling import may_compile
+from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import whole_again
 from penstock.schedule import Placement, Schedule
 
@@ -57,7 +58,7 @@ class LocalRanks:
 
     def __init__(
         self,
-        split: Split,
+        split: StagedModel,
         placement: Placement,
         transports: Sequence[Transport],
         clock: Clock,
@@ -107,7 +108,7 @@ class LocalRanks:
         if self.changes.follow():
             self.thread_randomness.forget()
 
-    def successor(self, split: Split, placement: Placement) -> LocalRanks:
+    def successor(self, split: StagedModel, placement: Placement) -> LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
@@ -120,6 +121,23 @@ class LocalRanks:
         if self._takes_turns:
             return self.thread_randomness.of(part.index, part.stream, part.module, device)
         return seeded(self.clock, part.stream, device)
+
+    @contextmanager
+    def in_call(self, call: str) -> Iterator[None]:
+        """Around a step or an evaluation: on processes, other ranks hear which call this one is in, and Ctrl-C waits
+        until a message, or the end of the step, is complete.
+        """
+        transport = self.transports[0]
+        if not transport.holds_interrupts:
+            yield
+            return
+        outer = transport.call
+        with CTRL_C.around_step():
+            transport.call = outer or call
+            try:
+                yield
+            finally:
+                transport.call = outer
 
     @contextmanager
     def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.errors import ModelError, PeerFailure, RunError
 from penstock.messages import plain
 from penstock.runtime.batch.comparison import Readers, left_out
-from penstock.runtime.batch.fingerprint import BatchFingerprint, Seen
+from penstock.runtime.batch.fingerprint import BatchFingerprint, GivenBatch
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.loss.check import PairCheck
@@ -41,7 +41,7 @@ class StepInput:
     check: PairCheck | None = None  # of the loss, in a step that needs one
     replicas: int = 1  # that work on a batch each
     steps: int | None = None  # that this rank has completed
-    seen: Seen | None = None  # where ranks compare what they were given
+    sampled: GivenBatch | None = None  # where ranks compare what they were given
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
 
 

@@ -53,7 +53,7 @@ class StageInput(NamedTuple):
         return self._replace(arrived=arrived, args=args, kwargs=kwargs, split=split)
 
 
-_NOTHING = nullcontext()
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class Stage:
@@ -83,6 +83,7 @@ class Stage:
         self.fresh = FreshGradients(self.holds)
         self._seeds: Sequence[int] = ()  # of the step's microbatches, where this rank has the generator to itself
         self.gathering = False  # `gathers`, in the step that runs
+        self._final = None if self.returns else OUTPUT  # the output that leaves the pipeline
 
     @property
     def gathers(self) -> bool:
@@ -113,7 +114,8 @@ class Stage:
         phase = Phase("forward", given.microbatch, self.statistics)
         precise = _NOTHING if self.precision is None else self.precision()
         with torch.set_grad_enabled(graph), self._random_numbers(given.microbatch) or _NOTHING, phase, precise:
-            emitted, loss = self._compute(given)
+            emitted = self.memory.run(given.arrived, given.args, given.kwargs, self._final)
+            loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
         return emitted, loss, phase.extra
 
     def forward(self, given: StageInput) -> Forward:
@@ -158,18 +160,19 @@ class Stage:
         return results
 
     def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
-        numbers = self._random_numbers(given.microbatch)
-        phase, recording = Phase(kind, given.microbatch, self.statistics), None
+        numbers = self._random_numbers(given.microbatch) or _NOTHING
+        phase, recording = Phase(kind, given.microbatch, self.statistics), _NOTHING
         if given.split:
             record.deferred = DeferredWeights(self._parameters)
             recording = record.deferred.recording()
+        loss: Tensor | None = None
         outer, NOW.phase = NOW.phase, phase
         try:
-            if numbers is None and self.precision is None:  # the plain way, without managers that do nothing
-                emitted, loss = self._compute(given, recording)
-            else:
-                with numbers or _NOTHING, _NOTHING if self.precision is None else self.precision():
-                    emitted, loss = self._compute(given, recording)
+            with numbers, _NOTHING if self.precision is None else self.precision():
+                emitted = self.memory.run(given.arrived, given.args, given.kwargs, self._final, recording)
+                if given.loss_of is not None:
+                    with recording:
+                        loss = given.loss_of(emitted[OUTPUT])
         finally:
             NOW.phase = outer
         record.end_forward(emitted, loss, phase.extra, self.returns)
@@ -187,17 +190,6 @@ class Stage:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
         if self.inspect_graph is not None:
             self.inspect_graph(record)
-
-    def _compute(
-        self, given: StageInput, recording: AbstractContextManager[object] | None = None
-    ) -> tuple[dict[int, Any], Tensor | None]:
-        """Outputs by consumer, and the loss; the model's code and the loss function run inside of `recording`."""
-        final = None if self.returns else OUTPUT
-        emitted = self.memory.run(given.arrived, given.args, given.kwargs, final, recording)
-        if given.loss_of is None or recording is None:
-            return emitted, None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
-        with recording:
-            return emitted, given.loss_of(emitted[OUTPUT])
 
     # -- backward
 

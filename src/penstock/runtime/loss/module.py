@@ -15,12 +15,12 @@ from torch import nn
 
 from penstock.errors import ModelError
 from penstock.model.part import state_names
-from penstock.model.split import Holding, Split
+from penstock.model.staged_model import Holding, StagedModel
 
 LOSS = "loss_fn"  # what the names of its parameters and buffers begin with
 
 
-def loss_holding(loss_fn: Callable[..., Any] | None, split: Split) -> Holding | None:
+def loss_holding(loss_fn: Callable[..., Any] | None, split: StagedModel) -> Holding | None:
     """What the loss holds beside the stages, if it holds anything."""
     module = module_of(loss_fn)
     if module is None:

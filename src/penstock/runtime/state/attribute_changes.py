@@ -1,8 +1,8 @@
-"""A look at the plain attributes of modules: what was there, so that a change can be seen, and put back.
+"""Snapshots of the plain attributes of modules, so that a change can be noticed and undone.
 
 Numbers, text and objects go by identity. Lists, dicts, sets, deques, tensors and generators also change in place: of
 containers and generators the contents are remembered here, of tensors as a subclass of `Look` says. Where nothing has
-changed, a look costs a comparison of pointers.
+changed, a snapshot costs a comparison of pointers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def exchanged(entries: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
             put(table, name, now)
 
 
-class Deep:
+class Restorable:
     """Something that may change in place, as it was."""
 
     __slots__ = ()
@@ -57,8 +57,8 @@ class Deep:
         """Make it what it was, in place."""
 
 
-class Drawn(Deep):
-    """A generator of random numbers, and its state."""
+class GeneratorSnapshot(Restorable):
+    """A generator of random numbers, and the state that it was in."""
 
     __slots__ = ("generator", "state")
 
@@ -69,20 +69,20 @@ class Drawn(Deep):
         self.generator.set_state(self.state)
 
 
-class Box(Deep):
+class ContainerSnapshot(Restorable):
     """A container as it was: its members, and of those that change in place what was in them."""
 
-    __slots__ = ("deep", "keys", "members", "place", "seen")
+    __slots__ = ("captured", "deep", "keys", "members", "place")
 
     def __init__(self, place: Any) -> None:
         self.place = place
         taken = dict(place) if isinstance(place, dict) else {}  # in one go: other ranks' threads may have it too
         self.keys = tuple(taken)
         self.members = tuple(taken.values()) if isinstance(place, dict) else tuple(place)
-        self.seen: Sequence[Any] = self.members
+        self.captured: Sequence[Any] = self.members
         self.deep = False
 
-    def has_the_same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether its members are still the same objects."""
         if len(self.place) != len(self.members):
             return False
@@ -103,7 +103,7 @@ class Box(Deep):
         return made
 
     def put_back(self) -> None:
-        if not self.has_the_same():
+        if not self.is_unchanged():
             self.place.clear()
             if isinstance(self.place, dict):
                 for key, member in zip(self.keys, self.members, strict=True):
@@ -111,24 +111,24 @@ class Box(Deep):
             else:
                 (self.place.update if isinstance(self.place, set) else self.place.extend)(self.members)
         if self.deep:
-            for each in self.seen:
-                if isinstance(each, Deep):
+            for each in self.captured:
+                if isinstance(each, Restorable):
                     each.put_back()
 
 
-class ModuleSeen:
+class ModuleSnapshot:
     """The attributes of one module as they were; `table` is where they are, among others that every module has."""
 
-    __slots__ = ("_size", "_take", "_values", "deep", "seen", "table")
+    __slots__ = ("_size", "_take", "_values", "captured", "deep", "table")
 
-    def __init__(self, table: dict[str, Any], values: dict[str, Any], seen: dict[str, Any]) -> None:
-        self.table, self.seen = table, seen
-        self.deep = [name for name, value in seen.items() if isinstance(value, Deep)]
+    def __init__(self, table: dict[str, Any], values: dict[str, Any], captured: dict[str, Any]) -> None:
+        self.table, self.captured = table, captured
+        self.deep = [name for name, value in captured.items() if isinstance(value, Restorable)]
         self._size = len(table)
         self._values = (*values.values(), *list(values.values())[:1])
         self._take = itemgetter(*values, next(iter(values))) if values else None  # of two names or more: a tuple
 
-    def has_the_same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether all attributes are still the same objects."""
         if len(self.table) != self._size:
             return False
@@ -137,73 +137,81 @@ class ModuleSeen:
         except KeyError:  # one was removed, and another put there
             return False
 
-    def with_other(self, seen: dict[str, Any]) -> ModuleSeen:
+    def with_other(self, captured: dict[str, Any]) -> ModuleSnapshot:
         """The same values, in some of which something has changed."""
-        return ModuleSeen(self.table, dict(zip(self.seen, self._values, strict=False)), {**self.seen, **seen})
+        return ModuleSnapshot(
+            self.table, dict(zip(self.captured, self._values, strict=False)), {**self.captured, **captured}
+        )
 
     def put_back(self) -> None:
         """The same objects again, with what was in them."""
-        if not self.has_the_same():
-            for name in [name for name in self.table if name not in OWN and name not in self.seen]:
+        if not self.is_unchanged():
+            for name in [name for name in self.table if name not in OWN and name not in self.captured]:
                 del self.table[name]
-            self.table.update(zip(self.seen, self._values, strict=False))
+            self.table.update(zip(self.captured, self._values, strict=False))
         for name in self.deep:
-            self.seen[name].put_back()
+            self.captured[name].put_back()
 
 
-class Look:
-    """Looks at attributes, again and again: what has not changed since the last time is not gone through."""
+class AttributeSnapshots:
+    """Takes snapshots of attributes, one after the other; what has not changed since the last one is shared."""
 
     def __init__(self) -> None:
-        self._last: dict[int, ModuleSeen] = {}
+        self._last: dict[int, ModuleSnapshot] = {}
 
-    def look(self, tables: Mapping[int, dict[str, Any]]) -> dict[int, ModuleSeen]:
+    def take(self, tables: Mapping[int, dict[str, Any]]) -> dict[int, ModuleSnapshot]:
         """What is in these tables of attributes, which go by their identity."""
-        self._last = {number: self._look(number, table) for number, table in tables.items()}
+        self._last = {number: self._take_module(number, table) for number, table in tables.items()}
         return self._last
 
-    def _look(self, number: int, table: dict[str, Any]) -> ModuleSeen:
+    def _take_module(self, number: int, table: dict[str, Any]) -> ModuleSnapshot:
         last = self._last.get(number)
-        if last is None or last.table is not table or not last.has_the_same():
-            old = {} if last is None else last.seen
+        if last is None or last.table is not table or not last.is_unchanged():
+            old = {} if last is None else last.captured
             values = {name: value for name, value in table.items() if name not in OWN}
-            seen = {name: self._see((number, name), value, old.get(name), DEPTH) for name, value in values.items()}
-            return ModuleSeen(table, values, seen)
+            captured = {
+                name: self._capture((number, name), value, old.get(name), DEPTH) for name, value in values.items()
+            }
+            return ModuleSnapshot(table, values, captured)
         changed = {}
         for name in last.deep:
-            seen = self._see((number, name), table[name], last.seen[name], DEPTH)
-            if seen is not last.seen[name]:
-                changed[name] = seen
+            captured = self._capture((number, name), table[name], last.captured[name], DEPTH)
+            if captured is not last.captured[name]:
+                changed[name] = captured
         return last.with_other(changed) if changed else last
 
-    def _see(self, key: Key, value: Any, before: Any, depth: int) -> Any:
-        """What was seen before, if nothing has changed."""
+    def _capture(self, key: Key, value: Any, before: Any, depth: int) -> Any:
+        """What was captured before, if nothing has changed."""
         if isinstance(value, Tensor):
-            return self._see_tensor(key, value, before)
+            return self._capture_tensor(key, value, before)
         if type(value) in CONTAINERS and depth:
-            return self._see_box(key, value, before, depth)
+            return self._capture_container(key, value, before, depth)
         if isinstance(value, torch.Generator):
-            drawn = Drawn(value)
-            same = isinstance(before, Drawn) and before.generator is value and torch.equal(before.state, drawn.state)
+            drawn = GeneratorSnapshot(value)
+            same = (
+                isinstance(before, GeneratorSnapshot)
+                and before.generator is value
+                and torch.equal(before.state, drawn.state)
+            )
             return before if same else drawn
         return value
 
     @abstractmethod
-    def _see_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
-        """The tensor itself, or something `Deep` where its contents count."""
+    def _capture_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
+        """The tensor itself, or something `Restorable` where its contents count."""
 
-    def _see_box(self, key: Key, value: Any, before: Any, depth: int) -> Any:
-        known = isinstance(before, Box) and before.place is value and before.has_the_same()
+    def _capture_container(self, key: Key, value: Any, before: Any, depth: int) -> Any:
+        known = isinstance(before, ContainerSnapshot) and before.place is value and before.is_unchanged()
         if known and not before.deep:
             return before
-        box = Box(value)
+        box = ContainerSnapshot(value)
         kinds = set(map(type, box.members))
         if kinds.isdisjoint(CONTAINERS) and not any(issubclass(kind, (Tensor, torch.Generator)) for kind in kinds):
             return value if isinstance(value, tuple) else box  # a long list of numbers need not be gone through
-        old = before.seen if isinstance(before, Box) else []
+        old = before.captured if isinstance(before, ContainerSnapshot) else []
         old = [*old[: len(box.members)], *[None] * (len(box.members) - len(old))]
-        box.seen = [self._see(key, one, other, depth - 1) for one, other in zip(box.members, old, strict=True)]
-        if known and all(map(is_, box.seen, before.seen)):
+        box.captured = [self._capture(key, one, other, depth - 1) for one, other in zip(box.members, old, strict=True)]
+        if known and all(map(is_, box.captured, before.captured)):
             return before
-        box.deep = any(isinstance(one, Deep) for one in box.seen)
+        box.deep = any(isinstance(one, Restorable) for one in box.captured)
         return value if isinstance(value, tuple) and not box.deep else box

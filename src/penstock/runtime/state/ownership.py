@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 
 _use_count = torch._C._storage_Use_Count
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -73,7 +74,7 @@ class StageMemory:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         final: int | None,
-        recording: AbstractContextManager[object] | None,
+        recording: AbstractContextManager[object] = _NOTHING,
     ) -> dict[int, Any]:
         """Run the part, inside of `recording`. `final`: the output that leaves the pipeline and may be any object."""
         part = self._part
@@ -85,11 +86,8 @@ class StageMemory:
         if not arrived or kwargs or part.reads_inputs:
             (args, kwargs), entered = self._entered.hand((args, kwargs))
         try:
-            if recording is None:
+            with recording:
                 emitted = run(arrived, args, kwargs)
-            else:
-                with recording:
-                    emitted = run(arrived, args, kwargs)
         except RuntimeError as error:
             if arrived and "a leaf Variable that requires grad" in str(error):
                 raise ModelError(self._received.late()) from error

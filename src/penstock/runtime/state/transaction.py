@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.model.original.placeholders import is_away
-from penstock.runtime.state.attribute_changes import Deep, Key, Look, ModuleSeen, is_trained
+from penstock.runtime.state.attribute_changes import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
 from penstock.runtime.state.contents import Contents
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.state.randomness import Clock
@@ -163,8 +163,8 @@ class _RankState:
 
     def __init__(self, modules: Callable[[], Sequence[nn.Module]], every: bool) -> None:
         self._modules = modules
-        self._look = _Attributes()
-        self._attributes: Mapping[int, ModuleSeen] = {}
+        self._snapshots = _Attributes()
+        self._attributes: Mapping[int, ModuleSnapshot] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
         self._buffers, self._others = Contents(every), Contents(every)
@@ -192,10 +192,10 @@ class _RankState:
         self._tables = [(table, dict(table.items())) for table in buffers.values()]
         if self._tables or self._buffers.kept:
             self._buffers.take(each for _, entries in self._tables for each in entries.values() if each is not None)
-        self._look.tensors.clear()
-        self._attributes = self._look.look(attributes)
-        if self._look.tensors or self._others.kept:
-            self._others.take(self._look.tensors)
+        self._snapshots.tensors.clear()
+        self._attributes = self._snapshots.take(attributes)
+        if self._snapshots.tensors or self._others.kept:
+            self._others.take(self._snapshots.tensors)
         self._parameters = list(parameters.values())
         self._gradients = [_gradient(each, copied) for each in self._parameters] if gradients else []
         self.had = {id(parameter) for parameter, gradient, _, _ in self._gradients if gradient is not None}
@@ -203,8 +203,8 @@ class _RankState:
 
     def put_back(self) -> None:
         """Make all of it what it was."""
-        for seen in self._attributes.values():
-            seen.put_back()
+        for captured in self._attributes.values():
+            captured.put_back()
         self._others.put_back()
         self.put_back_buffers()
         for module, mode in self._modes:
@@ -251,21 +251,21 @@ class _RankState:
         return [(parameter, version_of(parameter)) for parameter in self._parameters]
 
 
-class _Attributes(Look):
+class _Attributes(AttributeSnapshots):
     """Attributes, with their tensors in a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
 
-    def _see_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
+    def _capture_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
         if is_trained(tensor) or tensor.requires_grad:  # or it belongs to a graph
             return tensor
         self.tensors.append(tensor)
-        return before if isinstance(before, _Held) and before.tensor is tensor else _Held(tensor)
+        return before if isinstance(before, _TensorOnly) and before.tensor is tensor else _TensorOnly(tensor)
 
 
-class _Held(Deep):
+class _TensorOnly(Restorable):
     """A tensor, whose contents are remembered elsewhere."""
 
     __slots__ = ("tensor",)

@@ -16,6 +16,7 @@ from penstock.errors import UsageError
 from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
+from penstock.schedule.columns import Columns
 from penstock.schedule.lowering.align import align
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.placement import Placement
@@ -25,7 +26,7 @@ from penstock.schedule.topology import Topology
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
 
-Order = list[list[Action]]
+Order = Iterable[list[Action]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Family:
         stages_per_rank: The number of stages per rank unless another one is asked for.
         cap: The function from (ranks, stages per rank) to the stages of microbatches that a rank may hold, in families
             whose order is made for the costs where `build` is given some.
+        drafts: Whether `order` takes `weights=False`, for a caller that places W itself.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     stages_per_rank: int = 1  # unless the user says otherwise
     cap: Callable[[int, int], int] | None = None  # None: the order is the same whatever things cost
+    drafts: bool = False
 
     @property
     def placed(self) -> Callable[[int, int], Placement]:
@@ -80,6 +83,7 @@ FAMILIES: dict[str, Family] = {
             "zero bubble in 1F1B's memory",
             ("ZB1P", "zb1", "ZeroBubbleH1"),
             cap=lambda ranks, _: ranks,
+            drafts=True,
         ),
         Family(
             "zb-h2",
@@ -88,6 +92,7 @@ FAMILIES: dict[str, Family] = {
             "zero bubble in up to twice 1F1B's memory",
             ("ZB2P", "zb2"),
             cap=lambda ranks, _: 2 * ranks - 1,
+            drafts=True,
         ),
         Family(
             "interleaved-zb",
@@ -97,6 +102,7 @@ FAMILIES: dict[str, Family] = {
             ("InterleavedZeroBubble",),
             2,
             cap=lambda ranks, stages_per_rank: ranks * stages_per_rank,
+            drafts=True,
         ),
         Family(
             "group-interleaved",
@@ -106,6 +112,7 @@ FAMILIES: dict[str, Family] = {
             ("GroupInterleaved", "grouped"),
             2,
             cap=zero_bubble.group_cap,
+            drafts=True,
         ),
         Family(
             "zb-v",
@@ -115,6 +122,7 @@ FAMILIES: dict[str, Family] = {
             ("ZBVZeroBubble", "ZBV"),
             2,
             cap=lambda ranks, _: 2 * ranks,
+            drafts=True,
         ),
         Family("v-half", v.v_half, "v", "V placement: half of 1F1B's memory", ("VHalf",), 2, cap=v.half_cap),
         Family("v-min", v.v_min, "v", "V placement: about a third of 1F1B's memory", ("VMin",), 2, cap=v.min_cap),
@@ -216,7 +224,7 @@ def build(
         order = [one_f_one_b.overlap_b_f(row) for row in order]
     return align(
         Schedule(
-            order,
+            Columns.of(order),
             placement=placement,
             microbatches=microbatches,
             topology=Topology.chain(placement.stages, skips),
@@ -250,7 +258,8 @@ def _tuned(
     assert entry.cap is not None
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
-    return tuned(order, entry.placed(ranks, stages_per_rank), microbatches, costs, entry.cap(ranks, stages_per_rank))
+    placement, cap = entry.placed(ranks, stages_per_rank), entry.cap(ranks, stages_per_rank)
+    return tuned(list(order), placement, microbatches, costs, cap)
 
 
 def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:

@@ -15,6 +15,8 @@ first of them, so a round is never shorter than the pipeline unless the batch it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from penstock.schedule.action import Action, Op, trusted
 
 __all__ = ["interleaved_1f1b", "interleaved_order", "one_f_one_b", "rounds"]
@@ -30,11 +32,11 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
     return rows
 
 
-def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[list[Action]]:
     """One forward, one backward over several stages per rank, in rounds."""
     if stages_per_rank == 1:
-        return one_f_one_b(ranks, microbatches)
-    rows = []
+        yield from one_f_one_b(ranks, microbatches)
+        return
     first_round = rounds(ranks, microbatches)[0]
     for rank in range(ranks):
         forwards = interleaved_order(rank, ranks, microbatches, stages_per_rank, Op.F)
@@ -42,8 +44,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> lis
         # enough forwards that the first microbatch is through every stage, and two more for each
         # rank that its gradient must pass on the way back: the turn is then met without a gap
         warmup = (stages_per_rank - 1) * first_round + 2 * (ranks - 1 - rank) + 1
-        rows.append(alternate(forwards, backwards, warmup))
-    return rows
+        yield alternate(forwards, backwards, warmup)
 
 
 def interleaved_order(rank: int, ranks: int, microbatches: int, stages_per_rank: int, op: Op) -> list[Action]:

@@ -29,8 +29,8 @@ Only the order is kept. The slots are squeezed out, as each action runs as soon 
 
 The rests decide whether the legs fall on different slots modulo six on every rank, and how
 the fill and drain meet the middle; which are best depends on the remainder of `ranks`. So a
-family names a few blocks, and takes the shortest order within its cap of these and of the one that `search/rhythm.py`
-makes, which fills faster.
+family names a few blocks, and takes the shortest order within its cap of these and of the one that
+`search/orders/rhythm.py` makes, which fills faster.
 
 zb-v has memory for more: as in arXiv 2401.10241, each rank runs forwards until its first
 gradient can be there, and then goes round F I F I. With equal costs no rank idles between its
@@ -98,8 +98,8 @@ def min_cap(ranks: int, stages_per_rank: int = 2) -> int:
     return stages_per_rank * ((ranks + 4) // 3)
 
 
-def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Zero bubble in 1F1B's memory: at most `ranks` whole-rank microbatches."""
+def zb_v(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Action]]:
+    """Zero bubble in 1F1B's memory: at most `ranks` whole-rank microbatches; without `weights`, only F and I."""
     orders = []
     for rank in range(ranks):
         down, up = rank, 2 * ranks - 1 - rank
@@ -108,7 +108,7 @@ def zb_v(ranks: int, microbatches: int) -> list[list[Action]]:
         legs += [(up, Op.F), (up, Op.I)] * (ranks - rank)
         legs += [(down, Op.F), (down, Op.I), (up, Op.F), (up, Op.I)] * microbatches
         orders.append(_numbered(legs, microbatches))
-    return fill_weights(orders, v_placement(ranks), cap=2 * ranks).orders
+    return fill_weights(orders, v_placement(ranks), cap=2 * ranks).orders if weights else orders
 
 
 def v_placement(ranks: int) -> list[int]:
@@ -150,8 +150,8 @@ def _best(blocks: Sequence[VBlock], ranks: int, microbatches: int, cap: int) -> 
 
 def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:
     """The order of a V that keeps to a rhythm, with a fill that is as quick as memory allows; None where it stops."""
+    from penstock.schedule.search.orders.rhythm import Rhythm, follow
     from penstock.schedule.search.problem import Problem  # which looks at every family
-    from penstock.schedule.search.rhythm import Rhythm, follow
 
     problem = Problem(Placement.v(ranks, 2), microbatches, Costs(), (float(cap),) * ranks)
     found = follow(problem, Rhythm(patience=0.0, overrun=0.0, weight_time=1.0))

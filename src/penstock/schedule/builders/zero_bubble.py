@@ -24,6 +24,8 @@ another. With equal costs:
   passed. It holds `ranks * (stages_per_rank + 1) / 2` stages of microbatches: three quarters of H1's memory with two
   stages per rank, five eighths with four.
 
+With `weights=False` a builder leaves W out where that saves time, for a caller that places them by other costs.
+
 Rounds here are never larger than `ranks`, unlike interleaved 1F1B's: a larger round alone
 would hold more than the `ranks` whole-rank microbatches that H1 promises. So a remainder
 either is a short round at the end, or is taken from all rounds evenly, whichever is shorter.
@@ -39,30 +41,32 @@ from penstock.schedule.builders.one_f_one_b import alternate
 __all__ = ["group_cap", "group_interleaved", "interleaved_zb", "zb_h1", "zb_h2"]
 
 
-def zb_h1(ranks: int, microbatches: int) -> list[list[Action]]:
+def zb_h1(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Action]]:
     """Zero bubble in 1F1B's memory: at most `ranks` microbatches on a rank."""
-    return interleaved_zb(ranks, microbatches, stages_per_rank=1)
+    return interleaved_zb(ranks, microbatches, stages_per_rank=1, weights=weights)
 
 
-def zb_h2(ranks: int, microbatches: int) -> list[list[Action]]:
+def zb_h2(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Action]]:
     """Zero bubble with no idle slot inside, in up to twice 1F1B's memory."""
     orders = []
     for rank in range(ranks):
         forwards = [trusted(rank, Op.F, microbatch) for microbatch in range(microbatches)]
         inputs = [trusted(rank, Op.I, microbatch) for microbatch in range(microbatches)]
         orders.append(alternate(forwards, inputs, warmup=2 * (ranks - rank) - 1))
-    return fill_weights(orders, range(ranks), cap=2 * ranks - 1).orders
+    return fill_weights(orders, range(ranks), cap=2 * ranks - 1).orders if weights else orders
 
 
-def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int, *, weights: bool = True) -> list[list[Action]]:
     """The interleaved order with W delayed into the bubbles: at most `ranks` whole-rank microbatches."""
-    return _best_rounds(ranks, microbatches, stages_per_rank, ranks, cap=stages_per_rank * ranks)
+    return _best_rounds(ranks, microbatches, stages_per_rank, ranks, stages_per_rank * ranks, weights)
 
 
-def group_interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+def group_interleaved(
+    ranks: int, microbatches: int, stages_per_rank: int, *, weights: bool = True
+) -> list[list[Action]]:
     """The interleaved order in rounds of half the ranks: at most `group_cap` stages of microbatches."""
     cap = group_cap(ranks, stages_per_rank)
-    return _best_rounds(ranks, microbatches, stages_per_rank, (ranks + 1) // 2, cap)
+    return _best_rounds(ranks, microbatches, stages_per_rank, (ranks + 1) // 2, cap, weights)
 
 
 def group_cap(ranks: int, stages_per_rank: int) -> int:
@@ -70,7 +74,9 @@ def group_cap(ranks: int, stages_per_rank: int) -> int:
     return (stages_per_rank - 1) * ((ranks + 1) // 2) + ranks
 
 
-def _best_rounds(ranks: int, microbatches: int, stages_per_rank: int, size: int, cap: int) -> list[list[Action]]:
+def _best_rounds(
+    ranks: int, microbatches: int, stages_per_rank: int, size: int, cap: int, weights: bool
+) -> list[list[Action]]:
     """Rounds of `size`, with a remainder at the end or spread over all of them, whichever is shorter.
 
     A round that is smaller than half the ranks may keep ranks waiting in a circle: it comes around the loop before its
@@ -84,6 +90,8 @@ def _best_rounds(ranks: int, microbatches: int, stages_per_rank: int, size: int,
         if size < ranks:
             smaller, larger = divmod(microbatches, rounds)
             choices.append([smaller + 1] * larger + [smaller] * (rounds - larger))
+    if not weights and len(choices) == 1:
+        return _in_turn(ranks, choices[0], stages_per_rank)
     found = [_interleaved(ranks, sizes, stages_per_rank, cap) for sizes in choices]
     candidates = [filled for filled in found if filled is not None]
     return min(candidates, key=lambda filled: preference(filled, cap)).orders
@@ -92,18 +100,24 @@ def _best_rounds(ranks: int, microbatches: int, stages_per_rank: int, size: int,
 def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int, cap: int) -> Filled | None:
     """The interleaved order over rounds of these sizes; None where it never finishes."""
     stage_count = stages_per_rank * ranks
-    orders = []
-    for rank in range(ranks):
-        stages = range(rank, stage_count, ranks)
-        forwards = _in_rounds(stages, Op.F, sizes)
-        inputs = _in_rounds(stages[::-1], Op.I, sizes)
-        orders.append(alternate(forwards, inputs, warmup=(stages_per_rank - 1) * sizes[0] + ranks - rank))
+    orders = _in_turn(ranks, sizes, stages_per_rank)
     if not _turns_in_order(orders[-1], stage_count - 1):
         return None
     try:
         return fill_weights(orders, [stage % ranks for stage in range(stage_count)], cap)
     except ScheduleError:
         return None
+
+
+def _in_turn(ranks: int, sizes: list[int], stages_per_rank: int) -> list[list[Action]]:
+    """F and I of the interleaved order over rounds of these sizes."""
+    orders = []
+    for rank in range(ranks):
+        stages = range(rank, stages_per_rank * ranks, ranks)
+        forwards = _in_rounds(stages, Op.F, sizes)
+        inputs = _in_rounds(stages[::-1], Op.I, sizes)
+        orders.append(alternate(forwards, inputs, warmup=(stages_per_rank - 1) * sizes[0] + ranks - rank))
+    return orders
 
 
 def _turns_in_order(order: list[Action], last: int) -> bool:

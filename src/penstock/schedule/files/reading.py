@@ -6,14 +6,16 @@ than anybody could wait for. Both are found before the text is parsed.
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import NotationError, ScheduleError
 
-__all__ = ["MOST_CELLS", "MOST_STAGES", "read_file"]
+__all__ = ["MOST_CELLS", "MOST_STAGES", "parse_json", "read_file"]
 
 MOST_CELLS = 1_000_000  # as 1,000 ranks with 300 microbatches have; read and proved in some 10 s
 MOST_STAGES = 20_000  # each costs the proof far more than a cell does
@@ -43,3 +45,11 @@ def read_file(path: str | PathLike[str], cells: int = MOST_CELLS) -> str:
             "build(), which is right by construction"
         )
     return text
+
+
+def parse_json(text: str) -> Any:
+    """What a text in JSON says; NotationError if it is none, nests without end, or has a number of endless digits."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise NotationError(f"not JSON: {error}") from error

@@ -21,9 +21,10 @@ from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.files.drawing import IDLE, cells_of
 from penstock.schedule.files.facts import check_facts, taken
-from penstock.schedule.files.reading import MOST_STAGES, read_file
+from penstock.schedule.files.reading import MOST_STAGES, parse_json, read_file
 from penstock.schedule.placement import Placement
 from penstock.schedule.proof.certificate import RULES, Certificate
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, actions_of, skips_seen
 from penstock.schedule.topology import Topology
@@ -98,7 +99,7 @@ def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -
         raise ScheduleError(f"{path.name} has {schedule.stages:,} stages; at most {MOST_STAGES:,} are read")
     found = check_facts(schedule, facts, whole=kind == ".json")
     if check:
-        found += [fault for fault in schedule.shape_faults() if fault not in found]
+        found += [fault for fault in shape_faults(schedule) if fault not in found]
     if found:
         raise ScheduleError(found)
     return schedule
@@ -180,10 +181,7 @@ def to_json(schedule: Schedule, **more: object) -> str:
 
 def from_json(text: str, *, certified: bool = True) -> Schedule:
     """Read what `to_json` wrote. With `certified`, a certificate that is for another schedule is refused."""
-    try:
-        document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise NotationError(f"not JSON: {error}") from error
+    document = parse_json(text)
     if not isinstance(document, dict) or document.get("penstock_schedule") != FORMAT:
         raise NotationError(f'a schedule in JSON has "penstock_schedule": {FORMAT} at its top')
     missing = [key for key in _KEYS if type(document.get(key)) is not _KEYS[key]]
@@ -217,7 +215,8 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
 
 def _keep_certificate(schedule: Schedule, written: Any) -> None:
     """Check the certificate of a file, and keep it. One by other rules says nothing, and is dropped."""
-    if not isinstance(written, dict) or set(written) != {"digest", "proved", "rules"}:
+    kinds = {"digest": str, "proved": list, "rules": int}
+    if not isinstance(written, dict) or {name: type(value) for name, value in written.items()} != kinds:
         raise NotationError("the certificate of the file is not complete; verify the schedule, and save it again")
     certificate = Certificate(written["digest"], tuple(written["proved"]), written["rules"])
     if certificate.rules == RULES:

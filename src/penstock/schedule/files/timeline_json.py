@@ -18,9 +18,10 @@ from typing import Any
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.rules import is_index
 from penstock.schedule.action import Action, parse
-from penstock.schedule.files.reading import MOST_CELLS, read_file
+from penstock.schedule.files.reading import MOST_CELLS, parse_json, read_file
 from penstock.schedule.files.text import from_json as schedule_from_json
 from penstock.schedule.files.text import to_json as schedule_to_json
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.timeline import Span, Timeline, Wall
 
@@ -30,6 +31,7 @@ FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20
 NUMBERS = 5 * MOST_CELLS  # of a file: five for each span
+MOST_CORES = 1_000_000
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 
@@ -54,6 +56,7 @@ def to_json(timeline: Timeline) -> str:
         MARK: FORMAT,
         "unit": timeline.unit,
         "clock_error": timeline.clock_error,
+        "cores": timeline.cores,
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),
         "walls": [list(wall) for wall in timeline.walls],
@@ -70,17 +73,14 @@ def _rows(spans: Iterable[Span]) -> str:
 
 def from_json(text: str) -> Timeline:
     """Read what `to_json` wrote."""
-    try:
-        document = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise NotationError(f"not JSON: {error}") from error
+    document = parse_json(text)
     if not isinstance(document, dict) or document.get(MARK) != FORMAT:
         raise NotationError(f'a recorded run in JSON has "{MARK}": {FORMAT} at its top')
     wrong = [name for name, kind in _KEYS.items() if not isinstance(document.get(name), kind)]
     if wrong:
         raise NotationError([Fault(f"no complete timeline in JSON: {name!r} is missing or wrong") for name in wrong])
     schedule = schedule_from_json(json.dumps(document["schedule"]))
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     faults: list[Fault] = []
@@ -91,6 +91,9 @@ def from_json(text: str) -> Timeline:
         faults.append(Fault(f"unit is not a unit of time, such as 's': {document['unit'][:40]!r}"))
     if not _is_time(document["clock_error"]):
         faults.append(Fault(f"clock_error is not a time: {document['clock_error']}"))
+    cores = document.get("cores", 0)  # files of before have none
+    if not is_index(cores, MOST_CORES):
+        faults.append(Fault(f"cores is not a number of cores: {str(cores)[:40]}"))
     peaks = [document[name] for name in ("peak_activations", "peak_memory")]
     for name, numbers in zip(("peak_activations", "peak_memory"), peaks, strict=True):
         if len(numbers) not in (0, schedule.ranks) or not all(map(_is_time, numbers)):
@@ -107,6 +110,7 @@ def from_json(text: str) -> Timeline:
         walls=walls,
         clock_error=document["clock_error"],
         unit=document["unit"],
+        cores=cores,
     )
 
 

@@ -15,6 +15,7 @@ from penstock.errors import CycleMember, Fault, ScheduleError
 from penstock.schedule.action import Action
 from penstock.schedule.dependencies import Stuck, Table, stuck_at, waits_in_cells, waits_of
 from penstock.schedule.events import run
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Row, Schedule, expect_schedule
 
 __all__ = ["align", "stuck_faults"]
@@ -30,7 +31,7 @@ def align(schedule: Schedule) -> Schedule:
 
     expect_schedule(schedule, "align")
     schedule = schedule.compute()
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     columns = schedule.columns

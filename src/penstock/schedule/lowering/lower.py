@@ -19,12 +19,14 @@ All passes are linear in the number of actions.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from penstock.errors import ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.columns import Array, Columns
+from penstock.schedule.columns import Array, Columns, blocks
 from penstock.schedule.dependencies import Table, waits_of
 from penstock.schedule.lowering.align import align
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import PASSES, passes_seen
 from penstock.schedule.topology import links
@@ -68,7 +70,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
         schedule: The schedule.
     """
     _refuse_after(schedule, PASSES, "insert_transfers")
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     if not is_aligned(schedule):
@@ -80,50 +82,64 @@ def _with_messages(schedule: Schedule) -> Columns:
     """The computes in the order of their slots, each slot with its receives before and its sends after."""
     import numpy as np
 
-    columns = schedule.columns
-    after, stage, op, peer, rank = _messages(schedule)
-    microbatch, slot = columns.microbatch[after], columns.position[after]
-    own = np.stack((columns.stage, columns.op, columns.peer, columns.rank))
-    fields = np.concatenate((own, np.stack((stage, op, peer, rank))), axis=1, dtype=np.int32)
-    phase = np.concatenate((np.ones(columns.size, dtype=np.int8), np.where(np.isin(op, RECEIVES), 0, 2)))
-    slots = np.concatenate((columns.position, slot))
-    # In a slot, receives stand in the order of their senders and sends in the order of what made them. Both were
-    # found in that order, and the sort keeps it.
-    key = (fields[3].astype(np.int64) * (schedule.slots + 1) + slots) * 3 + phase
-    order = np.argsort(key, kind="stable")
-    stages, ops, peers, ranks = (field[order] for field in fields)
-    pairs = np.zeros(len(order), dtype=bool)
-    pairs[: columns.size][columns.second] = True
-    new_cell = ~pairs[order]
-    starts = np.searchsorted(ranks, np.arange(columns.ranks + 1))
-    cells = np.concatenate(([0], np.cumsum(new_cell)))
-    position = (cells[1:] - 1 - cells[starts][ranks]).astype(np.int32)
-    return Columns(
-        tuple(np.diff(cells[starts]).tolist()),
-        starts,
-        position,
-        stages,
-        ops.astype(np.int8),
-        np.concatenate((columns.microbatch, microbatch))[order],
-        peers,
-    )
+    columns, messages = schedule.columns, _messages(schedule)
+    bounds = np.searchsorted(messages.rank[messages.kind], np.arange(columns.ranks + 1))
+    starts = columns.starts + bounds
+    size = int(starts[-1])
+    position, stage, microbatch = (np.empty(size, dtype=np.int32) for _ in range(3))
+    op, peer = np.empty(size, dtype=np.int8), np.full(size, -1, dtype=np.int32)
+    second = np.zeros(columns.size, dtype=bool)
+    second[columns.second] = True
+    lengths: list[int] = []
+    for rank in range(columns.ranks):
+        own, sent = slice(*columns.starts[rank : rank + 2]), slice(*bounds[rank : rank + 2])
+        after, kind = messages.after[sent], messages.kind[sent]
+        phase = np.where(np.isin(messages.op[kind], RECEIVES), 0, 2)
+        # In a slot, receives stand in the order of their senders and sends in the order of what made them. Both were
+        # found in that order, and the sort keeps it.
+        slots = np.concatenate((columns.position[own] * np.int64(3) + 1, columns.position[after] * np.int64(3) + phase))
+        order = np.argsort(slots, kind="stable")
+        row = slice(*starts[rank : rank + 2])
+        for found, computes, transfers in (
+            (stage, columns.stage, messages.stage[kind]),
+            (op, columns.op, messages.op[kind]),
+            (peer, columns.peer, messages.peer[kind]),
+            (microbatch, columns.microbatch, columns.microbatch[after]),
+        ):
+            found[row] = np.concatenate((computes[own], transfers))[order]
+        new_cell = np.concatenate((~second[own], np.ones(len(after), dtype=bool)))[order]
+        position[row] = np.cumsum(new_cell) - 1
+        lengths.append(int(np.count_nonzero(new_cell)))
+    return Columns(tuple(lengths), starts, position, stage, op, microbatch, peer)
 
 
 RECEIVES = (Op.RECV_F, Op.RECV_B)
 
 
-def _messages(schedule: Schedule) -> tuple[Array, ...]:
-    """Of each transfer: the number of the compute that it follows, and its own stage, op, peer and rank."""
+class _Messages(NamedTuple):
+    """Transfers by rank, and on a rank in the order of the computes that they follow. The rest is by their kind."""
+
+    after: Array  # the number of the compute
+    kind: Array
+    stage: Array
+    op: Array
+    peer: Array
+    rank: Array
+
+
+def _messages(schedule: Schedule) -> _Messages:
+    """All transfers that a schedule needs."""
     import numpy as np
 
     columns = schedule.columns
-    by_stage = np.argsort(columns.stage, kind="stable")
+    by_stage = np.argsort(columns.stage, kind="stable").astype(np.int32)
     bounds = np.searchsorted(columns.stage[by_stage], np.arange(schedule.stages + 1)).tolist()
-    found: list[list[Array]] = [[], [], [], [], []]
+    kinds: list[tuple[int, Op, int, int]] = []
+    computes: list[Array] = [np.zeros(0, dtype=np.int32)]
 
-    def add(after: Array, stage: int, op: Op, peer: int, rank: int) -> None:
-        for column, value in zip(found, (after, stage, op, peer, rank), strict=True):
-            column.append(value if column is found[0] else np.full(len(after), value, dtype=np.int32))
+    def add(after: Array, *kind: Any) -> None:
+        kinds.append(kind)
+        computes.append(after)
 
     for link in links(schedule.placement, schedule.topology):
         source, target = link.source, link.target
@@ -139,18 +155,20 @@ def _messages(schedule: Schedule) -> tuple[Array, ...]:
         back = backs[0] if len(backs) == 1 else _last_of(columns, backs, schedule.microbatches)
         add(back, target, Op.SEND_B, near, link.target_rank)
         add(back, source, Op.RECV_B, far, link.source_rank)
-    if not found[0]:
-        return tuple(np.zeros(0, dtype=np.int32) for _ in found)
-    after, *rest = (np.concatenate(column) for column in found)
-    order = np.argsort(after, kind="stable")
-    return after[order], *(column[order] for column in rest)
+    del by_stage
+    fields = np.array(kinds, dtype=np.int32).reshape(-1, 4).T
+    kind = np.repeat(np.arange(len(kinds), dtype=np.int32), [len(after) for after in computes[1:]])
+    after = np.concatenate(computes)
+    computes.clear()
+    order = np.lexsort((after, fields[3][kind]))
+    return _Messages(after[order], kind[order], *fields)
 
 
 def _last_of(columns: Columns, backs: list[Array], microbatches: int) -> Array:
     """Of a link that several stages of a rank read: by microbatch, the compute with which all gradients are there."""
     import numpy as np
 
-    last = np.full((len(backs), microbatches), -1)
+    last = np.full((len(backs), microbatches), -1, dtype=np.int32)
     for row, back in zip(last, backs, strict=True):
         row[columns.microbatch[back]] = back
     return last.max(axis=0)[last.min(axis=0) >= 0]
@@ -163,7 +181,8 @@ def is_aligned(schedule: Schedule) -> bool:
     needs = waits_of(table, columns)
     if (needs.on == columns.size).any():
         return False
-    return bool((columns.position[needs.on] < columns.position[needs.who]).all())
+    in_turn = (columns.position[needs.on[some]] < columns.position[needs.who[some]] for some in blocks(len(needs.on)))
+    return all(bool(part.all()) for part in in_turn)
 
 
 def insert_reductions(schedule: Schedule) -> Schedule:

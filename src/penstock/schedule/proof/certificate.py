@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from penstock.errors import Fault, ScheduleError
+from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
 
 __all__ = ["RULES", "Certificate", "certificate_of"]
@@ -56,14 +56,15 @@ class Certificate:
                 f"again"
             )
         found = certificate_of(schedule)
+        if found.digest != self.digest:
+            raise ScheduleError(
+                f"the certificate is for another schedule ({self.digest[:40]}) than this ({found.digest}): it was "
+                "changed after the proof; verify it, and save it again"
+            )
         if found != self:
             raise ScheduleError(
-                [
-                    Fault(
-                        f"the certificate is for another schedule ({self.digest}) than this ({found.digest}): it was "
-                        "changed after the proof; verify it, and save it again"
-                    )
-                ]
+                f"the certificate was changed: it lists {len(self.proved)} statements which are not the "
+                f"{len(found.proved)} that are proved of such a schedule; verify it, and save it again"
             )
 
 

@@ -35,7 +35,9 @@ def rendezvous_faults(schedule: Schedule, transfers: Transfers) -> list[Fault]:
     who, position = who[away], position[away]
     event = np.concatenate((sends.number, columns.cell[who]))
     on = np.concatenate((transfers.receives.number, senders[position]))
-    outcome = run(columns.starts, np.zeros(columns.size), Waits(event, on, np.zeros(len(event))))
+    del away, senders, who  # as large as the program
+    nothing = np.broadcast_to(0.0, max(columns.size, len(event)))
+    outcome = run(columns.starts, nothing[: columns.size], Waits(event, on, nothing[: len(event)]))
     if not outcome.stuck:
         return []
     return _faults(schedule, transfers, event, position, outcome.stuck)

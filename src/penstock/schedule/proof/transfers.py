@@ -8,7 +8,7 @@ would otherwise be trained on in silence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import Fault
 from penstock.schedule.action import Action, Op, trusted
@@ -94,7 +94,7 @@ class Transfers:
         import numpy as np
 
         columns = self._columns
-        numbers = np.flatnonzero((columns.op >= Op.SEND_F) & (columns.op <= Op.RECV_B))
+        numbers = np.flatnonzero((columns.op >= Op.SEND_F) & (columns.op <= Op.RECV_B)).astype(np.int32)
         op, stage, peer = (column[numbers] for column in (columns.op, columns.stage, columns.peer))
         usual = np.full((len(Op), self.table.stages), -1, dtype=np.int32)
         for (kind, near, far), move in self._kinds.items():
@@ -114,16 +114,17 @@ class Transfers:
         order = np.argsort(way, kind="stable")
         numbers, moves, way = numbers[order], moves[order], way[order]
         microbatch = self._columns.microbatch[numbers]
+        whole: Any = np.int32 if self.table.size < 2**31 else np.int64
         filled: list[tuple[Array, Array, Array]] = []
         for k in range(max((len(move.sent) for move in self._moves), default=1)):
             near, far = (
-                np.array([bases[k] if k < len(bases) else -1 for bases in ends], dtype=np.int64)[moves]
+                np.array([bases[k] if k < len(bases) else -1 for bases in ends], dtype=whole)[moves]
                 for ends in ([move.sent for move in self._moves], [move.received for move in self._moves])
             )
-            there = near >= 0
+            there = near >= 0 if k else slice(None)  # a move has one value at least
             filled.append((numbers[there], near[there] + microbatch[there], far[there] + microbatch[there]))
-        places, sent, received = (np.concatenate(column) for column in zip(*filled, strict=True))
-        message = moves.astype(np.int64) * self.table.microbatches + microbatch
+        places, sent, received = filled[0] if len(filled) == 1 else map(np.concatenate, zip(*filled, strict=True))
+        message = moves.astype(whole) * self.table.microbatches + microbatch
         return Ends(numbers, way, message, places, *((sent, received) if sending else (received, sent)))
 
 

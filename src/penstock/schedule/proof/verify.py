@@ -23,6 +23,7 @@ from penstock.schedule.events import run
 from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.certificate import Certificate, certificate_of
 from penstock.schedule.proof.rendezvous import rendezvous_faults
+from penstock.schedule.proof.shape import crowd_fault, shape_faults
 from penstock.schedule.proof.transfers import Transfers, link_faults
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import passes_seen
@@ -55,8 +56,8 @@ def faults(schedule: Schedule) -> list[Fault]:
     import numpy as np
 
     expect_schedule(schedule, "verify")
-    found = list(schedule.shape_faults())
-    if schedule.ranks != schedule.placement.ranks or schedule.crowd_fault() is not None:
+    found = list(shape_faults(schedule))
+    if schedule.ranks != schedule.placement.ranks or crowd_fault(schedule) is not None:
         return found
     if found:
         schedule = _well_shaped(schedule, found)
@@ -72,7 +73,7 @@ def faults(schedule: Schedule) -> list[Fault]:
         return found
     columns = schedule.columns
     needs = waits_of(table, columns)
-    outcome = run(columns.starts, np.zeros(columns.size), waits_in_cells(columns, needs))
+    outcome = run(columns.starts, np.broadcast_to(0.0, columns.size), waits_in_cells(columns, needs))
     if not outcome.stuck:
         return []
     return stuck_faults(schedule.rows, stuck_at(columns, table, needs, outcome.stuck))
@@ -143,7 +144,7 @@ def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) 
     table, columns = transfers.table, schedule.columns
     got, sent = transfers.receives, transfers.sends
     made_by, made = table.positions(columns, table.made)
-    first = np.full(table.size, columns.size)  # by position: the cell in which it is there first
+    first = np.full(table.size, columns.size, dtype=np.int32)  # by position: the cell in which it is there first
     np.minimum.at(first, made, columns.cell[made_by])
     np.minimum.at(first, got.positions, got.numbers)
     if not lowered:  # what comes from other ranks is for the run of all ranks to see

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Budget"]
+from penstock.errors import UsageError
+from penstock.rules import check_count
+from penstock.schedule.timing.costs import is_number
+
+__all__ = ["Budget", "budget_of"]
 
 SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
 
@@ -41,3 +45,12 @@ class Budget:
     def for_a_rule(self, computes: int) -> float:
         """About what making an order of this size by a rule takes, in the unit of the limit."""
         return 0.0 if self.counts_orders else computes * SECONDS
+
+
+def budget_of(seconds: float, effort: int | None) -> Budget:
+    """The budget that a user gave."""
+    if not (is_number(seconds) and seconds >= 0):
+        raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
+    if effort is not None:
+        check_count("effort", effort)
+    return Budget(seconds, effort)

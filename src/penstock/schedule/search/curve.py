@@ -6,15 +6,14 @@ the curve never rises: no cap has less idle time than a larger one.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
-from penstock.rules import check_count
-from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.effort import Progress
-from penstock.schedule.search.search import Found, Starts, search_even
+from penstock.schedule.search.budget import Budget, budget_of
+from penstock.schedule.search.found import Found
+from penstock.schedule.search.request import Progress, request_of
+from penstock.schedule.search.search import Starts, search_even
 from penstock.schedule.search.space import NoRoom
 from penstock.schedule.timing.costs import Costs, is_number
 
@@ -71,26 +70,20 @@ def search_curve(
         seed: Where the random numbers start.
         progress: A function to call with the progress, as for `search`.
     """
-    check_count("ranks", ranks)
-    if effort is not None:
-        check_count("effort", effort)
-    if not (is_number(seconds) and seconds >= 0):
-        raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
-    costs = costs or Costs()
-    if not isinstance(costs, Costs) or costs.sizes is not None:
+    whole = budget_of(seconds, effort)
+    request = request_of(ranks, microbatches, costs, None, stages_per_rank, placements, seed=seed, progress=progress)
+    if request.uneven:
         raise UsageError("the curve takes a Costs of microbatches that are alike, such as Costs(forward=2.0)")
-    caps = _caps(ranks, costs, memory)
+    caps = _caps(ranks, request.costs, memory)
     points: list[CurvePoint] = []
     starts: Starts = {}
     spent = 0.0
     for number, cap in enumerate(caps):
         share = (number + 1) / len(caps)
-        budget = Budget(share * seconds - spent, None if effort is None else max(1, round(share * effort - spent)))
+        left = share * whole.limit - spent
+        budget = Budget(left, max(1, round(left)) if whole.counts_orders else None)
         try:
-            found, starts = search_even(
-                ranks, microbatches, costs, cap, stages_per_rank, placements, budget, "makespan", False,
-                random.Random(seed), progress, starts,
-            )  # fmt: skip
+            found, starts = search_even(replace(request, caps=(cap,) * ranks), budget, starts)
         except NoRoom:
             if number == len(caps) - 1 and not points:
                 raise

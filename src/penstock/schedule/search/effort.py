@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.hunt import Hunt
 from penstock.schedule.search.problem import ROUNDING
+from penstock.schedule.search.request import Progress
 
-__all__ = ["Effort", "Progress"]
-
-Progress = Callable[[float, float, float], None]  # spent so far, the best value so far, the lower bound
+__all__ = ["Effort"]
 
 
 class Effort:
@@ -39,11 +37,12 @@ class Effort:
             if hunt.can_beat(self.best.value):
                 for _ in hunt.families(lambda: self.best.value):
                     self._tell()
-        for hunt in promising:
-            for _ in hunt.rules() if self._worth(hunt) else ():
+        waiting = [(hunt, hunt.rules()) for hunt in promising]
+        while waiting:  # the first rule of each placement, then the second: a good bound is not yet a good order
+            hunt, rules = waiting.pop(0)
+            if self._worth(hunt) and next(rules, None) is not None:
                 self._tell()
-                if not self._worth(hunt):
-                    break
+                waiting.append((hunt, rules))
         while self.budget.limit and self._narrow():
             leaders = sorted(self.open, key=lambda hunt: hunt.value)
             hunt = leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)]

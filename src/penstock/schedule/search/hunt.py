@@ -12,22 +12,24 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from penstock.schedule.builders import FAMILIES, Family
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import Candidate, Overrun, Score, complete, price
-from penstock.schedule.search.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.orders.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
+from penstock.schedule.search.orders.grouped import Grouping, Laps, laps_of
+from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS, improve
+from penstock.schedule.search.orders.laps import change_laps
+from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.search.problem import ROUNDING, Orders, Problem
-from penstock.schedule.search.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.timing.bounds import lower_bound
 
 __all__ = ["Hunt", "Key"]
 
 Key = tuple[tuple[int, ...], frozenset[int]]  # the rank of each stage, and the stages that recompute
-NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
-MARGIN = 1.005  # an estimate must be this far off before it decides
+MARGIN = 1.005  # a large placement must promise to gain this much
 SMALL = 500  # computes
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 
@@ -44,12 +46,16 @@ class Hunt:
             problem.memory,
             span=problem.span,
             recompute=problem.recompute,
+            quick=True,
         )
         self.best: list[Candidate] = []
         self.recipe: Recipe | None = None  # the one that did best
         self.recipe_score = NOTHING
         self.orders = 0  # how many were priced
-        self.spent = {"rules": 0.0, "changes": 0.0}
+        self.grouping: Grouping | None = None  # the one that did best
+        self.laps: Laps | None = None  # the best that came of one
+        self.laps_score = NOTHING
+        self.spent = {"rules": 0.0, "changes": 0.0, "laps": 0.0}
         self.rehearsal = problem.shorter(3 * problem.ranks) if problem.microbatches > 4 * problem.ranks else None
 
     @property
@@ -95,11 +101,15 @@ class Hunt:
         On a large pipeline the family whose first microbatches do best comes first, and those are left out whose first
         microbatches say that they are no match for `best`.
         """
-        known = list(self._known())
-        estimates = {family.name: self._estimate(family, self.problem.ranks) if self.large else 0.0 for family in known}
-        for family in sorted(known, key=lambda family: estimates[family.name]):
-            if estimates[family.name] < math.inf and estimates[family.name] <= best() * MARGIN:
+        if not self.large:
+            for family in self._known():
                 self.begin(self._rows(family, self.problem))
+                yield
+            return
+        estimates = {family: self._estimate(family) for family in self._known()}
+        for family, estimate in sorted(estimates.items(), key=lambda entry: entry[1]):
+            if estimate < best():
+                self._refill(self._draft(family, self.problem))
                 yield
 
     def _known(self) -> Iterator[Family]:
@@ -122,24 +132,38 @@ class Hunt:
         self._offer(orders, None)
         self._refill([[x for x in order if x < 2 * self.problem.size] for order in orders], (*OVERRUNS, IN_TURN))
 
-    def _rows(self, family: Family, problem: Problem) -> Orders:
+    def _rows(self, family: Family, problem: Problem, **options: bool) -> Orders:
         sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
-        return problem.numbers(family.order(*sizes if family.layout == "loop" else sizes[:2]))
+        order = family.order(*sizes if family.layout == "loop" else sizes[:2], **options)
+        return problem.numbers([*order])
 
-    def _estimate(self, family: Family, microbatches: int) -> float:
+    def _draft(self, family: Family, problem: Problem) -> Orders:
+        """A family's order of F and I."""
+        rows = self._rows(family, problem, weights=False) if family.drafts else self._rows(family, problem)
+        return [[x for x in order if x < 2 * problem.size] for order in rows]
+
+    def _estimate(self, family: Family) -> float:
         """What it would take, from what it takes with fewer microbatches; infinite where these do not fit.
 
-        Each microbatch more is more work for the busiest rank, and a family's fill and drain do not shrink.
+        Each microbatch more is more work for the busiest rank, and a family's fill and drain do not shrink. Those that
+        promise no cap are tried with one microbatch more than memory holds, since what they hold may grow with all.
         """
-        problem = self.problem
+        problem, ranks = self.problem, self.problem.ranks
+        held = max(problem.least_memory(rank) / cap for rank, cap in enumerate(problem.caps))
+        most = int(1 / held) + 1 if held else ranks
+        microbatches = max(ranks, most) if family.cap is None and most <= 2 * ranks + 1 else ranks
         if microbatches >= problem.microbatches:
             return 0.0
         short = problem.shorter(microbatches)
-        score = price(short, self._rows(family, short), None)
+        score = price(short, self._draft(family, short), OVERRUNS[0])
         return math.inf if score is None else score[0] + (problem.microbatches - microbatches) * problem.busiest
 
     def _offer(self, orders: Orders, overrun: Overrun | None) -> Score:
         self._count(1)
+        if self.large and overrun is not None:  # to fill it in again at the end takes long
+            filled = fill(self.problem, orders, overrun)
+            self._keep(filled)
+            return filled.score
         score = price(self.problem, orders, overrun)
         if score is None:
             return NOTHING
@@ -159,11 +183,11 @@ class Hunt:
 
     # -- what is made
 
-    def rules(self) -> Iterator[None]:
-        """The recipes to begin with."""
+    def rules(self) -> Iterator[Recipe]:
+        """The recipes to begin with, each when it has been tried."""
         for recipe in first_recipes(self.problem):
             self._try(recipe)
-            yield
+            yield recipe
 
     def _try(self, recipe: Recipe) -> None:
         """Make an order by a recipe; of many microbatches only when it does well on fewer, which takes less time."""
@@ -182,19 +206,37 @@ class Hunt:
                 self._refill(orders, overruns)
         if score <= self.recipe_score:
             self.recipe, self.recipe_score = recipe, score
+            self.grouping = recipe if isinstance(recipe, Grouping) else self.grouping
 
     def step(self) -> None:
-        """Rules or a run of changes, whichever has had less than its share of what was spent so far."""
+        """Rules, changes to laps or a run of changes: what has had least of its share of what was spent so far."""
         begin = self.budget.spent
-        share = 0.1 if self.small else 0.5
-        spent = self.spent["rules"] + self.spent["changes"]
-        what = "rules" if self.spent["rules"] <= share * spent or not self.best else "changes"
-        if what == "rules":
+        shares = {"rules": 0.1 if self.small else 0.5, "changes": 0.9 if self.small else 0.5}
+        if self.grouping is not None:
+            shares["laps"] = 4.0
+        what = min(shares, key=lambda name: self.spent[name] / shares[name]) if self.best else "rules"
+        if what == "laps":
+            self._change_laps()
+        elif what == "rules":
             like = self.recipe if self.generator.random() < 0.7 else None
             self._try(drawn(self.problem, like, self.generator))
         else:
             self._change()
         self.spent[what] += self.budget.spent - begin
+
+    def _change_laps(self) -> None:
+        """A run of changes to the best laps so far; or to those of the best grouping, with other patience."""
+        assert self.grouping is not None
+        laps = self.laps
+        if laps is None or self.generator.random() < 0.3:
+            patience = self.generator.choice((0.3, 0.3, 0.3, 1.0))
+            laps = laps_of(self.problem, replace(self.grouping, patience=patience))
+        tries, before = max(10, min(250, 2 * LARGE // self.problem.size)), self.budget.orders
+        laps, found = change_laps(self.problem, laps, tries, self.budget, self.generator)
+        self.orders += self.budget.orders - before
+        if found.score < self.laps_score:
+            self.laps, self.laps_score = laps, found.score
+        self._keep(found)
 
     def _change(self) -> None:
         """A run of changes to one of the best orders, with its W filled in or in their places."""

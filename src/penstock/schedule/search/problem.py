@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate, chain, repeat
 from typing import Any
 
@@ -85,9 +86,8 @@ class Problem:
         self.topology = Topology.chain(self.stages)
         costs.check_edges(self.topology)
         forward, _, backward, weight = costs.recomputed(self.stages, recompute).by_op(self.stages)
+        self._times = [*forward, *backward, *weight]
         self._count_memory()
-        self.time = self._spread([*forward, *backward, *weight])
-        self.feeds, self.wires = self._links()
         work = [sum(times) for times in zip(forward, backward, weight, strict=True)]
         self.busiest = max(sum(work[stage] for stage in placement.stages_of(rank)) for rank in range(self.ranks))
 
@@ -102,17 +102,46 @@ class Problem:
         self.input_room = [room for room, _ in backward]
         owned = [self.placement.stages_of(rank) for rank in range(self.ranks)]
         self.spare = [max(0.0, *(self.input_room[stage] for stage in stages)) for stages in owned]
+        self._given_back = [-held for held in self.held]
+
+    # the arrays are made when they are asked for: of some placements, the bound says enough
+
+    @cached_property
+    def time(self) -> list[float]:
+        """How long each action takes."""
+        return self._spread(self._times)
+
+    @cached_property
+    def takes(self) -> list[float]:
+        """The memory that each action adds."""
         after = [held - most for held, most in zip(self.held, self.most, strict=True)]
-        given_back = [-held for held in self.held]
-        spare = [self.spare[rank] for rank in self.placement.by_stage]
-        needed = [most + left for most, left in zip(self.most, spare, strict=True)]
-        self.takes = self._spread([*self.most, *after, *given_back])
-        self.room = self._spread([*needed, *self.input_room, *given_back])
-        self.least_room = self._spread([*self.most, *self.input_room, *given_back])
+        return self._spread([*self.most, *after, *self._given_back])
+
+    @cached_property
+    def room(self) -> list[float]:
+        """The memory that must be free for each action while orders are made."""
+        needed = [most + self.spare[rank] for most, rank in zip(self.most, self.placement.by_stage, strict=True)]
+        return self._spread([*needed, *self.input_room, *self._given_back])
+
+    @cached_property
+    def least_room(self) -> list[float]:
+        """The memory that must be free for each action of a whole order."""
+        return self._spread([*self.most, *self.input_room, *self._given_back])
+
+    @cached_property
+    def feeds(self) -> list[int]:
+        """Whom each action feeds, or -1."""
+        return self._links[0]
+
+    @cached_property
+    def wires(self) -> list[tuple[float, float, int]]:
+        """Time on the link, delay after that, and the link, of what each action makes."""
+        return self._links[1]
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:
         return [each for value in by_place for each in repeat(value, self.microbatches)]
 
+    @cached_property
     def _links(self) -> tuple[list[int], list[tuple[float, float, int]]]:
         home, stages, count = self.placement.by_stage, self.stages, self.microbatches
         shift, wire = [0] * (3 * stages), [(0.0, 0.0, -1)] * (3 * stages)

@@ -19,112 +19,25 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
 
 from penstock.errors import UsageError
-from penstock.rules import check_count
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.effort import Effort, Progress
-from penstock.schedule.search.evaluate import complete
+from penstock.schedule.search.budget import Budget, budget_of
+from penstock.schedule.search.effort import Effort
+from penstock.schedule.search.found import Found, Tried
 from penstock.schedule.search.hunt import Hunt, Key
+from penstock.schedule.search.orders.evaluate import complete
 from penstock.schedule.search.problem import ROUNDING, Orders
-from penstock.schedule.search.space import (
-    PLACEMENTS,
-    NoRoom,
-    never,
-    placements_for,
-    problems_for,
-    stages_to_recompute,
-)
-from penstock.schedule.search.uneven.layers import Hosts, Layer, Request
+from penstock.schedule.search.request import Objective, Progress, Request, request_of
+from penstock.schedule.search.space import NoRoom, problems_for
+from penstock.schedule.search.uneven.entry import search_uneven
+from penstock.schedule.search.uneven.layers import Hosts, Layer
 from penstock.schedule.search.unsplit import Unsplit, best_unsplit
-from penstock.schedule.timing.bounds import caps_of
-from penstock.schedule.timing.costs import Costs, is_number
-from penstock.schedule.timing.simulate import simulate
-from penstock.schedule.timing.timeline import Timeline
+from penstock.schedule.timing.costs import Costs
 
-__all__ = ["Found", "Progress", "Starts", "Tried", "search", "search_even", "search_report"]
+__all__ = ["Starts", "search", "search_even", "search_report"]
 
-Objective = Literal["makespan", "span"]
 Starts = dict[Key, Orders]  # complete orders by placement
-
-
-@dataclass(frozen=True)
-class Tried:
-    """What came out for one number of stages per rank and one placement."""
-
-    stages_per_rank: int
-    placement: str
-    value: float  # the objective of the best order; infinite where none fits
-    lower_bound: float
-    orders: int  # how many were priced
-    recompute: tuple[int, ...] = ()  # the stages that run their forward again
-
-    @property
-    def key(self) -> tuple[int, str, tuple[int, ...]]:
-        """What it is of."""
-        return self.stages_per_rank, self.placement, self.recompute
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best schedule that a search found, and how good it is.
-
-    Attributes:
-        schedule: The schedule.
-        costs: The costs of one stage, as `simulate` takes them.
-        objective: What was minimised: `"makespan"` or `"span"`.
-        value: The value of the objective.
-        lower_bound: A value that no allowed schedule can beat.
-        tried: What was tried: each number of stages per rank, placement and choice of recomputing stages.
-        seconds: How long the search took.
-    """
-
-    schedule: Schedule
-    costs: Costs  # of one stage, as `simulate` takes them
-    objective: str
-    value: float  # the makespan, or the longest span
-    lower_bound: float  # of all that was allowed: every number of stages per rank, every placement
-    tried: tuple[Tried, ...]
-    seconds: float
-
-    @property
-    def gap(self) -> float:
-        """How far the value is above the lower bound, as a share of it; 0 is proved best."""
-        return max(0.0, self.value / self.lower_bound - 1) if self.lower_bound else 0.0
-
-    @property
-    def proved(self) -> bool:
-        """Whether nothing can be better."""
-        return self.value <= self.lower_bound * (1 + ROUNDING)
-
-    @property
-    def chosen(self) -> Tried:
-        """The entry of `tried` that the schedule comes from."""
-        placement = self.schedule.placement
-        size, again = placement.stages_per_rank, tuple(sorted(self.schedule.recompute))
-        return next(
-            entry
-            for entry in self.tried
-            if (entry.stages_per_rank, entry.recompute) == (size, again)
-            and PLACEMENTS[entry.placement](placement.ranks, size) == placement
-        )
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The schedule priced with its costs."""
-        return simulate(self.schedule, self.costs)
-
-    @property
-    def makespan(self) -> float:
-        """The time from the first start to the last end."""
-        return self.timeline.makespan
-
-    def __repr__(self) -> str:
-        return f"<Found {self.schedule!r} {self.objective} {self.value:g}, {self.gap:.1%} above the bound>"
 
 
 def search(
@@ -235,66 +148,42 @@ def search_report(
         seed: Where the random numbers start.
         progress: A function to call with the progress, as for `search`.
     """
-    if not (is_number(seconds) and seconds >= 0):
-        raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
-    if effort is not None:
-        check_count("effort", effort)
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
-    if not isinstance(recompute, bool):
-        raise UsageError(f"recompute is True or False, got {recompute!r}")
-    if objective not in ("makespan", "span"):
-        raise UsageError(f"the objective is makespan or span, got {objective!r}")
-    budget = Budget(seconds, effort)
-    if links is not None:
-        costs = replace(costs or Costs(), links=links.matrix() if isinstance(links, Hosts) else links)
-    costs = costs or Costs()
-    if layers is not None or speeds is not None or skips or vocabulary or costs.sizes is not None:
-        from penstock.schedule.search.uneven.entry import search_uneven  # which returns a Found
-
-        sizes, kinds = _listed(ranks, microbatches, stages_per_rank, placements)
-        request = Request(layers, speeds, tuple(skips), vocabulary)
-        caps, span = caps_of(memory, ranks), objective == "span"
-        return search_uneven(
-            ranks, microbatches, costs, caps, sizes, kinds, request, budget, span, recompute, seed, progress
-        )
-    return search_even(
-        ranks, microbatches, costs, memory, stages_per_rank, placements, budget, objective, recompute,
-        random.Random(seed), progress, {},
-    )[0]  # fmt: skip
+    budget = budget_of(seconds, effort)
+    request = request_of(
+        ranks,
+        microbatches,
+        costs,
+        memory,
+        stages_per_rank,
+        placements,
+        objective=objective,
+        recompute=recompute,
+        layers=layers,
+        speeds=speeds,
+        links=links,
+        skips=skips,
+        vocabulary=vocabulary,
+        seed=seed,
+        progress=progress,
+    )
+    return search_uneven(request, budget) if request.uneven else search_even(request, budget, {})[0]
 
 
-def search_even(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    memory: float | Sequence[float] | None,
-    stages_per_rank: int | Iterable[int],
-    placements: str | Iterable[str],
-    budget: Budget,
-    objective: Objective,
-    recompute: bool,
-    generator: random.Random,
-    progress: Progress | None,
-    starts: Starts,
-) -> tuple[Found, Starts]:
+def search_even(request: Request, budget: Budget, starts: Starts) -> tuple[Found, Starts]:
     """The search where costs are by rank or stage, and the best orders of each placement for another one to start with.
 
     `starts` are such orders, of a search within less memory.
     """
-    sizes, kinds = _listed(ranks, microbatches, stages_per_rank, placements)
-    span, caps = objective == "span", caps_of(memory, ranks)
-    allowed = placements_for(ranks, costs, sizes, kinds)
-    choices = stages_to_recompute if recompute and memory is not None else never
-    unsplit = best_unsplit(microbatches, costs, caps, allowed, choices, span)
+    generator = random.Random(request.seed)
+    unsplit = best_unsplit(request)
     try:
-        problems = problems_for(ranks, microbatches, costs, memory, sizes, kinds, span, recompute)
+        problems = problems_for(request)
     except NoRoom:
         if unsplit is None:
             raise
-        return _found(unsplit, objective, (), budget.seconds), starts
+        return _found(unsplit, request.objective, (), budget.seconds), starts
     hunts = [Hunt(problem, kind, generator, budget) for kind, problem in problems]
-    shared = Effort(hunts, budget, progress)
+    shared = Effort(hunts, budget, request.progress)
     if shared.bound == math.inf:
         raise UsageError("the costs are too large to be added up; give them in a larger unit")
     with _uncollected():
@@ -306,20 +195,10 @@ def search_even(
         schedule = hunt.problem.schedule(reached[hunt.key], "auto")
     tried = tuple(_tried(hunt) for hunt in shared.hunts)
     if unsplit is not None and unsplit.value < hunt.value * (1 - ROUNDING):
-        return _found(unsplit, objective, tried, budget.seconds), {**starts, **reached}
+        return _found(unsplit, request.objective, tried, budget.seconds), {**starts, **reached}
     bound = shared.bound if unsplit is None else min(shared.bound, unsplit.bound)
-    found = Found(schedule, hunt.problem.costs, objective, hunt.value, bound, tried, budget.seconds)
+    found = Found(schedule, hunt.problem.costs, request.objective, hunt.value, bound, tried, budget.seconds)
     return found, {**starts, **reached}
-
-
-def _listed(
-    ranks: int, microbatches: int, stages_per_rank: int | Iterable[int], placements: str | Iterable[str]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The numbers of stages per rank and the placements to try, checked."""
-    sizes = tuple(stages_per_rank) if isinstance(stages_per_rank, Iterable) else (stages_per_rank,)
-    kinds = tuple(placements) if isinstance(placements, Iterable) and not isinstance(placements, str) else (placements,)
-    _check(ranks, microbatches, sizes, kinds)
-    return sizes, kinds
 
 
 def _found(best: Unsplit, objective: str, tried: tuple[Tried, ...], seconds: float) -> Found:
@@ -341,17 +220,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-def _check(ranks: int, microbatches: int, sizes: tuple[int, ...], kinds: tuple[str, ...]) -> None:
-    numbers = [("ranks", ranks), ("microbatches", microbatches), *(("stages_per_rank", size) for size in sizes)]
-    for name, value in numbers:
-        check_count(name, value)
-    for kind in kinds:
-        if kind not in PLACEMENTS:
-            raise UsageError(f"there is no placement {kind!r} to search; known: {', '.join(PLACEMENTS)}")
-    if not sizes or not kinds:
-        raise UsageError("nothing to try: give at least one number of stages_per_rank and one of placements")
 
 
 def _tried(hunt: Hunt) -> Tried:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.errors import UsageError
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.problem import SHARED, Problem, stage_costs
-from penstock.schedule.timing.bounds import caps_of
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.search.request import PLACEMENTS, Request
 
-__all__ = ["PLACEMENTS", "NoRoom", "never", "placements_for", "problems_for", "stages_to_recompute"]
-
-PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop, "v": Placement.v}
+__all__ = ["NoRoom", "placements_for", "problems_for", "recompute_choices"]
 
 
 class NoRoom(UsageError):
     """Not even one microbatch fits into memory."""
 
 
-def placements_for(
-    ranks: int, costs: Costs, sizes: tuple[int, ...], kinds: tuple[str, ...]
-) -> list[tuple[str, Placement]]:
+def placements_for(request: Request) -> list[tuple[str, Placement]]:
     """Each placement that the costs are for once, fewest stages first."""
+    ranks, costs, sizes = request.ranks, request.costs, sorted(set(request.sizes))
     given = {len(value) for name in SHARED if isinstance(value := getattr(costs, name), tuple)}
     if isinstance(costs.bytes, Sequence):
         given.add(len(costs.bytes))
@@ -30,46 +26,36 @@ def placements_for(
         given.add(1 + max((target for _, target in costs.bytes), default=0))
     if isinstance(costs.overlap, Mapping):
         given.add(1 + max((max(pair) for pair in costs.overlap), default=0))
-    fitting = [size for size in sorted(set(sizes)) if given <= {ranks * size}]
+    fitting = [size for size in sizes if given <= {ranks * size}]
     if not fitting:
         raise UsageError(
             f"the costs are for {' and '.join(map(str, sorted(given)))} stages, but {ranks} ranks with "
-            f"{' or '.join(map(str, sorted(set(sizes))))} stages each have "
-            f"{' or '.join(str(ranks * size) for size in sorted(set(sizes)))}; give one number for a whole rank, "
+            f"{' or '.join(map(str, sizes))} stages each have "
+            f"{' or '.join(str(ranks * size) for size in sizes)}; give one number for a whole rank, "
             "or costs for that many stages"
         )
     found: dict[Placement, str] = {}
     for size in fitting:
-        for kind in kinds:
+        for kind in request.kinds:
             found.setdefault(PLACEMENTS[kind](ranks, size), kind)
     return [(kind, placement) for placement, kind in found.items()]
 
 
-def problems_for(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    memory: float | Sequence[float] | None,
-    sizes: tuple[int, ...],
-    kinds: tuple[str, ...],
-    span: bool,
-    recompute: bool,
-) -> list[tuple[str, Problem]]:
+def problems_for(request: Request) -> list[tuple[str, Problem]]:
     """One for each placement and choice of stages to recompute; refused when none can hold even one microbatch."""
-    caps = caps_of(memory, ranks)
-    found: list[tuple[str, Problem]] = []
+    caps, found = request.caps, list[tuple[str, Problem]]()
     least, where = float("inf"), 0
-    for kind, placement in placements_for(ranks, costs, sizes, kinds):
-        each = stage_costs(costs, placement.stages_per_rank)
-        for again in (stages_to_recompute if recompute and memory is not None else never)(placement):
-            problem = Problem(placement, microbatches, each, caps, span=span, recompute=again)
-            short = [rank for rank in range(ranks) if problem.least_memory(rank) > problem.caps[rank]]
+    for kind, placement in placements_for(request):
+        each = stage_costs(request.costs, placement.stages_per_rank)
+        for again in recompute_choices(request, placement):
+            problem = Problem(placement, request.microbatches, each, caps, span=request.span, recompute=again)
+            short = [rank for rank in range(request.ranks) if problem.least_memory(rank) > problem.caps[rank]]
             if not short:
                 found.append((kind, problem))
             elif problem.least_memory(short[0]) < least:
                 least, where = problem.least_memory(short[0]), short[0]
     if not found:
-        other = "" if recompute else ", recompute=True,"
+        other = "" if request.recompute else ", recompute=True,"
         raise NoRoom(
             f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there; "
             f"give at least that much{other} or cut the model for more ranks"
@@ -77,13 +63,10 @@ def problems_for(
     return found
 
 
-def never(placement: Placement) -> list[frozenset[int]]:
-    """Recompute no stage."""
-    return [frozenset()]
-
-
-def stages_to_recompute(placement: Placement) -> list[frozenset[int]]:
+def recompute_choices(request: Request, placement: Placement) -> list[frozenset[int]]:
     """Which stages to recompute: none; those of the first ranks or the first of each rank, which wait longest; all."""
+    if not request.may_recompute:
+        return [frozenset()]
     ranks, size = placement.ranks, placement.stages_per_rank
     owned = [placement.stages_of(rank) for rank in range(ranks)]
     first_ranks = [owned[: ranks * quarters // 4] for quarters in (1, 2, 3)]

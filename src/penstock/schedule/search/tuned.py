@@ -16,8 +16,8 @@ from penstock.errors import UsageError
 from penstock.schedule.action import Action
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.evaluate import complete
 from penstock.schedule.search.hunt import Hunt
+from penstock.schedule.search.orders.evaluate import complete
 from penstock.schedule.search.problem import Problem
 from penstock.schedule.timing.costs import Costs
 

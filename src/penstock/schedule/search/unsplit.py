@@ -8,14 +8,14 @@ only there, the families with full backwards are priced as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.schedule.builders import FAMILIES, build
 from penstock.schedule.lowering.align import align
-from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.problem import ROUNDING, stage_costs
+from penstock.schedule.search.request import Request
+from penstock.schedule.search.space import placements_for, recompute_choices
 from penstock.schedule.timing.bounds import lower_bound
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import simulate
@@ -36,21 +36,14 @@ class Unsplit(NamedTuple):
     bound: float
 
 
-def best_unsplit(
-    microbatches: int,
-    costs: Costs,
-    caps: Sequence[float],
-    placements: Iterable[tuple[str, Placement]],
-    choices: Callable[[Placement], Iterable[frozenset[int]]],
-    span: bool,
-) -> Unsplit | None:
+def best_unsplit(request: Request) -> Unsplit | None:
     """The best family with full backwards that fits; None where none does.
 
     Also None where splitting costs no memory and overlapped pairs gain no time: then other orders are never worse.
     """
     best: Unsplit | None = None
-    for kind, placement in placements:
-        each = stage_costs(costs, placement.stages_per_rank)
+    for kind, placement in placements_for(request):
+        each = stage_costs(request.costs, placement.stages_per_rank)
         pairs = zip(
             each.per_stage("held", placement.stages), each.per_stage("activation", placement.stages), strict=True
         )
@@ -59,14 +52,24 @@ def best_unsplit(
         for name in FULL:
             if FAMILIES[name].layout == "v" and placement.stages_per_rank != 2:
                 continue
-            built = build(name, placement.ranks, microbatches, placement.stages_per_rank)
-            for again in choices(placement) if built.placement == placement else ():
+            built = build(name, placement.ranks, request.microbatches, placement.stages_per_rank)
+            for again in recompute_choices(request, placement) if built.placement == placement else ():
                 schedule = align(built.replace(recompute=again, name="auto"))
                 timeline = simulate(schedule, each)
-                fits = all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(timeline.peak_memory, caps, strict=True))
-                value = _longest(timeline) if span else timeline.makespan
+                fits = all(
+                    peak <= cap * (1 + ROUNDING) for peak, cap in zip(timeline.peak_memory, request.caps, strict=True)
+                )
+                value = _longest(timeline) if request.span else timeline.makespan
                 if fits and (best is None or value < best.value):
-                    bound = lower_bound(placement, microbatches, each, caps, span=span, recompute=again)
+                    bound = lower_bound(
+                        placement,
+                        request.microbatches,
+                        each,
+                        request.caps,
+                        span=request.span,
+                        recompute=again,
+                        quick=True,
+                    )
                     best = Unsplit(schedule, each, kind, value, bound)
     return best
 

@@ -3,7 +3,7 @@
 Microbatches are alike, so what is bounded is the n-th in order at each place, whichever it is:
 
 head    The n-th F of a stage starts after the n-th F of the stage before and its message, after its own (n-1)-th F,
-        and after memory has room for it, which is what paces a pipeline under a low cap (`_Limit`). I in turn waits
+        and after memory has room for it, which is what paces a pipeline under a low cap (`Limit`). I in turn waits
         for the I of the stage after, and the first of them for F.
 tail    The same backwards in time: what must follow the n-th last one.
 
@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.memory_limits import Limit, limits_of
 
 __all__ = ["paced_bound"]
 
 FEW = 8_000  # microbatch-stages up to which machines are looked at
 MANY = 40_000  # and heads and tails
-FEW_STAGES = 6  # on a rank, up to which every choice of them is looked at
 ROUNDING = 1e-9
 
 Job = tuple[float, float, float]  # head, length, tail
@@ -50,18 +49,6 @@ def paced_bound(placement: Placement, count: int, costs: Costs, caps: Sequence[f
     return max(bound, *map(_preemptive, machines.values()))
 
 
-class _Limit(NamedTuple):
-    """No more than `most` microbatches can be between the start of one stage's F and the end of a backward.
-
-    So the n-th F waits for the (n - most)-th of these backwards, and for `longer` after it.
-    """
-
-    most: int
-    stage: int  # of the backward
-    longer: float
-    weight: bool = False  # the backward is W, not I
-
-
 class _Pipe(NamedTuple):
     """A chain of stages, by stage; links by the stage before them."""
 
@@ -72,7 +59,7 @@ class _Pipe(NamedTuple):
     weight: Sequence[float]
     ahead: list[tuple[float, float]]  # (time on the link, delay)
     back: list[tuple[float, float]]
-    limits: list[list[_Limit]]
+    limits: list[list[Limit]]
     partly: list[tuple[float, float, float] | None]  # (cap, activation, held) where I gives back a part
 
     @classmethod
@@ -86,9 +73,9 @@ class _Pipe(NamedTuple):
         back = [free if home[a] == home[b] else costs.wire(a, b, (home[b], home[a])) for a, b in edges]
         steps = (backward[stage + 1] + sum(back[stage]) for stage in reversed(range(stages - 1)))
         away = [*accumulate(steps, initial=0.0)][::-1]  # by stage: when I starts there, after the last stage's
-        limits: list[list[_Limit]] = [[] for _ in range(stages)]
+        limits: list[list[Limit]] = [[] for _ in range(stages)]
         for rank, cap in enumerate(caps):
-            for stage, limit in _limits(placement.stages_of(rank), costs, away, cap * (1 + ROUNDING)):
+            for stage, limit in limits_of(placement.stages_of(rank), costs, away, cap * (1 + ROUNDING)):
                 if limit.most < count:
                     limits[stage].append(limit)
         return cls(
@@ -102,50 +89,6 @@ class _Pipe(NamedTuple):
             limits,
             [_partly(caps[home[stage]], sizes) for stage, sizes in enumerate(zip(activation, held, strict=True))],
         )
-
-
-def _limits(own: Sequence[int], costs: Costs, away: Sequence[float], cap: float) -> Iterator[tuple[int, _Limit]]:
-    """(stage of F, limit) on a rank with these stages. Each follows from what must be held at one moment.
-
-    A microbatch between F and I of a stage also holds what the rank's earlier stages made for it: their I come later.
-    Among those on their way to the rank's last stage, one must come to hold all of it while the others wait; and so on
-    the way back from there. Where only one at a time can be on that way, the rank does all that the next one needs in
-    between: its other F, and the I and W that make room.
-    """
-    stages = len(away)
-    activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
-    _, _, backward, weight = costs.by_op(stages)
-    sizes = [*accumulate(activation[stage] for stage in own)]
-    longer, kept = [], True  # until the first W of the stages so far, where I gives nothing back
-    for place, stage in enumerate(own):
-        kept = kept and held[stage] >= activation[stage]
-        ends = [away[other] + backward[other] + weight[other] for other in own[: place + 1]]
-        longer.append(min(ends) - away[stage] - backward[stage] if kept else 0.0)
-    last = own[-1]
-    if kept and 1 < len(own) <= FEW_STAGES and _most(cap, sizes[-1], sizes[0]) == 1:
-        forward = costs.by_op(stages)[0]
-        room = _least_room(own, activation, backward, weight, 2 * sizes[-1] - cap)
-        yield last, _Limit(1, last, sum(forward[stage] for stage in own[:-1]) + room)
-    for place, stage in enumerate(own):
-        yield stage, _Limit(_most(cap, sizes[place], sizes[place]), stage, longer[place])
-        least = min(activation[stage], held[stage])
-        yield stage, _Limit(_most(cap, activation[stage], least), stage, 0.0, weight=True)
-        together = _most(cap, sizes[-1], sizes[place])
-        yield stage, _Limit(together, last, longer[-1])
-        yield last, _Limit(together, stage, longer[place])
-
-
-def _least_room(
-    own: Sequence[int], activation: Sequence[float], backward: Sequence[float], weight: Sequence[float], size: float
-) -> float:
-    """The least time in which a rank that has done I of its last stage can give back so much of that microbatch."""
-    best = math.inf
-    for count in range(len(own) + 1):
-        for chosen in combinations(own, count):
-            if sum(activation[stage] for stage in chosen) >= size * (1 - ROUNDING):
-                passed = [stage for stage in own[:-1] if chosen and stage >= chosen[0]]  # their I come first
-                best = min(best, sum(backward[stage] for stage in passed) + sum(weight[stage] for stage in chosen))
-    return best if best < math.inf else 0.0
 
 
 def _partly(cap: float, sizes: tuple[float, float]) -> tuple[float, float, float] | None:
@@ -171,11 +114,6 @@ def _made_room(pipe: _Pipe, stage: int, inputs: list[float], weights: list[float
         if w <= i:
             best = min(best, max(by_input, weights[w - 1] + pipe.weight[stage] if w else 0.0))
     return best if best < math.inf else 0.0
-
-
-def _most(cap: float, one: float, each: float) -> int:
-    """How many there can be if one holds `one` and the others `each`; never none, which is for others to refuse."""
-    return sys.maxsize if each <= 0 or cap == math.inf else 1 + max(0, math.floor((cap - one) / each))
 
 
 class _Times(NamedTuple):

@@ -24,6 +24,7 @@ from penstock.schedule.columns import Array, Columns
 from penstock.schedule.dependencies import Needs, Table, stuck_at, waits_of
 from penstock.schedule.events import Waits, run
 from penstock.schedule.lowering.align import stuck_faults
+from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.timing.costs import Costs, is_number, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
@@ -136,7 +137,7 @@ def _check_sums(*sums: float) -> None:
 
 
 def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:
-    shape = list(schedule.shape_faults())
+    shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     costs.check_edges(schedule.topology)

@@ -93,6 +93,7 @@ class Timeline:
         walls: The step of each rank by the wall clock. Only measured.
         clock_error: On several hosts: how far apart their clocks may still be.
         unit: `"s"` if it was measured; a prediction has the unit of its costs.
+        cores: Cores of the host that the ranks ran on. Only measured, on the CPUs of one host; otherwise 0.
         arrival: When a value had arrived for a span, where that is known.
     """
 
@@ -104,6 +105,7 @@ class Timeline:
     walls: tuple[Wall, ...] = ()  # measured: by rank
     clock_error: float = 0.0  # measured on several hosts: how far their clocks may still be apart
     unit: str = ""  # "s" where it was measured; a simulation has the unit of its costs
+    cores: int = 0  # measured on the CPUs of one host: that ranks share; 0 where it is not known
     # when what a compute reads was there on a rank; without it, a value is there when it is made
     arrival: Callable[[Need, int], float] | None = field(default=None, compare=False, repr=False)
 

@@ -52,6 +52,9 @@ def _model(config: TrainConfig) -> Iterator[str]:
         if ":" in source and not is_function(source):
             yield f'model.source is "{source}"; a function is written "module:function", such as "my_models:build"'
         return
+    if source == HUGGINGFACE:
+        yield f'model.source is "{HUGGINGFACE}"; name a folder after it that save_pretrained() has written'
+        return
     folder = Path(source.removeprefix(HUGGINGFACE))
     if (folder / CONFIG).is_file():
         if config.model.init != "random" and not has_weights(folder):

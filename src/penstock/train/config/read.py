@@ -202,7 +202,8 @@ def _bounded(value: Any, path: str, field: dataclasses.Field[Any], faults: list[
             or (most is not None and value > most)
         )
         if wrong:
-            faults.append(f"{path} is {value}; it takes a finite number{_range(field)}")
+            kind = "whole" if str(field.type).startswith("int") else "finite"
+            faults.append(f"{path} is {value}; it takes a {kind} number{_range(field)}")
     return value
 
 

@@ -29,7 +29,7 @@ def key(
 
 
 @dataclass(frozen=True)
-class Model:
+class TrainedModel:
     """What is trained."""
 
     source: str = key(
@@ -271,7 +271,7 @@ class TrainConfig:
 
     output: str = key("runs/gpt", "the folder of the run: checkpoints, metrics, timeline, logs")
     seed: int = key(0, "of weights, batches and dropout", least=0)
-    model: Model = field(default_factory=Model)
+    model: TrainedModel = field(default_factory=TrainedModel)
     lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     loss: Loss = field(default_factory=Loss)

@@ -127,6 +127,9 @@ class Encoder:
                 'write "conversations" of {from, value} as "messages" of {role, content}; where they have role and '
                 'content already, set data.columns = { messages = "conversations" }'
             )
+        absent = [named for named in self.options.columns.values() if named not in record.values]
+        if absent:
+            remedy = f"data.columns names {absent[0]!r}, which is not there"
         raise UsageError(
             f"{record.place} has the columns {', '.join(record.values) or 'none'}; rows need messages, prompt and "
             f"completion, input_ids, or text; {remedy}"

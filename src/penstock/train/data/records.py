@@ -32,7 +32,7 @@ class RowFile(Protocol):
         """Which row begins at a place, in words."""
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where a row stands; as text it is for the user, and worked out only then."""
 
     file: RowFile
@@ -46,7 +46,7 @@ class Record(NamedTuple):
     """One row: its columns, where it stands, and the place after it."""
 
     values: dict[str, Any]
-    place: Place
+    place: RowPlace
     after: int
 
 
@@ -77,7 +77,7 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(begin)
             for line in file:
-                place = Place(self, begin)
+                place = RowPlace(self, begin)
                 begin += len(line)
                 if line.strip():
                     yield Record(_parsed(line, place), place, begin)
@@ -87,7 +87,7 @@ class JsonLines:
             return f"line {file.read(begin).count(10) + 1}"
 
 
-def _parsed(line: bytes, place: Place) -> dict[str, Any]:
+def _parsed(line: bytes, place: RowPlace) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
@@ -115,7 +115,7 @@ class Parquet:
                 for first, table in _groups(file, begin):
                     for number, values in enumerate(table.to_pylist(), first):
                         if number >= begin:
-                            yield Record(values, Place(self, number), number + 1)
+                            yield Record(values, RowPlace(self, number), number + 1)
         except (ArrowException, OSError) as error:
             raise UsageError(f"{self.path} is no Parquet file that can be read: {error}") from None
 
@@ -154,7 +154,7 @@ class Arrow:
 
     def read(self, begin: int) -> Iterator[Record]:
         for number in range(begin, len(self._rows)):
-            yield Record(self._rows[number], Place(self, number), number + 1)
+            yield Record(self._rows[number], RowPlace(self, number), number + 1)
 
     def number(self, begin: int) -> str:
         return f"row {begin}"
@@ -183,7 +183,7 @@ class OwnRows:
         for number, values in zip(numbers, rows, strict=False):
             if not isinstance(values, dict):
                 raise UsageError(f"{self.path}, row {number} is a {type(values).__name__}; rows are dicts of columns")
-            yield Record(values, Place(self, number), number + 1)
+            yield Record(values, RowPlace(self, number), number + 1)
 
     def number(self, begin: int) -> str:
         return f"row {begin}"

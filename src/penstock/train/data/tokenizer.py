@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
+from penstock.files import TOKENIZER_FILES
 from penstock.train.config.paths import no_tokenizer
 
 FILE = "tokenizer.json"
@@ -123,6 +124,11 @@ def _open_file(path: Path) -> Any:
 def _open_folder(path: Path) -> Any:
     if not path.is_dir():
         raise UsageError(no_tokenizer(str(path)))
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise UsageError(
+            f"data.tokenizer: {path} holds no tokenizer (no {', '.join(TOKENIZER_FILES[:2])} or the like); "
+            f"tokenizer.save_pretrained() writes one"
+        )
     try:
         from transformers import AutoTokenizer  # optional, and slow to load
     except ImportError:

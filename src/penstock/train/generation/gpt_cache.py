@@ -1,7 +1,7 @@
 """The built-in GPT token by token, in numpy, with the keys and values of earlier tokens kept.
 
-A small model writes a page in less time than torch takes to load, so this is the arithmetic of `penstock.train.gpt`
-once more, on arrays; a test holds the two together. Positions are absolute: when a row has reached the model's
+A small model writes a page in less time than torch takes to load, so this is the arithmetic of `train.models.gpt` once
+more, on arrays; a test holds the two together. Positions are absolute: when a row has reached the model's
 context, its last half is read again from position 0, and between these moments a token costs one row of each matrix.
 """
 

@@ -20,8 +20,8 @@ from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter
 from penstock.train.config.settings import TrainConfig
 from penstock.train.generation.sampling import Sampling
-from penstock.train.huggingface import build_huggingface, left_out, values_of
-from penstock.train.lora import add_adapters, has_adapters
+from penstock.train.models.huggingface import build_huggingface, left_out, values_of
+from penstock.train.models.lora import add_adapters, has_adapters
 
 
 def open_model(checkpoint: Path, config: TrainConfig, threads: int | None = None) -> nn.Module:

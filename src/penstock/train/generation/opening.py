@@ -19,9 +19,9 @@ from penstock.files.adapters import ADAPTER, is_adapter, name_without_adapter, s
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE
+from penstock.train.generation.codec import Codec, codec_of
 from penstock.train.generation.gpt_cache import Array, CachedGPT
 from penstock.train.generation.sampling import Sampling
-from penstock.train.generation.words import Words, words_of
 
 Continue = Callable[[list[list[int]], int, Sampling], Iterator[tuple[int, int]]]
 
@@ -38,7 +38,7 @@ def saved_config(checkpoint: Path) -> TrainConfig:
 class Writer:
     """A model that writes: what its tokens mean, and `continue_rows`, which gives (row, token) as they come."""
 
-    words: Words
+    codec: Codec
     continue_rows: Continue
 
 
@@ -46,13 +46,13 @@ def open_writer(checkpoint: Path, threads: int | None = None) -> Writer:
     """The model of a checkpoint, what its tokens mean, and how it goes on."""
     config, origin = saved_config(checkpoint), read_manifest(checkpoint).origin
     if config.model.source == "gpt":
-        words = words_of(config, origin)
-        return Writer(words, _rows_in_turn(open_gpt(checkpoint, config, origin), words.end))
+        codec = codec_of(config, origin)
+        return Writer(codec, _rows_in_turn(open_gpt(checkpoint, config, origin), codec.end))
     if config.model.source.startswith(HUGGINGFACE):
         from penstock.train.generation.of_transformers import continue_together, open_model  # loads torch
 
-        words, model = words_of(config, origin), open_model(checkpoint, config, threads)
-        return Writer(words, partial(continue_together, model, words.end))
+        codec, model = codec_of(config, origin), open_model(checkpoint, config, threads)
+        return Writer(codec, partial(continue_together, model, codec.end))
     raise UsageError(
         f"{checkpoint} is of {config.model.source}; text can be sampled from the built-in GPT and from models of "
         f"transformers"

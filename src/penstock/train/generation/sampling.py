@@ -49,10 +49,11 @@ class Sampling:
 
     def shares(self, scores: NDArray[Any]) -> NDArray[np.float64]:
         """The probability of each token; 0 for those that are not drawn from."""
-        scaled = scores.astype(np.float64) / self.temperature
+        with np.errstate(over="ignore"):  # near 0, all but the likeliest are infinitely unlikely
+            scaled = (scores.astype(np.float64) - scores.max()) / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < np.partition(scaled, -self.top_k)[-self.top_k]] = -np.inf
-        shares: NDArray[np.float64] = np.exp(scaled - scaled.max())
+        shares: NDArray[np.float64] = np.exp(scaled)
         shares /= shares.sum()
         if self.top_p is not None:
             order = np.argsort(-shares, kind="stable")

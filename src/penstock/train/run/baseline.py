@@ -56,8 +56,9 @@ def _train() -> None:
 
     from penstock.pipeline import Pipeline
     from penstock.train.config.settings import GPTOptions
-    from penstock.train.gpt import build_gpt
     from penstock.train.loss import TokenLoss
+    from penstock.train.models.gpt import build_gpt
+    from penstock.train.run.allocations import Allocations
     from penstock.train.run.progress import memory_now
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -67,7 +68,8 @@ def _train() -> None:
         model, stages=2, microbatches=2, loss_fn=loss, loss_options=loss.options, transport="threads"
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
-        pipe.step(rows, target=rows)
+        with Allocations():  # as in the first steps of a run
+            pipe.step(rows, target=rows)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
     gc.collect()

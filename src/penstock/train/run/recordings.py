@@ -11,7 +11,7 @@ import os
 import re
 import statistics
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,20 +22,12 @@ from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.account import account
+from penstock.view.recorded import Recorded, RecordedSteps, run_notes
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept
 LISTED = 1000  # recorded steps whose times are kept
-OUTLIER = 1.5  # times the median makespan
 COMPARED, MOST_COMPARED = 6, 5_000  # recorded steps whose advice is compared at the end, and the most spans of one
-
-
-class Recorded(NamedTuple):
-    """One recorded step; seconds from its first action to its last, and the idle share of all ranks."""
-
-    step: int
-    makespan: float
-    idle: float
 
 
 class Recordings:
@@ -128,34 +120,12 @@ def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
         return [], {}
 
 
+def recorded_steps(folder: RunFolder) -> RecordedSteps | None:
+    """The recorded steps of a run's folder, for a view; None where there are none."""
+    _, document = read_recorded(folder)
+    return RecordedSteps.read(document) if document else None
+
+
 def recorded_notes(folder: RunFolder) -> list[str]:
-    """What a reader of the timeline should know first, in words: too few cores, which step it is, and outliers."""
-    found, document = read_recorded(folder)
-    notes = []
-    cores, ranks = document.get("cores", 0), document.get("ranks", 0)
-    if cores < ranks:
-        notes.append(
-            f"This machine has {cores} core{'s' if cores != 1 else ''} for {ranks} ranks, so ranks take turns: waits "
-            f"and idle shares say more about the machine than about the schedule, and advice drawn from them may not "
-            f"hold where every rank has a core."
-        )
-    if not found:
-        return notes
-    typical = next((entry for entry in found if entry.step == document.get("typical")), found[-1])
-    middle = statistics.median(entry.makespan for entry in found)
-    count = document.get("of", len(found))
-    one = f"the nearest to the median of {count} recorded steps" if count > 1 else "the only recorded step"
-    notes.append(
-        f"The timeline is of step {typical.step}, {one}: {1e3 * typical.makespan:.1f} ms, {typical.idle:.0%} idle."
-    )
-    if document.get("asked") and 2 * document["agree"] < document["asked"]:
-        notes.append(
-            f"The advice below is drawn from that step, and only {document['agree']} of {document['asked']} other "
-            f"recorded steps lead to the same: it may be about that step and not about the run."
-        )
-    slow = sorted((entry for entry in found if entry.makespan > OUTLIER * middle), key=lambda entry: -entry.makespan)
-    if slow:
-        shown = ", ".join(f"step {each.step} ({each.makespan / middle:.1f} times the median)" for each in slow[:5])
-        more = f" and {len(slow) - 5} more" if len(slow) > 5 else ""
-        notes.append(f"Outliers among them: {shown}{more}.")
-    return notes
+    """What a reader of the timeline should know first, in words."""
+    return run_notes(read_recorded(folder)[1], recorded_steps(folder))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import write_whole
+from penstock.checkpoint.disk.plain_files import read_plain, write_whole
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.run.metrics import read_metrics
-from penstock.train.run.recordings import read_recorded, recorded_notes
+from penstock.train.run.recordings import recorded_notes, recorded_steps
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.curve import Curve
 from penstock.view.page import page
-from penstock.view.run import Run
+from penstock.view.run import Run, held_peaks
 
 
 def save_run_page(folder: RunFolder) -> Path | None:
@@ -24,12 +25,26 @@ def save_run_page(folder: RunFolder) -> Path | None:
         return None
     timeline = Timeline.load(folder.timeline)
     planned = replace(simulate(timeline.schedule, Costs.from_timeline(timeline)), unit="s")
-    step = read_recorded(folder)[1].get("typical")
-    runs = [Run("recorded" if step is None else f"step {step}", timeline), Run("as planned with its costs", planned)]
+    steps = recorded_steps(folder)
+    name = "recorded" if steps is None else f"step {steps.shown}"
+    held = _activation(folder, timeline)
+    runs = [Run(name, timeline, held), Run("as planned with its costs", planned, held)]
     lines = read_metrics(folder.metrics)
     notes = [*recorded_notes(folder), *_figures(lines)]
-    write_whole(folder.page, page(runs, f"{folder.root.name}: a typical step", notes=notes, curve=_curve(lines)))
+    title = f"{folder.root.name}: a typical step"
+    write_whole(folder.page, page(runs, title, notes=notes, curve=_curve(lines), recordings=steps))
     return folder.page
+
+
+def _activation(folder: RunFolder, timeline: Timeline) -> tuple[float, ...] | None:
+    """Bytes that a microbatch holds on each rank: what the run has measured at its peak, by what it then held."""
+    try:
+        measured = [row["activations"] for row in json.loads(read_plain(folder.memory))]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    held = held_peaks(timeline)
+    known = len(measured) == len(held) and all(isinstance(size, (int, float)) and size > 0 for size in measured)
+    return tuple(size / peak for size, peak in zip(measured, held, strict=True)) if known and all(held) else None
 
 
 def _curve(lines: Sequence[dict[str, Any]]) -> Curve:

@@ -1,148 +1,135 @@
-// The Gantt chart on a canvas. Spans that are wide enough are drawn one by one, with their names; where
-// many share a pixel, each pixel gets the mix of what it covers, so a hundred thousand cost no more than a few.
+// The Gantt chart on a canvas. Spans that are wide enough are drawn one by one, with their names; where many share a
+// pixel, each pixel gets the mix of what it covers. A run that is not open is one small picture of all its ranks.
 
-const style = getComputedStyle(document.documentElement);
-const ink = (name) => style.getPropertyValue(`--${name}`).trim();
+const HEAD = 22, AXIS = 24, MOST_ARROWS = 1500;
 
-function rgb(hex) {
-  const value = parseInt(hex.slice(1), 16);
-  return [value >> 16, (value >> 8) & 255, value & 255];
-}
-
-// Second and later stages of a rank are darker, so that rounds can be told apart.
-const SHADES = OP_NAMES.map((name) => [0, 1, 2, 3].map((chunk) => rgb(OPS[name].colour).map((part) => Math.round(part * (1 - 0.11 * chunk)))));
-const FILLS = SHADES.map((chunks) => chunks.map((colour) => `rgb(${colour.join(" ")})`));
-
-function fitCanvas(canvas, height) {
-  const ratio = Math.min(window.devicePixelRatio || 1, 2);
-  const width = canvas.clientWidth;
-  canvas.style.height = `${height}px`;
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(height * ratio);
-  }
-  const pen = canvas.getContext("2d");
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  return { pen, width, height, ratio };
-}
-
-// Where each row stands: order "run" puts a run's ranks together, order "rank" puts the same rank of all runs together.
-function arrange(order, rowHeight, headHeight) {
-  const rows = [], heads = [];
+// Where each row and each head stands; `small` is the height of a run that is not open.
+function arrange(view, rowHeight, small) {
+  const rows = [], heads = [], minis = [];
   let y = 0;
   const put = (row) => { rows.push({ row, y }); y += rowHeight; };
-  if (order === "rank" && SEVERAL) {
-    const ranks = Math.max(...RUNS.map((run) => run.rows.length));
+  if (view.order === "rank" && view.several) {
+    const runs = view.runs.filter((run) => view.isOpen(run)), ranks = Math.max(0, ...runs.map((run) => run.rows.length));
     for (let rank = 0; rank < ranks; rank++) {
-      for (const run of RUNS) if (run.rows[rank]) put(run.rows[rank]);
+      for (const run of runs) if (run.rows[rank]) put(run.rows[rank]);
       y += 6;
     }
-  } else {
-    for (const run of RUNS) {
-      if (SEVERAL) { heads.push({ text: `${run.letter}  ${run.label}`, y }); y += headHeight; }
-      run.rows.forEach(put);
-      if (SEVERAL) y += 8;
-    }
+    return { rows, heads, minis, height: y };
   }
-  return { rows, heads, height: y };
+  for (const run of view.runs) {
+    if (view.several) { heads.push({ run, y }); y += HEAD; }
+    if (!view.several || view.isOpen(run)) run.rows.forEach(put);
+    else if (small) { minis.push({ run, y, height: small(run) }); y += small(run); }
+    if (view.several) y += 8;
+  }
+  return { rows, heads, minis, height: y };
 }
 
-function axisSteps(from, to, wanted) {
-  const rough = (to - from) / Math.max(wanted, 1);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
-  const found = [];
-  for (let at = Math.ceil(from / step) * step; at <= to + step * 1e-9; at += step) found.push(at);
-  return found;
+function rowHeightOf(view, room, least, most) {
+  const total = view.runs.reduce((sum, run) => sum + (view.isOpen(run) || !view.several ? run.rows.length : 0), 0);
+  return Math.max(total > 600 ? 4 : least, Math.min(most, Math.floor(room / Math.max(1, total))));
+}
+
+// Names of rows, as many as have room; heads, with a mark that says whether the run is open.
+function drawNames(pen, view, places, rowHeight, gutter, width) {
+  pen.textBaseline = "middle";
+  pen.font = `600 13px ${FONT}`;
+  pen.fillStyle = ink("text");
+  for (const { run, y } of places.heads) {
+    const mark = view.folds ? (view.isOpen(run) ? "\u25be " : "\u25b8 ") : "";
+    pen.fillText(`${mark}${run.letter}  ${run.label}`, 0, y + 11, width);
+  }
+  pen.font = `${rowHeight < 12 ? 10 : 12}px ${FONT}`;
+  pen.fillStyle = ink("soft");
+  const every = Math.ceil(11 / rowHeight), narrow = gutter < 60;
+  for (const { row, y } of places.rows) {
+    if (row.rank % every) continue;
+    const letter = view.several ? `${row.run.letter}${narrow ? "" : " "}` : "";
+    pen.fillText(`${letter}${narrow ? "" : "rank "}${row.rank}`, 0, y + rowHeight / 2, gutter - 6);
+  }
 }
 
 class Gantt {
   constructor(canvas, view) {
     this.canvas = canvas;
     this.view = view;
-    this.strip = document.createElement("canvas");
   }
 
-  layout() {
-    const total = RUNS.reduce((sum, run) => sum + run.rows.length, 0);
-    this.rowHeight = Math.max(9, Math.min(26, Math.floor(620 / total)));
-    this.gutter = this.canvas.clientWidth < 560 ? (SEVERAL ? 34 : 24) : 74;
-    this.axis = 24;
-    return arrange(this.view.order, this.rowHeight, 22);
-  }
-
-  draw(selected) {
-    const places = this.layout();
-    const { pen, width, height, ratio } = fitCanvas(this.canvas, places.height + this.axis);
-    this.places = places.rows;
+  draw() {
+    const { view } = this;
+    inks = {};
+    this.rowHeight = rowHeightOf(view, 620, 11, 26);
+    this.gutter = this.canvas.clientWidth < 560 ? (view.several ? 34 : 24) : 74;
+    const places = arrange(view, this.rowHeight, (run) => Math.min(56, Math.max(16, 3 * run.rows.length)));
+    const { pen, width, height, ratio } = fitCanvas(this.canvas, Math.max(40, places.height) + AXIS);
+    this.places = places.rows; this.heads = places.heads; this.minis = places.minis;
     this.plot = Math.max(40, width - this.gutter);
     this.grid(pen, width, height);
-    pen.font = "600 13px system-ui, sans-serif";
-    pen.fillStyle = ink("text");
-    pen.textBaseline = "middle";
-    for (const head of places.heads) pen.fillText(head.text, 0, head.y + 11, width);
-    const narrow = this.gutter < 60;
-    pen.font = "12px system-ui, sans-serif";
-    for (const { row, y } of places.rows) {
-      const name = narrow ? `${SEVERAL ? row.run.letter : ""}${row.rank}` : `${SEVERAL ? row.run.letter + " " : ""}rank ${row.rank}`;
-      pen.fillStyle = ink("soft");
-      if (this.rowHeight >= 11) pen.fillText(name, 0, y + this.rowHeight / 2, this.gutter - 6);
+    drawNames(pen, view, places, this.rowHeight, this.gutter, width);
+    for (const { run, y, height: size } of places.minis) {
+      const { slope, shift } = this.pixels(run);
+      paintRows(pen, run.rows, slope, shift, view.critical, this.gutter, y, this.plot, size - 2, ratio);
     }
     for (const { row, y } of places.rows) this.row(pen, row, y, ratio);
-    if (selected) this.mark(pen, selected);
+    if (view.arrows) this.arrows(pen);
+    if (view.range) this.range(pen, height - AXIS);
+    if (view.selected) this.mark(pen, view.selected);
   }
 
   grid(pen, width, height) {
     const { from, to } = this.view;
     pen.strokeStyle = ink("line");
     pen.fillStyle = ink("soft");
-    pen.font = "11px system-ui, sans-serif";
+    pen.font = `11px ${FONT}`;
     pen.textBaseline = "alphabetic";
     for (const at of axisSteps(from, to, this.plot / 110)) {
-      const x = Math.round(this.gutter + ((at - from) / (to - from)) * this.plot) + 0.5;
-      pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, height - this.axis + 5); pen.stroke();
-      const text = this.view.scale === "same" ? timeText(at, RUNS[0].unit) : percent(at);
-      const size = pen.measureText(text).width;
+      const x = Math.round(this.x(at)) + 0.5, text = this.view.text(at), size = pen.measureText(text).width;
+      pen.beginPath(); pen.moveTo(x, 0); pen.lineTo(x, height - AXIS + 5); pen.stroke();
       pen.fillText(text, Math.min(Math.max(x - size / 2, this.gutter), width - size), height - 6);
     }
   }
 
+  // Where a time of the view stands, and the other way round.
+  x(at) { return this.gutter + ((at - this.view.from) / (this.view.to - this.view.from)) * this.plot; }
+
+  time(x) { return this.view.from + ((x - this.gutter) / this.plot) * (this.view.to - this.view.from); }
+
   // Pixels of the plot for ticks of a run.
   pixels(run) {
-    const { from, to } = this.view;
-    const factor = this.plot / (to - from);
-    return { slope: this.view.perTick(run) * factor, shift: -from * factor };
+    const factor = this.plot / (this.view.to - this.view.from);
+    return { slope: this.view.perTick(run) * factor, shift: -this.view.from * factor };
   }
 
   row(pen, row, y, ratio) {
     const height = this.rowHeight - (this.rowHeight > 14 ? 4 : this.rowHeight > 10 ? 2 : 1);
+    const { slope, shift } = this.pixels(row.run);
+    const first = row.after(-shift / slope), last = Math.min(row.count, row.after((this.plot - shift) / slope) + 1);
+    if (last - first > this.plot / 4) {
+      paintRows(pen, [row], slope, shift, this.view.critical, this.gutter, y, this.plot, height, ratio);
+      return;
+    }
     pen.fillStyle = ink("idle");
     pen.fillRect(this.gutter, y, this.plot, height);
-    const { slope, shift } = this.pixels(row.run);
-    const first = row.after(-shift / slope);
-    const last = Math.min(row.count, row.after((this.plot - shift) / slope) + 1);
-    if (last - first > this.plot / 3) this.dense(pen, row, first, last, slope, shift, y, height, ratio);
-    else this.each(pen, row, first, last, slope, shift, y, height);
-    if (row.sends.start.length && last - first <= this.plot / 3) this.sends(pen, row, slope, shift, y + height);
+    this.each(pen, row, first, last, slope, shift, y, height);
+    if (row.sends.start.length) this.sends(pen, row, slope, shift, y + height);
   }
 
   each(pen, row, first, last, slope, shift, y, height) {
     const far = this.gutter + this.plot;
-    pen.font = `${height >= 18 ? 12 : 10}px ui-monospace, SFMono-Regular, Menlo, monospace`;
+    pen.font = `${height >= 18 ? 12 : 10}px ${LETTERS_FONT}`;
     pen.textBaseline = "middle";
     const letter = height >= 18 ? 7.3 : 6.1;
     for (let place = first; place < last; place++) {
       const start = Math.max(this.gutter, this.gutter + row.start[place] * slope + shift);
       const end = Math.min(far, this.gutter + row.end(place) * slope + shift);
       if (end <= start) continue;
-      pen.globalAlpha = this.view.critical && !row.critical[place] ? 0.22 : 1;
+      pen.globalAlpha = this.view.critical && !row.critical[place] ? PALE : 1;
       pen.fillStyle = FILLS[row.op[place]][Math.min(row.chunk[place], 3)];
       const gap = end - start > 4 ? 1 : 0;
       pen.fillRect(start, y, end - start - gap, height);
-      if (height < 9) continue;
+      if (row.faults.has(place)) this.cross(pen, start, y, end - start - gap, height);
       const room = end - start - gap - 3;
-      if (room < letter) continue;
+      if (height < 9 || room < letter) continue;
       const name = row.name(place);
       const text = name.length * letter <= room ? name : this.small(row, place, room / letter);
       if (text) {
@@ -151,6 +138,15 @@ class Gantt {
       }
     }
     pen.globalAlpha = 1;
+  }
+
+  // A fault is a frame and a diagonal, so that it is seen without colours.
+  cross(pen, x, y, width, height) {
+    pen.strokeStyle = ink("fault");
+    pen.lineWidth = 2.5;
+    pen.strokeRect(x + 1, y + 1, Math.max(1, width - 2), height - 2);
+    pen.beginPath(); pen.moveTo(x, y + height); pen.lineTo(x + width, y); pen.stroke();
+    pen.lineWidth = 1;
   }
 
   small(row, place, letters) {
@@ -169,37 +165,42 @@ class Gantt {
     }
   }
 
-  dense(pen, row, first, last, slope, shift, y, height, ratio) {
-    const width = Math.round(this.plot * ratio);
-    slope *= ratio; shift *= ratio;
-    const red = new Float32Array(width), green = new Float32Array(width), blue = new Float32Array(width);
-    const covered = new Float32Array(width);
-    const { start, length, op, chunk, critical } = row;
-    for (let place = first; place < last; place++) {
-      const from = Math.max(0, start[place] * slope + shift);
-      const to = Math.min(width, (start[place] + length[place]) * slope + shift);
-      const colour = SHADES[op[place]][Math.min(chunk[place], 3)];
-      const weight = this.view.critical && !critical[place] ? 0.22 : 1;
-      for (let pixel = Math.floor(from); pixel < to; pixel++) {
-        const share = weight * (Math.min(to, pixel + 1) - Math.max(from, pixel));
-        covered[pixel] += share;
-        red[pixel] += share * colour[0]; green[pixel] += share * colour[1]; blue[pixel] += share * colour[2];
+  // From what made a value to what uses it on another rank. Of many, none: zoom in.
+  arrows(pen) {
+    const where = new Map(this.places.map(({ row, y }) => [row, y])), found = [];
+    for (const { row, y } of this.places) {
+      const { slope, shift } = this.pixels(row.run), chosen = this.view.selected;
+      const first = row.after(-shift / slope), last = Math.min(row.count, row.after((this.plot - shift) / slope) + 1);
+      for (let place = first; place < last; place++) {
+        const source = row.peer[place] < 0 ? null : row.run.rows[row.peer[place]];
+        if (!source || !where.has(source)) continue;
+        if (chosen && !(chosen.row === row && chosen.place === place) && !(chosen.row === source && chosen.place === row.cause[place])) continue;
+        found.push([source.end(row.cause[place]) * slope + shift, where.get(source), row.start[place] * slope + shift, y]);
+        if (found.length > MOST_ARROWS) { this.hiddenArrows = true; return; }
       }
     }
-    const ground = rgb(ink("idle"));
-    if (this.strip.width !== width) { this.strip.width = width; this.strip.height = 1; }
-    const strip = this.strip.getContext("2d");
-    const image = strip.createImageData(width, 1);
-    for (let pixel = 0, at = 0; pixel < width; pixel++, at += 4) {
-      const rest = Math.max(0, 1 - covered[pixel]);
-      image.data[at] = red[pixel] + rest * ground[0];
-      image.data[at + 1] = green[pixel] + rest * ground[1];
-      image.data[at + 2] = blue[pixel] + rest * ground[2];
-      image.data[at + 3] = 255;
+    this.hiddenArrows = false;
+    pen.save();
+    pen.beginPath(); pen.rect(this.gutter, 0, this.plot, 1e6); pen.clip();
+    pen.strokeStyle = pen.fillStyle = ink("arrow");
+    for (const [from, top, to, bottom] of found) {
+      const x = this.gutter + from, X = this.gutter + to, y = top + this.rowHeight / 2, Y = bottom + this.rowHeight / 2;
+      pen.beginPath(); pen.moveTo(x, y); pen.lineTo(X, Y); pen.stroke();
+      const angle = Math.atan2(Y - y, X - x);
+      pen.beginPath(); pen.moveTo(X, Y);
+      for (const turn of [0.45, -0.45]) pen.lineTo(X - 7 * Math.cos(angle + turn), Y - 7 * Math.sin(angle + turn));
+      pen.fill();
     }
-    strip.putImageData(image, 0, 0);
-    pen.imageSmoothingEnabled = false;
-    pen.drawImage(this.strip, 0, 0, width, 1, this.gutter, y, this.plot, height);
+    pen.restore();
+  }
+
+  range(pen, height) {
+    const [left, right] = [this.view.range.from, this.view.range.to].map((at) => Math.min(this.gutter + this.plot, Math.max(this.gutter, this.x(at))));
+    pen.globalAlpha = 0.16;
+    pen.fillStyle = ink("focus");
+    pen.fillRect(left, 0, right - left, height);
+    pen.globalAlpha = 1;
+    for (const x of [left, right]) pen.fillRect(x - 0.5, 0, 1, height);
   }
 
   mark(pen, { row, place }) {
@@ -214,8 +215,10 @@ class Gantt {
     pen.lineWidth = 1;
   }
 
-  // What a point of the canvas shows: a row, ticks of its run, and a span where there is one.
+  // What a point of the canvas shows: the head of a run; or a row, ticks of its run, and a span where there is one.
   at(x, y) {
+    const head = (this.heads || []).find((entry) => y >= entry.y && y < entry.y + HEAD) || (this.minis || []).find((entry) => y >= entry.y && y < entry.y + entry.height);
+    if (head) return { run: head.run };
     const found = (this.places || []).find((entry) => y >= entry.y && y < entry.y + this.rowHeight);
     if (!found || x < this.gutter || x > this.gutter + this.plot) return null;
     const { slope, shift } = this.pixels(found.row.run);
@@ -223,5 +226,41 @@ class Gantt {
     const place = found.row.after(ticks);
     const inside = place < found.row.count && found.row.start[place] <= ticks;
     return { row: found.row, ticks, place: inside ? place : -1 };
+  }
+}
+
+// The strip above the chart: all of the time, small, with the window that is shown.
+class Overview {
+  constructor(canvas, gantt) {
+    this.canvas = canvas;
+    this.gantt = gantt;
+    this.picture = document.createElement("canvas");
+  }
+
+  draw(fresh) {
+    const { view, gutter, plot } = this.gantt, each = Math.max(6, Math.min(40, Math.floor(60 / view.runs.length)));
+    const height = Math.min(view.runs.length, 20) * each + 6;
+    const { pen, ratio } = fitCanvas(this.canvas, height), key = [plot, height, ratio, view.scale, view.critical, ink("idle")].join(" ");
+    if (fresh || key !== this.key) {
+      this.key = key;
+      this.picture.width = Math.round(plot * ratio); this.picture.height = height;
+      const own = this.picture.getContext("2d");
+      view.runs.slice(0, 20).forEach((run, place) => {
+        const slope = (view.perTick(run) * plot) / view.whole;
+        paintRows(own, run.rows, slope * ratio, 0, view.critical, 0, 3 + place * each, this.picture.width, each - 1, 1);
+      });
+    }
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(this.picture, gutter, 0, plot, height);
+    const left = gutter + (view.from / view.whole) * plot, size = Math.max(4, ((view.to - view.from) / view.whole) * plot);
+    pen.fillStyle = ink("ground");
+    pen.globalAlpha = 0.62;
+    pen.fillRect(gutter, 0, left - gutter, height);
+    pen.fillRect(left + size, 0, gutter + plot - left - size, height);
+    pen.globalAlpha = 1;
+    pen.strokeStyle = ink(size < plot - 0.5 ? "focus" : "line");
+    pen.lineWidth = 2;
+    pen.strokeRect(left + 1, 1, size - 2, height - 2);
+    pen.lineWidth = 1;
   }
 }

@@ -1,4 +1,4 @@
-// Activations in flight over time, a strip for each rank, in the same window and order as the timeline.
+// What each rank holds over time, in the same window as the timeline; of a run that is not open, the fullest rank.
 
 class Memory {
   constructor(canvas, view) {
@@ -7,55 +7,50 @@ class Memory {
   }
 
   draw(gantt) {
-    const total = RUNS.reduce((sum, run) => sum + run.rows.length, 0);
-    const height = Math.max(12, Math.min(40, Math.floor(480 / total)));
-    const places = arrange(this.view.order, height, 22);
-    const { pen, width } = fitCanvas(this.canvas, places.height);
-    const most = Math.max(1, ...RUNS.map((run) => Math.max(0, ...run.rows.map((row) => row.peak))));
-    pen.textBaseline = "middle";
-    pen.font = "600 13px system-ui, sans-serif";
-    pen.fillStyle = ink("text");
-    for (const head of places.heads) pen.fillText(head.text, 0, head.y + 11, width);
-    pen.font = "12px system-ui, sans-serif";
-    for (const { row, y } of places.rows) {
-      const narrow = gantt.gutter < 60;
-      pen.fillStyle = ink("soft");
-      const name = narrow ? `${SEVERAL ? row.run.letter : ""}${row.rank}` : `${SEVERAL ? row.run.letter + " " : ""}rank ${row.rank}`;
-      if (height >= 12) pen.fillText(name, 0, y + height / 2, gantt.gutter - 6);
-      this.row(pen, gantt, row, y, height - 4, most);
+    const { view } = this, height = rowHeightOf(view, 480, 12, 40), mini = 26;
+    const places = arrange(view, height, () => mini);
+    const { pen, width } = fitCanvas(this.canvas, Math.max(20, places.height));
+    const known = view.runs.every((run) => run.activation); // else a microbatch is as high in one run as in the other
+    const size = (row) => (known ? row.run.sizeOf(row) : 1) / Math.max(1, row.each);
+    const most = Math.max(view.cap || 0, ...view.runs.flatMap((run) => run.rows.map((row) => row.peak * size(row)))) || 1;
+    drawNames(pen, view, places, height, gantt.gutter, width);
+    for (const { row, y } of places.rows) this.row(pen, gantt, row, y, height - 4, most / size(row));
+    for (const { run, y } of places.minis) {
+      const row = run.rows.reduce((best, each) => (each.peak * size(each) > best.peak * size(best) ? each : best));
+      this.row(pen, gantt, row, y, mini - 6, most / size(row), `rank ${row.rank}, `);
     }
   }
 
-  row(pen, gantt, row, y, height, most) {
+  row(pen, gantt, row, y, height, most, name = "") {
     pen.fillStyle = ink("idle");
     pen.fillRect(gantt.gutter, y, gantt.plot, height);
     const { high, low } = this.levels(gantt, row);
     pen.fillStyle = ink("memory");
     for (const [levels, alpha] of [[high, 0.4], [low, 0.75]]) {
       pen.globalAlpha = alpha;
-      pen.beginPath();
-      pen.moveTo(gantt.gutter, y + height);
-      for (let pixel = 0; pixel < levels.length; pixel++) {
-        const top = y + height - (levels[pixel] / most) * height;
-        pen.lineTo(gantt.gutter + pixel, top);
-        pen.lineTo(gantt.gutter + pixel + 1, top);
+      for (let first = 0, pixel = 1; pixel <= levels.length; pixel++) {
+        if (pixel < levels.length && levels[pixel] === levels[first]) continue;
+        const size = (levels[first] / most) * height;
+        if (size) pen.fillRect(gantt.gutter + first, y + height - size, pixel - first, size);
+        first = pixel;
       }
-      pen.lineTo(gantt.gutter + levels.length, y + height);
-      pen.fill();
     }
     pen.globalAlpha = 1;
-    if (height >= 12) {
-      const text = `peak ${row.peak}`;
-      pen.fillStyle = ink("text");
-      pen.font = "11px system-ui, sans-serif";
-      const x = gantt.gutter + gantt.plot - pen.measureText(text).width - 4;
-      pen.strokeStyle = ink("ground");
-      pen.lineWidth = 3;
-      pen.strokeText(text, x, y + 8);
-      pen.lineWidth = 1;
-      pen.fillText(text, x, y + 8);
-      pen.font = "12px system-ui, sans-serif";
+    if (this.view.cap) {
+      const at = y + height - (this.view.cap * row.each * height) / most;
+      pen.fillStyle = ink(row.held(row.peak) > this.view.cap * (1 + 1e-9) ? "fault" : "soft");
+      for (let x = gantt.gutter; x < gantt.gutter + gantt.plot; x += 8) pen.fillRect(x, at - 0.5, 4, 1);
     }
+    if (height < 8) return;
+    const text = `${name}peak ${row.run.memory(row.held(row.peak) * row.run.sizeOf(row))}`;
+    pen.font = `11px ${FONT}`;
+    const x = gantt.gutter + gantt.plot - pen.measureText(text).width - 4;
+    pen.strokeStyle = ink("ground");
+    pen.lineWidth = 3;
+    pen.strokeText(text, x, y + Math.min(8, height / 2));
+    pen.lineWidth = 1;
+    pen.fillStyle = ink("text");
+    pen.fillText(text, x, y + Math.min(8, height / 2));
   }
 
   // The most and the least that is held within each pixel.

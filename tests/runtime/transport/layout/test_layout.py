@@ -97,3 +97,20 @@ def test_memory_that_is_not_aligned_to_its_elements_arrives_as_near_as_may_be() 
     for arrived in (sent(tensor), *sent((tensor, tensor))):
         assert torch.equal(arrived, tensor)
         assert phase_of(arrived) == phase_of(tensor) // 4 * 4
+
+
+def test_layouts_tell_apart_what_python_calls_equal() -> None:
+    one = Layout.of(flatten({"n": 1}), False)
+    assert one.fits({"n": 1}) is not None
+    for other in ({"n": True}, {"n": 1.0}, {"m": 1}, {"n": torch.ones(1)}, {"n": None}, (1,), 1):
+        assert one.fits(other) is None
+    tensor = Layout.of(flatten(torch.ones(2, 3)), False)
+    assert tensor.fits(torch.zeros(2, 3)) is not None
+    for other in (
+        torch.ones(3, 2),
+        torch.ones(2, 3).double(),
+        torch.ones(2, 3, requires_grad=True),
+        (torch.ones(2, 3),),
+    ):
+        assert tensor.fits(other) is None
+    assert Layout.load(one.text, is_known=True).fits({"n": 1}) is not None

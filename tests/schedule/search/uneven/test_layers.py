@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.errors import UsageError
@@ -67,6 +69,19 @@ def test_a_slow_rank_gets_less_and_a_stage_without_layers_is_left_out() -> None:
     assert sum(small.counts) == 3
 
 
+def test_a_cut_must_fit_into_the_memory_of_each_rank() -> None:
+    """Once a fast rank was given 8 of 10 layers, though it holds 6, and the search said that no cut fits."""
+    fast = model(*[1] * 10, speeds=(0.25, 1.0), memory=(6.0, 6.0))
+    shape = cut_layers(fast, (0, 1), 8, "loop")
+    assert shape is not None
+    assert shape.counts == (4, 6)
+    uneven = cut_layers(replace(fast, memory=(9.0, 3.0)), (0, 1), 8, "loop")
+    assert uneven is not None
+    assert uneven.counts == (7, 3)
+    found = search_report(2, 6, layers=[1] * 10, speeds=[0.25, 1], memory=[9, 3], effort=30)
+    assert all(held <= cap for held, cap in zip(found.timeline.peak_memory, (9, 3), strict=True))
+
+
 def test_hosts_are_found_in_links() -> None:
     links = Hosts((2, 2), inside=0.1, between=1.0).matrix()
     assert hosts_of(links) == [[0, 1], [2, 3]]
@@ -97,6 +112,15 @@ def test_ranks_that_are_near_come_together_whatever_their_numbers() -> None:
         ({"layers": [1, 1], "memory": 0.5}, "memory is too little"),
         ({"speeds": [1, 2]}, "give layers="),
         ({"links": [[0, 1], [1]]}, "a square"),
+        ({"links": 5}, "links is a list of rows"),
+        ({"links": Hosts((4, 4))}, "links are of 8 ranks, and there are 2"),
+        ({"layers": [1, 1], "speeds": 3}, "speeds is a list of one number per rank"),
+        ({"layers": [1, 1], "skips": 3}, "skips is a list of pairs"),
+        ({"layers": [1, 1], "skips": [3]}, "to a later layer"),
+        ({"layers": [1, 1], "vocabulary": "yes"}, "vocabulary is True or False"),
+        ({"layers": [1, 1], "costs": Costs(forward=2.0, held=1.0)}, "got forward, held as well"),
+        ({"seed": "x"}, "seed is a whole number"),
+        ({"progress": 3}, "progress is a function"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(given: dict[str, object], message: str) -> None:
@@ -104,6 +128,8 @@ def test_what_cannot_be_searched_is_refused(given: dict[str, object], message: s
         search(2, 4, seconds=0, **given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="number of 0 or more"):
         Layer(-1)
+    with pytest.raises(UsageError, match="number of ranks on each host"):
+        Hosts(5)  # type: ignore[arg-type]
 
 
 def test_links_without_layers_are_costs_of_the_links() -> None:

@@ -108,7 +108,7 @@ class _ExampleRun:
         self._elsewhere.check()
         marks.recording.output = marks.of(output)
         marks.recording.values.append(("", checksum(output), 0))
-        self._carried.look(len(marks.recording.calls))
+        self._carried.note_writes(len(marks.recording.calls))
         return marks
 
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
@@ -117,7 +117,7 @@ class _ExampleRun:
         if marks.inside is not None or marks.free is not None:
             return own(*args, **kwargs)
         self._elsewhere.check()
-        self._carried.look(len(marks.recording.calls))
+        self._carried.note_writes(len(marks.recording.calls))
         with marks.silent():
             given = checksum((args, kwargs))
         if name in self._free:
@@ -213,7 +213,7 @@ def _compiles_itself(model: nn.Module) -> ModelError:
 
 
 def _check_not_mapped(name: str, values: Any) -> None:
-    """Inside of a function transform a tensor stands for many, and has no memory that could be sent."""
+    """Refuse tensors of a function transform, which stand for many and have no memory that could be sent."""
     if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors_in(values)):
         raise ModelError(
             f"{name} is called inside of torch.vmap, grad or another function transform, whose tensors cannot be sent "

@@ -37,7 +37,7 @@ _BY_SHAPE = frozenset(  # read no value of what they are given
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """The same values in a storage of its own; one element stays one element."""
+    """A copy of a tensor in a storage of its own; one expanded element stays one element."""
     if tensor.numel() > 1 and not any(tensor.stride()):
         return tensor.as_strided((), ()).clone().expand(tensor.shape)
     return tensor.detach().clone()
@@ -58,13 +58,13 @@ class Storages:
 
 
 class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells `seen(reads, taken, made, written, draws)` about every operation."""
+    """Tells `on_operation` of every operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
 
-    def seen(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+    def on_operation(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
         raise NotImplementedError
 
     def reads_values(self, func: Any) -> bool:
@@ -76,7 +76,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         written = _written(func, args, kwargs) if func._schema.is_mutable else []
         taken = [] if func._schema.name in _BY_SHAPE else tensors_in((args, kwargs), 0)
-        self.seen(func, taken, tensors_in(result, 0), written)
+        self.on_operation(func, taken, tensors_in(result, 0), written)
         return result
 
 
@@ -134,7 +134,7 @@ class Absent(Follower):
         if self._absent and self.touches(tensors):
             raise self._fail("a value was read that the example's run did not need here")
 
-    def seen(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+    def on_operation(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
         if self.reads_values(func):
             self.check_read(taken)
         elif torch.Tag.nondeterministic_seeded in func.tags:

@@ -27,7 +27,7 @@ def changes_in_place(value: Any) -> bool:
 
 
 def has_fields(value: Any) -> bool:
-    """Whether it is an object of the user's, such as a configuration."""
+    """Whether a value is an object of the user's, such as a configuration."""
     return hasattr(value, "__dict__") and not callable(value) and not isinstance(value, (*_OPAQUE, *CONTAINERS))
 
 
@@ -76,15 +76,23 @@ def changed_by(unit: nn.Module, before: dict[str, Any]) -> Iterator[str]:
     """The names of what a call has changed on a unit."""
     for name, value in own_state(unit).items():
         old = before.get(name)
-        if isinstance(value, Tensor):
-            if not isinstance(old, Tensor) or old.shape != value.shape or not torch.equal(old, value):
-                yield name
-        elif isinstance(old, Tensor) or value != old:
+        if isinstance(value, Tensor) and isinstance(old, Tensor):
+            same = _equal(old, value)
+        else:
+            same = type(old) is type(value) and old == value
+        if not same:
             yield name
 
 
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same numbers; what is not a number on both sides counts as the same."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def updates_itself(unit: nn.Module) -> Iterator[str]:
-    """As `changed_by`, for a unit that cannot be run: running statistics are known by their kind."""
+    """The names of what a unit that cannot be run would change: running statistics are known by their kind."""
     for name, module in unit.named_modules():
         if isinstance(module, _BatchNorm) and module.track_running_stats and module.training:
             yield dotted_name(name, "running_mean")

@@ -25,7 +25,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class KeptState:
-    """Something that units change in their calls and others read."""
+    """An attribute that units change in their calls and others read."""
 
     name: str
     writers: frozenset[str]

@@ -84,7 +84,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
         return frozenset(found)
 
     def is_of_units(self, tensor: Tensor) -> bool:
-        """Whether it was made of what units returned, or inside of one."""
+        """Whether a tensor was made of what units returned, or inside of one."""
         key = self.storages.key(tensor)
         return key in self.made_inside or any(call >= 0 for call, _ in self.marks.get(key, ()))
 
@@ -107,7 +107,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
             self.recording.reads_values = True
             self.control |= self.of(tensors)
 
-    def seen(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
+    def on_operation(self, func: Any, taken: list[Tensor], made: list[Tensor], written: list[Tensor]) -> None:
         if self.quiet:
             return
         if self.inside is not None:

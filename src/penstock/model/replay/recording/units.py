@@ -98,10 +98,10 @@ def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -
         found.append(name)
 
 
-def _open_for(found: list[str], names: dict[str, nn.Module], wanted: str) -> None:
-    """Open units until `wanted`, which lies inside one of them, is a unit itself."""
-    while wanted not in found:
-        around = [name for name in found if wanted.startswith(f"{name}.") or name == ""]
+def _open_for(found: list[str], names: dict[str, nn.Module], unit: str) -> None:
+    """Open units until `unit`, which lies inside one of them, is a unit itself."""
+    while unit not in found:
+        around = [name for name in found if unit.startswith(f"{name}.") or name == ""]
         if not around or not _openable(names[around[0]]):
             return
         _open(found, names, around[0])
@@ -117,7 +117,7 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
 
 
 def _openable(module: nn.Module) -> bool:
-    """Its parameters all lie in children, so that its own forward can be glue."""
+    """Whether all parameters of a module lie in children, so that its own forward can be glue."""
     own = next(module.parameters(recurse=False), None)
     return _count(module) >= 1 and own is None and not isinstance(module, torch.jit.ScriptModule)
 

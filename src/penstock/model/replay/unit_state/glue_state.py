@@ -24,7 +24,7 @@ from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, frozen, 
 from penstock.model.replay.tree import OWN
 from penstock.model.use_names import dotted_name
 
-Place = tuple[str, str]  # a module's name, an attribute of it
+Attribute = tuple[str, str]  # a module's name, an attribute of it
 
 
 class GlueState:
@@ -34,58 +34,59 @@ class GlueState:
         self._holders = dict(_glue("", tree))
         self._names = {id(holder): name for name, holder in self._holders.items()}
         self._second_run = False
-        self._seen = self._look()
-        self._written: dict[Place, int] = {}  # after how many unit calls
-        self._first: dict[Place, int] = {}
-        self._read: dict[Place, int] = {}
+        self._last = self._snapshot()
+        self._written: dict[Attribute, int] = {}  # after how many unit calls
+        self._first: dict[Attribute, int] = {}
+        self._read: dict[Attribute, int] = {}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What the glue's modules hold beside parameters and buffers, with its name."""
-        for (holder, name), (value, _) in self._seen.items():
+        for (holder, name), (value, _) in self._last.items():
             for tensor in tensors_in(value, 1):
                 yield dotted_name(holder, name), tensor
 
-    def look(self, position: int) -> None:
+    def note_writes(self, position: int) -> None:
         """Before a unit call, and at the end: what was written since the last look."""
-        now = self._look()
-        for place, token in now.items():
-            if place not in self._seen or _differ(self._seen[place], token):
-                self._first.setdefault(place, position)
-                self._written[place] = position
-        self._seen = now
+        now = self._snapshot()
+        for attribute, token in now.items():
+            if attribute not in self._last or _differ(self._last[attribute], token):
+                self._first.setdefault(attribute, position)
+                self._written[attribute] = position
+        self._last = now
 
     def left(self) -> dict[str, list[Tensor]]:
         """The tensors that the run has left behind, by the name of where."""
-        return {dotted_name(*place): tensors_in(self._seen[place][0], 1) for place in self._written}
+        return {dotted_name(*attribute): tensors_in(self._last[attribute][0], 1) for attribute in self._written}
 
     def begin_second_run(self) -> None:
         """A second run begins: reads of what the first has written count (see `read`)."""
         self._first.clear()
         self._second_run = True
 
-    def read(self, module: nn.Module, attribute: str, position: int) -> None:
+    def read(self, module: nn.Module, name: str, position: int) -> None:
         """Code asks for an attribute of a module."""
-        place = (self._names.get(id(module), ""), attribute)
-        if self._second_run and id(module) in self._names and place in self._written:
-            self._read.setdefault(place, position)
+        attribute = (self._names.get(id(module), ""), name)
+        if self._second_run and id(module) in self._names and attribute in self._written:
+            self._read.setdefault(attribute, position)
 
     def check(self) -> None:
         """After the second run: nothing may be read before the place where it is written."""
-        for place, read in self._read.items():
-            value = self._seen[place][0] if place in self._seen else None
-            rewritten = place in self._first  # the second run has written it too
-            last = self._first[place] if rewritten and isinstance(value, CONTAINERS) else self._written[place]
-            shared = place[1] in self._holders[place[0]]._buffers or has_fields(value)  # by the stages of a process
+        for attribute, read in self._read.items():
+            value = self._last[attribute][0] if attribute in self._last else None
+            rewritten = attribute in self._first  # the second run has written it too
+            last = self._first[attribute] if rewritten and isinstance(value, CONTAINERS) else self._written[attribute]
+            holder, name = attribute
+            shared = name in self._holders[holder]._buffers or has_fields(value)  # by the stages of a process
             if (rewritten and shared) or (read < last and not has_fields(value)):
                 raise ModelError(
-                    f"the code between the units keeps {dotted_name(*place)} from one call of the model to the next; "
-                    f"stages end at their last unit and would not all see what it was set to. Keep it in a module "
-                    f"that is a unit, or pass it in as an input"
+                    f"the code between the units keeps {dotted_name(holder, name)} from one call of the model to the "
+                    f"next; stages end at their last unit and would not all see what it was set to. Keep it in a "
+                    f"module that is a unit, or pass it in as an input"
                 )
 
-    def _look(self) -> dict[Place, Any]:
-        """Each value, and of what changes in place what is in it."""
-        found: dict[Place, Any] = {}
+    def _snapshot(self) -> dict[Attribute, Any]:
+        """The value of each attribute, with a frozen copy of what is in it."""
+        found: dict[Attribute, Any] = {}
         for name, holder in self._holders.items():
             values = {key: value for key, value in vars(holder).items() if key not in OWN}
             found.update({(name, key): (value, frozen(value)) for key, value in (values | holder._buffers).items()})
@@ -93,7 +94,7 @@ class GlueState:
 
 
 def _glue(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules outside of units."""
+    """The modules of a tree that are outside of units, by name."""
     if not getattr(type(module), "is_asked", False) and not isinstance(module, torch.jit.ScriptModule):
         yield name, module
         for child_name, child in module.named_children():

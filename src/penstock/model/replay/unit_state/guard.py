@@ -19,28 +19,28 @@ from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, frozen
 class Guard:
     """What others read of one unit."""
 
-    def __init__(self, name: str, unit: nn.Module, places: Sequence[tuple[str, str]]) -> None:
-        self._name, self._places = name, list(places)
+    def __init__(self, name: str, unit: nn.Module, attributes: Sequence[tuple[str, str]]) -> None:
+        self._name, self._attributes = name, list(attributes)
         inner = dict(unit.named_modules())
-        self._holders = [(inner[holder], attribute) for holder, attribute in places]
+        self._holders = [(inner[holder], attribute) for holder, attribute in attributes]
 
-    def look(self) -> list[Any]:
-        return [_seen(holder, attribute) for holder, attribute in self._holders]
+    def values(self) -> list[Any]:
+        return [_snapshot(holder, attribute) for holder, attribute in self._holders]
 
     def check(self, before: list[Any]) -> None:
-        now = self.look()
+        now = self.values()
         if now == before:
             return
-        place = self._places[next(number for number, each in enumerate(now) if each != before[number])]
+        changed = self._attributes[next(number for number, each in enumerate(now) if each != before[number])]
         raise ModelError(
-            f"{self._name} has changed its {'.'.join(filter(None, place))} in its forward, which it left alone with "
+            f"{self._name} has changed its {'.'.join(filter(None, changed))} in its forward, which it left alone with "
             f"the example; code outside of {self._name} reads it, on stages that do not see the change. Let "
             f"{self._name} return it, or build the pipeline with the model in the mode, and with an example, in which "
             f"it changes"
         )
 
 
-def _seen(holder: nn.Module, attribute: str) -> Any:
+def _snapshot(holder: nn.Module, attribute: str) -> Any:
     value = vars(holder).get(attribute, holder._buffers.get(attribute))
     if isinstance(holder, _BatchNorm) and holder.num_batches_tracked is not None:
         return frozen(value), holder.num_batches_tracked._version  # its statistics are written past their versions

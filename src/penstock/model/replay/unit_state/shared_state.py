@@ -29,7 +29,7 @@ from penstock.model.replay.tree import OWN
 from penstock.model.replay.unit_state.glue_state import GlueState
 from penstock.model.use_names import dotted_name
 
-Key = tuple[str, str] | int  # a module's name and an attribute of it; of what changes in place, its identity
+StateKey = tuple[str, str] | int  # a module's name and an attribute of it; of what changes in place, its identity
 
 
 class Access(NamedTuple):
@@ -42,28 +42,28 @@ class Access(NamedTuple):
 
 
 class _AccessLog:
-    """All accesses of one run."""
+    """All reads and writes of attributes in one run of the example."""
 
     def __init__(self, marks: UnitMarks) -> None:
         self.marks = marks
-        self.reads: dict[Key, set[Access]] = {}
-        self.writes: dict[Key, set[Access]] = {}
-        self.states: list[Key] = []  # of tensors: what (STATE, number) stands for
+        self.reads: dict[StateKey, set[Access]] = {}
+        self.writes: dict[StateKey, set[Access]] = {}
+        self.states: list[StateKey] = []  # of tensors: what (STATE, number) stands for
         self.names: dict[int, str] = {}  # of containers
         self.touched: dict[int, tuple[Any, Any, Access]] = {}  # containers, since a unit was last called or returned
 
-    def name(self, key: Key) -> str:
+    def name(self, key: StateKey) -> str:
         return self.names[key] if isinstance(key, int) else dotted_name(*key)
 
-    def writers(self, key: Key) -> set[str]:
+    def writers(self, key: StateKey) -> set[str]:
         return {access.who for access in self.writes.get(key, ()) if access.who is not None}
 
-    def outside(self, key: Key) -> list[Access]:
+    def outside(self, key: StateKey) -> list[Access]:
         """Reads by others than the one unit that writes it."""
         writers = self.writers(key)
         return [access for access in self.reads.get(key, ()) if {access.who} != writers]
 
-    def needs(self, unit: str | None, marks: Iterable[Mark]) -> Iterator[Key]:
+    def needs(self, unit: str | None, marks: Iterable[Mark]) -> Iterator[StateKey]:
         """The kept tensors among what a unit call, or the output, needs of others."""
         for kind, number in marks:
             if kind == STATE and self.writers(self.states[number]) != {unit}:
@@ -136,7 +136,7 @@ class UnitStateFollower:
             holder, _, attribute = dotted_name(unit, name).rpartition(".")
             log.writes.setdefault((holder, attribute), set()).add(Access(unit, 0, holder, 0))
 
-    def shared(self) -> list[Key]:
+    def shared(self) -> list[StateKey]:
         """What the first run has written and others read; if anything, a second one tells state from caches."""
         log = self._logs[0]
         recording = log.marks.recording
@@ -149,7 +149,7 @@ class UnitStateFollower:
         log = self._logs[0]
         everywhere = {call.unit for call in recording.calls if call.glue}
         moving = [key for key in self.shared() if all(each.writers(key) for each in self._logs)]
-        marks: dict[Key, Mark] = {}
+        marks: dict[StateKey, Mark] = {}
         for key in moving:
             _check_copies(log, key)
             if log.writers(key) <= everywhere:
@@ -193,7 +193,7 @@ class UnitStateFollower:
                     f"forward, or pass it in as an input"
                 )
 
-    def _guard(self, log: _AccessLog, recording: ForwardRecording, moving: set[Key]) -> None:
+    def _guard(self, log: _AccessLog, recording: ForwardRecording, moving: set[StateKey]) -> None:
         """What others read of a unit that has left it alone."""
         known = {log.name(key) for key in moving}
         called = {call.unit for call in recording.calls if not call.glue}
@@ -207,7 +207,7 @@ class UnitStateFollower:
                 recording.guarded.setdefault(unit, []).append((inner, key[1]))
 
 
-def _check_copies(log: _AccessLog, key: Key) -> None:
+def _check_copies(log: _AccessLog, key: StateKey) -> None:
     """The copy of a unit that runs has attributes of its own: what reaches it in another way does not see them."""
     for read in sorted(log.outside(key), key=lambda read: read.position):
         for write in sorted(log.writes[key], key=lambda write: write.who or ""):
@@ -223,7 +223,7 @@ def _check_copies(log: _AccessLog, key: Key) -> None:
                 )
 
 
-def _check_order(log: _AccessLog, recording: ForwardRecording, key: Key) -> None:
+def _check_order(log: _AccessLog, recording: ForwardRecording, key: StateKey) -> None:
     """What every stage runs and keeps has the right value everywhere from there on, and nowhere before."""
     writers = log.writers(key)
     last = max(number for number, call in enumerate(recording.calls) if call.unit in writers)

@@ -91,7 +91,7 @@ class _CtrlC:
         """From here on the step is being ended."""
         self.held = self.ending = True
 
-    def look(self) -> None:
+    def raise_held(self) -> None:
         """Raise what was held back: called between messages, and where a wait may be left with nothing lost."""
         mine = self._before and threading.current_thread() is threading.main_thread()
         if self.since and mine and (not self.ending or monotonic() - self.since > GRACE):

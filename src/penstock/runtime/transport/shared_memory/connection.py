@@ -185,7 +185,7 @@ class Connection:
         return True
 
     def _note(self, fields: Fields, tail: bytes, descriptors: list[int]) -> None:
-        kind, number, key = fields[:3]
+        kind, number, key = fields[:3]  # of a text, `key` is how long it is
         try:
             if kind == BLOCK:
                 self.blocks[number] = InBlock(self._map(descriptors))
@@ -198,10 +198,20 @@ class Connection:
             self.blocks.pop(number, None)
         elif kind == FORGET:
             self._layouts.clear()
-        elif kind in (LAYOUT, FAILED, EXCHANGE):
-            self._add_text(fields, tail)
         elif kind == BYE:
             self.left = True
+        elif kind in (LAYOUT, FAILED, EXCHANGE):
+            parts = self._parts.setdefault(number, [])
+            parts.append(tail)
+            if sum(map(len, parts)) < key:
+                return
+            text = b"".join(self._parts.pop(number))
+            if kind == LAYOUT:
+                self._layouts[number] = Layout.load(text, is_known=True).all_packed()
+            elif kind == EXCHANGE:
+                self.exchanges.append((fields[STEP], text))
+            else:
+                self.failures[number] = text
 
     def _map(self, descriptors: list[int]) -> memoryview:
         """The memory that came with a packet; the sender counts on it, so there is no way on without."""
@@ -214,20 +224,6 @@ class Connection:
                 f"shared memory that rank {self.peer} sent cannot be mapped: {error.strerror}; "
                 "raise this process's limits (ulimit -n, ulimit -v) or set PENSTOCK_TRANSPORT=distributed"
             ) from error
-
-    def _add_text(self, fields: Fields, part: bytes) -> None:
-        kind, number, size, step = fields[:4]
-        parts = self._parts.setdefault(number, [])
-        parts.append(part)
-        if sum(map(len, parts)) < size:
-            return
-        text = b"".join(self._parts.pop(number))
-        if kind == LAYOUT:
-            self._layouts[number] = Layout.load(text, is_known=True).all_packed()
-        elif kind == EXCHANGE:
-            self.exchanges.append((step, text))
-        else:
-            self.failures[number] = text
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -266,7 +262,7 @@ class Connections(dict[int, Connection]):
                 if watch.verdict is not None:
                     raise after_loss(watch.verdict)
                 if CTRL_C.since:
-                    CTRL_C.look()
+                    CTRL_C.raise_held()
                 if monotonic() < awake:
                     if not connection.read(False):
                         os.sched_yield()

@@ -3,6 +3,7 @@
 What a cut is judged by is a bound on the schedule that can be made of it: a rank starts when the first microbatch
 has come to it, and from then on has its work to do. So ranks that start late get less of it. The cut with the
 smallest such bound over all ranks is looked for, and of equals the one whose second largest is smaller, and so on.
+Before all that comes memory: a cut with which a rank cannot hold its layers and one microbatch is no cut.
 
 Beginning with a cut in proportion to the ranks' speeds, one layer at a time moves from a stage of the rank that is
 last to any other stage; all boundaries between the two move along. A stage may end up with no layer and is then left
@@ -18,6 +19,7 @@ from penstock.schedule.search.uneven.layers import Model, Shape
 
 __all__ = ["cut_layers", "neighbours", "split_output"]
 
+ROUNDING = 1e-9
 SWEEPS = 200
 
 
@@ -79,6 +81,7 @@ class _Judge:
         layers = model.layers[:-1] if split else model.layers
         self.layers = len(layers)
         self.times = list(accumulate((layer.time for layer in layers), initial=0.0))
+        self.sizes = list(accumulate(map(model.held_by, layers), initial=0.0))
         self.forwards = list(accumulate((layer.forward for layer in layers), initial=0.0))
         self.hops = [self._hop(here, there) for here, there in zip(row, [*row[1:], row[-1]], strict=True)]
 
@@ -110,6 +113,13 @@ class _Judge:
             loads[rank] += self.times[bounds[stage + 1]] - self.times[bounds[stage]]
         return [load / speed for load, speed in zip(loads, self.model.speeds, strict=True)]
 
+    def lacks(self, bounds: Sequence[int]) -> list[float]:
+        """By rank, the memory that it lacks for its layers and one microbatch."""
+        held = [0.0] * self.model.ranks
+        for stage, rank in enumerate(self.row):
+            held[rank] += self.sizes[bounds[stage + 1]] - self.sizes[bounds[stage]]
+        return [max(0.0, size - cap * (1 + ROUNDING)) for size, cap in zip(held, self.model.memory, strict=False)]
+
     def ends(self, bounds: Sequence[int]) -> list[float]:
         """By rank, when it could be done: when the first microbatch comes to it, and all of its work after that."""
         model, loads = self.model, self.loads(bounds)
@@ -130,14 +140,18 @@ class _Judge:
         return [starts[rank] + self.microbatches * load for rank, load in enumerate(loads)]
 
     def price(self, bounds: Sequence[int]) -> list[float]:
-        """The ends of the ranks, the last one first."""
-        return sorted(self.ends(bounds), reverse=True)
+        """The memory that is lacking, then the ends of the ranks, the last one first."""
+        return [sum(self.lacks(bounds)), *sorted(self.ends(bounds), reverse=True)]
 
     def moves(self, bounds: list[int]) -> list[list[int]]:
-        """Cuts with one layer less on the rank that is last, or before it, for each other stage that could have it."""
-        ends = self.ends(bounds)
+        """Cuts with one layer less on the rank that is last, or before it, for each other stage that could have it.
+
+        Where memory is lacking, the rank that lacks most is the one to have less.
+        """
+        lacks = self.lacks(bounds)
+        ends = lacks if any(lacks) else self.ends(bounds)
         last = max(range(self.model.ranks), key=ends.__getitem__)
-        reached = -1 if self.even else self.row.index(last)
+        reached = -1 if self.even or any(lacks) else self.row.index(last)
         return [
             _shifted(bounds, source, target)
             for source, rank in enumerate(self.row)

@@ -5,25 +5,26 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.effort import Progress
+from penstock.schedule.search.found import Found, Tried
 from penstock.schedule.search.problem import ROUNDING, stage_costs
-from penstock.schedule.search.search import Found, Tried
+from penstock.schedule.search.request import Request
 from penstock.schedule.search.space import NoRoom, placements_for
 from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.joint import HABITS, Answer, Joint, drawn
-from penstock.schedule.search.uneven.layers import Layer, Model, Request, layers_of
+from penstock.schedule.search.uneven.layers import Layer, Model
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
 from penstock.schedule.timing.bounds import lower_bound
 from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.timing.simulate import simulate
 from penstock.schedule.topology import Topology
 
-__all__ = ["FoundCut", "search_stages", "search_uneven"]
+__all__ = ["FoundCut", "search_cut", "search_stages", "search_uneven"]
 
 
 @dataclass(frozen=True)
@@ -67,33 +68,24 @@ class FoundCut(Found):
         return self.tried[0]
 
 
-def search_uneven(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    caps: Sequence[float],
-    sizes: Sequence[int],
-    kinds: Sequence[str],
-    request: Request,
-    budget: Budget,
-    span: bool,
-    recompute: bool,
-    seed: int,
-    progress: Progress | None,
-) -> Found:
-    """`search_report` for a request: layers to cut, or microbatches that differ."""
-    if span:
+def search_uneven(request: Request, budget: Budget) -> Found:
+    """`search_report` for layers to cut, or microbatches that differ."""
+    if request.span:
         raise UsageError("objective='span' is for costs by rank or stage; with layers or sizes it is the makespan")
-    costs.scale(microbatches)
-    if request.layers is None:
-        _refuse_without_layers(request)
-        return _search_sizes(ranks, microbatches, costs, caps, sizes, kinds, budget, seed)
-    model = _model(ranks, costs, request)
-    joint = Joint(model, microbatches, caps, budget, seed, recompute, progress)
-    answer = joint.search(joint.shapes(sizes, kinds, request.vocabulary, request.stages))
+    request.costs.scale(request.microbatches)
+    return _search_sizes(request, budget) if request.layers is None else search_cut(request, budget)
+
+
+def search_cut(request: Request, budget: Budget) -> FoundCut:
+    """The cut of the request's layers, the ranks of its stages and their order."""
+    joint = Joint(_model(request), request, budget)
+    answer = joint.search(joint.shapes())
+    schedule, costs = joint.schedule(answer), answer.shape.costs()
+    # a rank that waited to see whether something better comes need not: the same order may be shorter than its run
+    answer = replace(answer, outcome=Outcome(simulate(schedule, costs).makespan, answer.outcome.orders))
     return FoundCut(
-        joint.schedule(answer),
-        answer.shape.costs(),
+        schedule,
+        costs,
         "makespan",
         answer.value,
         joint.floor,
@@ -112,32 +104,33 @@ def search_stages(
     1F1B's memory is that of as many microbatches as there are ranks, of what one rank has of the model on average.
     """
     cap = sum(layer.activation for layer in layers) or math.inf
-    request = Request(layers, speeds, stages=stages)
-    size, kinds = -(-stages // ranks), ("loop", "v")
-    budget = Budget(0.0, effort)
-    found = search_uneven(
-        ranks, microbatches, Costs(), (cap,) * ranks, (size,), kinds, request, budget, False, False, 0, None
+    request = Request(
+        ranks,
+        microbatches,
+        Costs(),
+        (cap,) * ranks,
+        sizes=(-(-stages // ranks),),
+        layers=tuple(layers),
+        speeds=None if speeds is None else tuple(speeds),
+        stages=stages,
     )
-    assert isinstance(found, FoundCut)
-    return found
+    return search_cut(request, Budget(0.0, effort))
 
 
-def _model(ranks: int, costs: Costs, request: Request) -> Model:
-    layers = layers_of(request.layers or ())
-    speeds = (1.0,) * ranks if request.speeds is None else tuple(request.speeds)
+def _model(request: Request) -> Model:
+    ranks, costs, layers = request.ranks, request.costs, request.layers or ()
+    speeds = (1.0,) * ranks if request.speeds is None else request.speeds
     if len(speeds) != ranks:
         raise UsageError(f"speeds has {len(speeds)} numbers for {ranks} ranks; give one for each")
     if not all(is_number(speed) and 0 < speed < math.inf for speed in speeds):
         raise UsageError(f"a speed is a number above 0, such as 0.5 for half as fast; got {list(speeds)}")
     for skip in request.skips:
-        ends = tuple(skip)
+        ends = tuple(skip) if isinstance(skip, Sequence) else ()
         if len(ends) != 2 or not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1] < len(layers):
             raise UsageError(f"a skip is (from layer, to a later layer), of {len(layers)} layers; got {skip!r}")
     if request.vocabulary and len(layers) < 2:
         raise UsageError("vocabulary=True splits the last layer, but there is only one layer")
-    if costs.links is not None and len(costs.links) != ranks:
-        raise UsageError(f"links are of {len(costs.links)} ranks, and there are {ranks}; give one row for each")
-    return Model(layers, speeds, costs, request.skips)
+    return Model(layers, speeds, costs, request.skips, request.caps, request.recompute)
 
 
 def _refuse_without_layers(request: Request) -> None:
@@ -156,24 +149,17 @@ def _tried(answers: Sequence[Answer], floor: float, orders: int) -> tuple[Tried,
     return tuple(found.values())
 
 
-def _search_sizes(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    caps: Sequence[float],
-    sizes: Sequence[int],
-    kinds: Sequence[str],
-    budget: Budget,
-    seed: int,
-) -> Found:
+def _search_sizes(request: Request, budget: Budget) -> Found:
     """Microbatches that differ, with costs by rank or stage: every placement, under more and more habits."""
-    generator = random.Random(seed)
+    _refuse_without_layers(request)
+    caps, microbatches = request.caps, request.microbatches
+    generator = random.Random(request.seed)
     tries = []
-    for kind, placement in placements_for(ranks, costs, tuple(sizes), tuple(kinds)):
-        each = stage_costs(costs, placement.stages_per_rank)
+    for kind, placement in placements_for(request):
+        each = stage_costs(request.costs, placement.stages_per_rank)
         instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps)
         if instance.fits:
-            tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps)))
+            tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps, quick=True)))
     for each_try in tries:
         for habit in HABITS:
             each_try.run(habit, budget)
@@ -183,12 +169,13 @@ def _search_sizes(
     best = min(tries, key=lambda each_try: each_try.value, default=None)
     if best is None or best.outcome is None:
         raise NoRoom("memory is too little for the largest microbatch alone, or for any order; give more")
+    schedule = best.instance.schedule(best.outcome.orders)
+    best.outcome = Outcome(simulate(schedule, best.instance.costs).makespan, best.outcome.orders)
     bound = min(each_try.bound for each_try in tries)
     tried = [
         Tried(each_try.instance.placement.stages_per_rank, each_try.kind, each_try.value, each_try.bound, each_try.runs)
         for each_try in tries
     ]
-    schedule = best.instance.schedule(best.outcome.orders)
     return Found(schedule, best.instance.costs, "makespan", best.value, bound, tuple(tried), budget.seconds)
 
 

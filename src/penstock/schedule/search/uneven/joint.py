@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
-from penstock.schedule.search.effort import Effort, Progress
-from penstock.schedule.search.evaluate import Candidate, complete, price
+from penstock.schedule.search.effort import Effort
 from penstock.schedule.search.hunt import Hunt
+from penstock.schedule.search.orders.evaluate import Candidate, complete, price
 from penstock.schedule.search.problem import ROUNDING, Problem
-from penstock.schedule.search.space import NoRoom, never, stages_to_recompute
+from penstock.schedule.search.request import Request
+from penstock.schedule.search.space import NoRoom, recompute_choices
 from penstock.schedule.search.uneven.cutting import cut_layers, neighbours, split_output
 from penstock.schedule.search.uneven.floor import floor_of
 from penstock.schedule.search.uneven.instance import Instance
@@ -66,20 +67,12 @@ class Answer:
 
 
 class Joint:
-    """One search. `memory` is a cap for each rank, without what parameters take there."""
+    """One search for the request whose layers and ranks `model` has."""
 
-    def __init__(
-        self,
-        model: Model,
-        microbatches: int,
-        memory: Sequence[float],
-        budget: Budget,
-        seed: int,
-        recompute: bool,
-        progress: Progress | None,
-    ) -> None:
-        self.model, self.microbatches, self.memory, self.budget = model, microbatches, memory, budget
-        self.recompute, self.progress, self.generator = recompute, progress, random.Random(seed)
+    def __init__(self, model: Model, request: Request, budget: Budget) -> None:
+        self.model, self.request, self.budget = model, request, budget
+        self.microbatches, self.memory = microbatches, memory = request.microbatches, request.caps
+        self.progress, self.generator = request.progress, random.Random(request.seed)
         self.sizes = model.base.scale(microbatches)
         self.floor = 0.0
         self.answers: list[Answer] = []
@@ -91,13 +84,11 @@ class Joint:
 
     # -- shapes
 
-    def shapes(
-        self, sizes: Iterable[int], kinds: Iterable[str], vocabulary: bool = False, stages: int | None = None
-    ) -> list[Shape]:
-        """Every row of ranks, cut in a few ways; with `stages`, only what has exactly so many."""
+    def shapes(self) -> list[Shape]:
+        """Every row of ranks, cut in a few ways."""
         found: dict[tuple[object, ...], Shape] = {}
-        work = sum(self.sizes)
-        for kind, row in rows_to_try(self.model, sizes, kinds, stages):
+        work, vocabulary, stages = sum(self.sizes), self.request.vocabulary, self.request.stages
+        for kind, row in rows_to_try(self.model, self.request.sizes, self.request.kinds, stages):
             for split in (True, False) if vocabulary else (False,):
                 for even in (True, False):
                     shape = cut_layers(self.model, row, work, kind, split, even)
@@ -138,11 +129,10 @@ class Joint:
     def search(self, shapes: list[Shape]) -> Answer:
         """The best answer that the budget allows."""
         self.begun = self.budget.spent
-        choose = stages_to_recompute if self.recompute and min(self.memory) < math.inf else never
         for number, shape in enumerate(shapes):
             if number >= FINALISTS and self._beyond(self.shares[0] / 2):
                 break
-            for again in choose(shape.placement):
+            for again in recompute_choices(self.request, shape.placement):
                 self._take(self.price(shape, again, HABITS[:FIRST], self.short))
         for answer in self.answers[: max(FINALISTS, len(self.answers) // 3)]:
             if not self._beyond(self.shares[0]):
@@ -150,7 +140,7 @@ class Joint:
         if not self.answers:
             raise NoRoom(
                 f"memory is too little for any cut: a rank lacks at least {self.least:g} for one microbatch beside its "
-                f"layers' state; give more{'' if self.recompute else ', recompute=True,'} or more ranks"
+                f"layers' state; give more{'' if self.request.recompute else ', recompute=True,'} or more ranks"
             )
         self._move_layers()
         self._lengthen()
@@ -204,7 +194,8 @@ class Joint:
         chosen = self._leaders()[:POLISHED]
         self.answers = []
         for answer in chosen:
-            self._take(self.price(answer.shape, answer.recompute, {answer.habit, *HABITS[:2]}, self.microbatches))
+            habits = dict.fromkeys((answer.habit, *HABITS[:2]))  # in this order: of equals, always the same one wins
+            self._take(self.price(answer.shape, answer.recompute, habits, self.microbatches))
         self.short = self.microbatches
 
     def _polish(self) -> Answer:

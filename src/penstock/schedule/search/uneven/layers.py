@@ -21,14 +21,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.errors import UsageError
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs, is_number
 from penstock.schedule.topology import Topology
 
-__all__ = ["Hosts", "Layer", "Model", "Request", "Shape", "layers_of"]
+__all__ = ["Hosts", "Layer", "Model", "Shape", "layers_of", "listed"]
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -84,28 +86,27 @@ class Hosts:
     inside: float = 0.0  # time of a message between ranks of one host
     between: float = 0.0  # and between hosts
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.ranks, Sequence) or not all(type(count) is int and count > 0 for count in self.ranks):
+            raise UsageError(f"Hosts takes the number of ranks on each host, such as Hosts((4, 4)); got {self.ranks!r}")
+
     def matrix(self) -> list[list[float]]:
         """The time from each rank to each other one, as `Costs(links=)` takes it."""
         host = [number for number, ranks in enumerate(self.ranks) for _ in range(ranks)]
         return [[self.inside if here == there else self.between for there in host] for here in host]
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a user said of the model's layers and of the ranks, as it was given."""
-
-    layers: Iterable[Layer | float] | None
-    speeds: Sequence[float] | None
-    skips: tuple[tuple[int, int], ...] = ()
-    vocabulary: bool = False
-    stages: int | None = None  # exactly so many, each with at least one layer
+def listed(name: str, values: Iterable[Item], what: str) -> tuple[Item, ...]:
+    """The values of an argument that is a list of something."""
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise UsageError(f"{name} is a list of {what}; got {values!r}")
+    return tuple(values)
 
 
 def layers_of(layers: Iterable[Layer | float]) -> tuple[Layer, ...]:
     """The layers; a number is a layer whose F, I and W take that long each."""
-    if not isinstance(layers, Iterable):
-        raise UsageError(f"layers is a list of Layer, or of numbers; got {layers!r}")
-    found = tuple(layer if isinstance(layer, Layer) else Layer(layer) for layer in layers)
+    given = listed("layers", layers, "Layer, or of numbers")
+    found = tuple(layer if isinstance(layer, Layer) else Layer(layer) for layer in given)
     if not found:
         raise UsageError("there are no layers to cut; give at least one")
     return found
@@ -119,6 +120,13 @@ class Model:
     speeds: tuple[float, ...]
     base: Costs  # hop, links, latency and the sizes of microbatches
     skips: tuple[tuple[int, int], ...] = ()  # (from layer, to layer)
+    memory: tuple[float, ...] = ()  # of each rank; none: no cap
+    recompute: bool = False  # may layers recompute where memory is short?
+
+    def held_by(self, layer: Layer) -> float:
+        """The memory that a layer takes while its largest microbatch is under way."""
+        size = layer.kept if self.recompute else layer.activation
+        return layer.state + size * max(self.base.sizes or (1.0,))
 
     @property
     def ranks(self) -> int:

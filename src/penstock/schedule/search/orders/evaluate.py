@@ -1,0 +1,173 @@
+"""What an order costs, and where its weight gradients go.
+
+An order is either complete, or holds only F and I. The W of the latter are filled in by the
+rule of `builders/greedy.py`: a W is awaited by nobody, so a rank runs the oldest one that it
+owes when its next F would not fit into memory, and when it would otherwise idle for about as
+long as a W takes. "About" is `overrun`: the share of a W by which it may make the next action
+late; it is one share while the rank has forwards to run, and another one in the drain, where a late gradient makes
+all that is left late. A share above one means one W before each action, whether there is a gap or not. A search asks
+for thousands of prices, so here everything is a number, memory may have any size, and links may queue.
+
+There is no event queue, for the reason that `greedy` gives: ranks are advanced in turn, each
+until it meets an action whose input is not made yet.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from penstock.schedule.search.problem import Orders, Problem
+
+__all__ = ["NOTHING", "Candidate", "Overrun", "Score", "complete", "fill", "price"]
+
+EPSILON = 1e-9
+Overrun = tuple[float, float]  # while there are forwards to run, and after the last of them
+Score = tuple[float, float]  # the objective, then how late the ranks finish their F and I in all
+NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
+
+
+class Candidate(NamedTuple):
+    """An order and its price. `overrun` is None where the order is complete."""
+
+    score: Score
+    orders: Orders
+    overrun: Overrun | None
+
+
+def price(
+    problem: Problem, orders: Orders, overrun: Overrun | None, gaps: list[tuple[int, int]] | None = None
+) -> Score | None:
+    """The score of an order, or None where it does not fit into memory or never ends.
+
+    `gaps` is filled with (rank, position) of the actions that a rank idles for.
+    """
+    run = _Run(problem, orders, overrun, logging=False)
+    if not run.finish():
+        return None
+    if gaps is not None:
+        gaps[:] = run.gaps
+    return run.score()
+
+
+def complete(problem: Problem, candidate: Candidate) -> Orders:
+    """The candidate's orders with every W in its place."""
+    return candidate.orders if candidate.overrun is None else fill(problem, candidate.orders, candidate.overrun).orders
+
+
+def fill(problem: Problem, orders: Orders, overrun: Overrun) -> Candidate:
+    """The complete order that comes of an order of F and I, with its price."""
+    run = _Run(problem, orders, overrun, logging=True)
+    if not run.finish():
+        return Candidate(NOTHING, orders, overrun)
+    filled = [
+        log + [x + problem.size for x in owed[paid:]]
+        for log, owed, paid in zip(run.logs, run.owed, run.paid, strict=True)
+    ]
+    return Candidate(run.score(), filled, None)
+
+
+class _Run:
+    """One pass over all ranks."""
+
+    def __init__(self, problem: Problem, orders: Orders, overrun: Overrun | None, logging: bool) -> None:
+        count, size, ranks = problem.microbatches, problem.size, len(orders)
+        self.problem, self.orders, self.logging = problem, orders, logging
+        self.filling = overrun is not None
+        self.keep, self.keep_in_drain = (1.0 - share for share in overrun or (0.0, 0.0))
+        # when an action's input is on its rank; W and the first stage's F need nothing from elsewhere
+        self.at = [0.0] * count + [-1.0] * (2 * size - count) + [0.0] * size
+        self.places, self.clocks, self.held = [0] * ranks, [0.0] * ranks, [0.0] * ranks
+        self.owed: list[list[int]] = [[] for _ in orders]  # every I so far
+        self.paid = [0] * ranks  # how many of them have had their W
+        self.forwards = [len(order) // (2 if self.filling else 3) for order in orders]  # that are still to run
+        self.first = [0.0] * ranks
+        self.waiting: dict[int, int] = {}
+        self.links: dict[int, float] = {}
+        self.gaps: list[tuple[int, int]] = []
+        self.logs: Orders = [[] for _ in orders]
+
+    def finish(self) -> bool:
+        """Run all ranks to their ends; False where memory or the order does not allow it."""
+        ready = list(range(len(self.orders)))
+        while ready:
+            if not self.advance(ready.pop(), ready):
+                return False
+        return not self.waiting
+
+    def advance(self, rank: int, ready: list[int]) -> bool:
+        """Run one rank until it must wait for an action that has not run; False when memory runs over."""
+        problem, order, at, waiting = self.problem, self.orders[rank], self.at, self.waiting
+        size, time, takes, feeds, wires = problem.size, problem.time, problem.takes, problem.feeds, problem.wires
+        room = problem.room if self.filling else problem.least_room
+        cap, keep, owed, clock, held = (
+            problem.caps[rank],
+            self.keep,
+            self.owed[rank],
+            self.clocks[rank],
+            self.held[rank],
+        )
+        filling, logging, log, paid = self.filling, self.logging, self.logs[rank], self.paid[rank]
+        forwards = self.forwards[rank]
+        if not forwards and order[self.places[rank] - 1] >= size:
+            keep = self.keep_in_drain
+        for place in range(self.places[rank], len(order)):
+            x = order[place]
+            arrival = at[x]
+            if arrival < 0.0:
+                waiting[x] = rank
+                self.places[rank] = place
+                break
+            need = room[x]
+            while paid < len(owed):
+                weight = owed[paid] + size
+                if arrival - clock >= keep * time[weight] - EPSILON or held + need > cap:
+                    clock += time[weight]
+                    held += takes[weight]
+                    paid += 1
+                    if logging:
+                        log.append(weight)
+                    if keep < 0.0:
+                        break
+                else:
+                    break
+            if need > 0.0 and held + need > cap:
+                return False
+            held += takes[x]
+            if filling:
+                if x < size:
+                    forwards -= 1
+                else:
+                    owed.append(x)
+                    if not forwards:
+                        keep = self.keep_in_drain
+            if logging:
+                log.append(x)
+            if arrival > clock:
+                self.gaps.append((rank, place))
+                clock = arrival
+            if place == 0:
+                self.first[rank] = clock
+            clock += time[x]
+            target = feeds[x]
+            if target >= 0:
+                at[target] = clock if wires[x][2] < 0 else self._carry(wires[x], clock)
+                if target in waiting:
+                    ready.append(waiting.pop(target))
+        self.clocks[rank], self.held[rank], self.paid[rank], self.forwards[rank] = clock, held, paid, forwards
+        return True
+
+    def _carry(self, wire: tuple[float, float, int], end: float) -> float:
+        """When what is made at `end` is on the rank that needs it."""
+        occupied, delay, link = wire
+        if occupied:
+            end = self.links[link] = max(end, self.links.get(link, 0.0)) + occupied
+        return end + delay
+
+    def score(self) -> Score:
+        """The objective once the W that are still owed have run too."""
+        time, size, worst = self.problem.time, self.problem.size, -math.inf
+        for rank, (owed, paid) in enumerate(zip(self.owed, self.paid, strict=True)):
+            end = self.clocks[rank] + sum([time[x + size] for x in owed[paid:]])
+            worst = max(worst, end - self.first[rank] if self.problem.span else end)
+        return worst, sum(self.clocks)

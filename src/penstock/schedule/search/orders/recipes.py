@@ -1,0 +1,136 @@
+"""Ways to make an order, as values: what a search begins with, draws at random and changes a little.
+
+A `Rule` works on any placement, a `Grouping` is for loops and a `Rhythm` for Vs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from penstock.schedule.placement import Placement
+from penstock.schedule.search.orders.dispatch import Rule, dispatch
+from penstock.schedule.search.orders.evaluate import Overrun
+from penstock.schedule.search.orders.grouped import Grouping, grouped
+from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS
+from penstock.schedule.search.orders.rhythm import Rhythm, follow
+from penstock.schedule.search.problem import Orders, Problem
+
+__all__ = ["Recipe", "drawn", "first_recipes", "made", "overruns_for"]
+
+Recipe = Rule | Grouping | Rhythm
+
+RULES = (
+    Rule(weight_time=0.3),
+    Rule(turn="forward", input="rested", input_time=0.85, weight_time=0.25),
+    Rule(forward="rested", input="old", weight_time=0.5),
+    Rule(forward="same", input="deep", patience=0.5, weight_time=0.4, hop_time=1.0),
+)
+RHYTHMS = (
+    Rhythm(),
+    Rhythm(patience=1.0, overrun=0.9, weight_time=1.0, hop_time=1.0),
+    Rhythm(patience=0.5, overrun=0.3),
+    Rhythm(slack=None),
+    Rhythm(slack=None, patience=1.0, overrun=0.0),
+)
+SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
+
+
+def made(problem: Problem, recipe: Recipe) -> Orders | None:
+    """The order of F and I that a recipe makes; None where memory does not let it end."""
+    if isinstance(recipe, Rule):
+        return dispatch(problem, recipe)
+    return grouped(problem, recipe) if isinstance(recipe, Grouping) else follow(problem, recipe)
+
+
+def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
+    """How late W may make other actions, where it is filled into an order of this kind."""
+    if isinstance(recipe, Rhythm):
+        return (0.9, 0.0), (0.8, 0.0), (0.65, 0.0), (0.3, 0.3), (0.0, 0.0)
+    return (*OVERRUNS[::2], IN_TURN) if isinstance(recipe, Grouping) else OVERRUNS
+
+
+def first_recipes(problem: Problem) -> list[Recipe]:
+    """What to begin with: a few that did well on many costs, for this placement and memory."""
+    ranks, per_rank = problem.ranks, problem.placement.stages_per_rank
+    if ranks == 1 or per_rank == 1:
+        return list(RULES)
+    if problem.placement == Placement.v(ranks, per_rank):
+        return [*RHYTHMS, *RULES]
+    if problem.placement != Placement.loop(ranks, per_rank):
+        return list(RULES)
+    return [*(Grouping(size, patience) for size in _sizes(problem) for patience in (1.0, 0.0)), *RULES]
+
+
+def _sizes(problem: Problem) -> list[int]:
+    """Group sizes to try: what memory holds, what a steady pace needs, and around it."""
+    ranks, per_rank = problem.ranks, problem.placement.stages_per_rank
+    stages = problem.placement.stages_of(0)
+    held = sum(problem.most[stage] for stage in stages) / per_rank
+    cap = min(problem.memory)
+    fitting = ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
+    whole = ranks if cap == math.inf or not held else int(cap / held / per_rank + 1e-9)
+    wanted = (fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4)
+    return list(dict.fromkeys(min(max(1, size), ranks) for size in wanted))
+
+
+def drawn(problem: Problem, like: Recipe | None, generator: random.Random) -> Recipe:
+    """A recipe at random; or one that differs from `like` in a few points."""
+    if like is None:
+        kinds = list(dict.fromkeys((Rule, type(first_recipes(problem)[0]))))
+        kind = generator.choice(kinds)
+        return kind(**CHOICES[kind](problem, generator))
+    choices = CHOICES[type(like)](problem, generator)
+    changed = generator.sample([field.name for field in fields(like)], generator.choice((1, 1, 2, 3)))
+    return replace(like, **{name: choices[name] for name in changed})
+
+
+def _rule(problem: Problem, generator: random.Random) -> dict[str, Any]:
+    per_rank, ranks = problem.placement.stages_per_rank, problem.ranks
+    lead = (generator.uniform(0.2, 0.8) * per_rank * ranks, generator.uniform(0.0, 1.2))
+    return {
+        "turn": generator.choice(("alternate", "alternate", "alternate", "forward", "input")),
+        "forward": generator.choice(("deep", "deep", "rested", "same", "old")),
+        "input": generator.choice(("deep", "shallow", "rested", "same", "old")),
+        "patience": generator.choice((0.0, 0.0, 0.5, 1.01)),
+        "lead": generator.choice((None, lead)) if per_rank > 1 else None,
+        "tightness": generator.choice((0, 0, 0, 1, 2)),
+        "input_time": generator.uniform(0.7, 1.4),
+        "weight_time": generator.uniform(0.1, 1.2),
+        "hop_time": generator.choice((0.0, 0.0, 1.0, generator.uniform(0.0, 3.0))),
+        "overrun": generator.choice((0.0, 0.3, 0.6)),
+    }
+
+
+def _grouping(problem: Problem, generator: random.Random) -> dict[str, Any]:
+    return {
+        "size": generator.randint(max(1, problem.ranks // 5), problem.ranks),
+        "patience": generator.choice((0.0, 0.3, 1.0, 1.0, generator.random())),
+        "weight_time": generator.choice((1.0, 0.3, generator.uniform(0.1, 1.2))),
+        "turn": generator.choice(("alternate", "alternate", "alternate", "input", "forward")),
+        "memory": generator.choice(SHARES),
+        "even": generator.random() < 0.3,
+    }
+
+
+def _rhythm(problem: Problem, generator: random.Random) -> dict[str, Any]:
+    return {
+        "down": generator.choice((0.0, 0.5, 1.0, generator.random())),
+        "slack": generator.choice((0.0, None, generator.uniform(0.0, 1.2))),
+        "shape": generator.uniform(0.5, 1.6),
+        "patience": generator.choice((0.0, 0.3, 0.6, 1.0)),
+        "overrun": generator.choice((0.0, 0.3, 0.6, 0.9)),
+        "memory": generator.choice(SHARES),
+        "weight_time": generator.choice((1.0, 1.0, generator.uniform(0.3, 1.2))),
+        "hop_time": generator.choice((0.0, 1.0)),
+    }
+
+
+CHOICES: dict[type[Recipe], Callable[[Problem, random.Random], dict[str, Any]]] = {
+    Rule: _rule,
+    Grouping: _grouping,
+    Rhythm: _rhythm,
+}

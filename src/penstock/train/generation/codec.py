@@ -1,0 +1,126 @@
+"""What the tokens of a trained model mean: bytes, or a tokenizer's words."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.errors import UsageError
+from penstock.files import TOKENIZER_FILES
+from penstock.train.config.settings import TrainConfig
+
+if TYPE_CHECKING:
+    from penstock.train.data.tokenizer import Tokenizer
+
+
+class Codec(Protocol):
+    """Text to tokens and back. `end` is the token after which nothing more is written."""
+
+    end: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+
+    def encode_question(self, text: str) -> list[int]:
+        """The tokens of a question to a model that was trained on chats."""
+
+    def reader(self) -> Reader:
+        """What turns tokens into text as they come."""
+
+
+class Reader(Protocol):
+    """Tokens in, text out: what has become readable with each token."""
+
+    def add(self, token: int) -> str:
+        """The text that this token adds."""
+
+    def finish(self) -> str:
+        """What is left."""
+
+
+class ByteCodec:
+    """Every token is a byte."""
+
+    end: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogateescape") or b"\n")
+
+    def encode_question(self, text: str) -> list[int]:
+        raise UsageError("--chat needs a tokenizer with a chat template, and this model reads bytes; give --prompt")
+
+    def reader(self) -> Reader:
+        return _ByteReader()
+
+
+class _ByteReader:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(bytes([token]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class TokenizerCodec:
+    """The tokens of a tokenizer, from its folder or file."""
+
+    def __init__(self, path: str, end: str) -> None:
+        from penstock.train.data.tokenizer import open_tokenizer  # needs a library, and may load transformers
+
+        self._own = open_tokenizer(path, end)
+        self.end = self._own.end
+
+    def encode(self, text: str) -> list[int]:
+        found = self._own.begun(self._own.encode(text))
+        if not found and self.end is None:
+            raise UsageError("an empty prompt needs a token that ends texts, to begin after it; give a prompt")
+        return found or [self.end or 0]
+
+    def encode_question(self, text: str) -> list[int]:
+        from penstock.train.data.chat import question_of
+
+        return self._own.encode(question_of(self._own, text), special=False)
+
+    def reader(self) -> Reader:
+        return _TokenReader(self._own)
+
+
+class _TokenReader:
+    """A token may be a part of a character, so text is written once it is certain."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._own = tokenizer
+        self._tokens: list[int] = []
+        self._written = 0
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._own.decode(self._tokens)
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new(text)
+
+    def finish(self) -> str:
+        return self._new(self._own.decode(self._tokens))
+
+    def _new(self, text: str) -> str:
+        new, self._written = text[self._written :], len(text)
+        return new
+
+
+def codec_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Codec:
+    """What a run's tokens mean: by its tokenizer, else by that of the model's folder, else as bytes."""
+    if config.data.tokenizer:
+        return TokenizerCodec(config.data.tokenizer, config.data.end)
+    folder = (origin or {}).get("folder", "")
+    if folder and any(Path(folder, name).is_file() for name in TOKENIZER_FILES):
+        return TokenizerCodec(folder, config.data.end)
+    if config.data.tokens in ("bytes", "uint8"):
+        return ByteCodec()
+    raise UsageError(
+        f"data.tokens was {config.data.tokens}, and nothing says what these numbers mean; text can be written where a "
+        f"tokenizer is in the model's folder, or where tokens are bytes"
+    )

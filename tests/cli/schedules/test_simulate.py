@@ -1,0 +1,37 @@
+"""`penstock simulate`: prices under stated costs."""
+
+from __future__ import annotations
+
+import json
+
+from command import run
+
+
+def test_simulate_prints_what_the_library_says() -> None:
+    result = run("simulate", "1f1b", "-r", 4, "-m", 8)
+    assert result.exit_code == 0
+    assert "makespan    33\n" in result.stdout
+    assert "idle share  27.3 %\n" in result.stdout
+    assert "   3      27.3 %                 1            1" in result.stdout
+    assert "critical path, 22 computes: 0F0 1F0 2F0 3F0 3B0" in result.stdout
+
+
+def test_costs_can_be_stated_stage_by_stage() -> None:
+    result = run("simulate", "gpipe", "-r", 2, "-m", 1, "--forward", "1,2", "--input", 3, "--weight", "0,4", "--json")
+    assert json.loads(result.stdout)["makespan"] == 1 + 2 + (3 + 4) + (3 + 0)
+
+
+def test_messages_take_latency_and_bytes_over_bandwidth() -> None:
+    wires = ("--latency", 1, "--bytes", 6, "--bandwidth", 2)
+    document = json.loads(run("simulate", "gpipe", "-r", 2, "-m", 1, *wires, "--json").stdout)
+    assert document["makespan"] == 1 + (1 + 3) + 1 + 2 + (1 + 3) + 2
+
+
+def test_jitter_is_seeded_and_reports_its_spread() -> None:
+    options = ("simulate", "1f1b", "--jitter", 0.1, "--draws", 20, "--json")
+    first = json.loads(run(*options).stdout)["what_if"]
+    assert first == json.loads(run(*options).stdout)["what_if"]
+    assert first["mean"] != json.loads(run(*options, "--seed", 1).stdout)["what_if"]["mean"]
+    assert first["low"] < first["mean"] < first["high"]
+    assert len(first["makespans"]) == 20
+    assert "0.1 over 20 draws (seed 0): makespan" in run(*options[:-1]).stdout

@@ -1,0 +1,79 @@
+"""`penstock verify`: proofs, and every fault with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import run, swapped
+
+from penstock.schedule import FAMILIES, build, lower, verify
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_proved(name: str) -> None:
+    result = run("verify", name, "-r", 3, "-m", 4)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"proved: {name}: 3 ranks")
+    assert "no deadlock" in result.stdout
+
+
+def test_a_file_of_computes_is_proved_with_its_transfers_added(tmp_path: Path) -> None:
+    build("1f1b", 2, 2).save(tmp_path / "computes.csv")
+    result = run("verify", tmp_path / "computes.csv", "--ranks", 2, "--microbatches", 2, "--stages-per-rank", 1)
+    assert result.exit_code == 0
+    assert "8 computes" in result.stdout
+    assert "8 transfers added here: 4 messages" in result.stdout
+    document = json.loads(run("verify", tmp_path / "computes.csv", "--json").stdout)
+    certificate = document.pop("certificate")
+    assert certificate["digest"] == verify(lower(build("1f1b", 2, 2))).digest
+    assert document == {
+        "proved": True,
+        "name": "",
+        "ranks": 2,
+        "stages": 2,
+        "microbatches": 2,
+        "computes": 8,
+        "transfers": 8,
+        "transfers_added": True,
+        "sharding": 0,
+        "messages": 4,
+        "faults": [],
+    }
+
+
+def test_a_swapped_send_is_named_with_rank_position_and_action(tmp_path: Path) -> None:
+    path = swapped(tmp_path / "bad.csv")
+    result = run("verify", path)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("bad.csv: 2 ranks, 2 stages, 3 microbatches: ")
+    assert "rank 0, position 1, 0SEND_F1: stands before 0F1, which it needs" in result.stdout
+    document = json.loads(run("verify", path, "--json").stdout)
+    assert document["proved"] is False
+    assert document["faults"][0] == {
+        "rank": 0,
+        "position": 1,
+        "action": "0SEND_F1",
+        "message": "stands before 0F1, which it needs",
+    }
+
+
+def test_all_faults_are_listed_however_many(tmp_path: Path) -> None:
+    schedule = build("gpipe", 2, 64)
+    schedule.replace(row[:1] for row in schedule.rows).save(tmp_path / "short.json")
+    result = run("verify", tmp_path / "short.json")
+    assert result.exit_code == 1
+    assert len(result.stdout.splitlines()) > 200
+    assert "more" not in result.stdout
+    faults = json.loads(run("verify", tmp_path / "short.json", "--json").stdout)["faults"]
+    assert len(faults) == len(result.stdout.splitlines()) - 1
+
+
+def test_the_proof_of_a_sharded_file_without_transfers_says_what_was_proved(sharded: Path) -> None:
+    result = run("verify", sharded)
+    assert result.exit_code == 0
+    assert "8 transfers added here: 4 messages" in result.stdout
+    assert "6 sharding actions: each stage is whole when it computes" in result.stdout
+    assert "sharding but no transfers: they were added to its computes alone" in result.stdout
+    assert json.loads(run("verify", sharded, "--json").stdout)["sharding"] == 6

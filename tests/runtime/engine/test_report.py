@@ -1,0 +1,55 @@
+"""What all ranks together make of a step that failed."""
+
+from __future__ import annotations
+
+import threading
+
+from faults.on_threads import assert_clean, fail, pipeline
+from faults.traps import Boom, batch, boom, trap_of
+
+
+def test_two_ranks_that_fail_at_once_are_both_in_the_report() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def together() -> None:
+        both.wait()
+        boom()
+
+    with pipeline("gpipe") as pipe:
+        assert_clean(pipe)  # which forwards draw random numbers is known: they may run side by side now
+        trap_of(pipe, 0).set("forward", 1, together)
+        trap_of(pipe, 1).set("forward", 0, together)
+        failure = fail(pipe)
+        assert (failure.rank, failure.action) == (0, "0F1")
+        assert isinstance(failure.__cause__, Boom)
+        assert failure.report is not None
+        lines = failure.report.splitlines()
+        assert [line for line in lines if "failed: Boom" in line] == lines[1:3]
+        assert_clean(pipe)
+
+
+def test_a_failed_step_says_that_it_may_have_added_to_gradients_that_were_there() -> None:
+    with pipeline() as pipe:
+        x, y = batch()
+        pipe.step(x, target=y)
+        trap_of(pipe, 1).set("backward", 1)
+        failure = fail(pipe)
+        assert "call zero_grad()" in " ".join(failure.__notes__)
+        pipe.zero_grad()
+        assert_clean(pipe)
+
+
+def test_an_error_that_cannot_be_printed_is_told_by_its_type() -> None:
+    class Unspeakable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no words")
+
+    def spring() -> None:
+        raise Unspeakable
+
+    with pipeline() as pipe:
+        trap_of(pipe, 1).set("forward", 1, spring)
+        failure = fail(pipe)
+        assert failure.cause == "Unspeakable"
+        assert isinstance(failure.__cause__, Unspeakable)
+        assert_clean(pipe)

@@ -1,0 +1,66 @@
+"""Whose memory it is: what a stage got is whole again where it is needed again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+
+
+class Makes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"hidden": self.linear(x), "scale": x.detach() * 2}
+
+
+class Spoils(nn.Module):
+    """Empties the dict that it got, and writes into what was in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, got: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.linear(got.pop("hidden")) * got.pop("scale").mul_(2)
+        return out
+
+
+def test_a_stage_that_spoils_what_it_got_gets_it_whole_again() -> None:
+    """A6: the second run found an empty dict, or a tensor that the first had written to."""
+    torch.manual_seed(0)
+    options = {"microbatches": 4, "loss_fn": F.mse_loss, "recompute": "always"}
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    assert penstock.parity([Makes(), Spoils()], x, target=y, pipeline=options).output == 0.0
+
+
+def test_buffers_and_attributes_lie_in_memory_as_in_the_first_forward() -> None:
+    """Kernels may round by where their inputs start, and by their strides."""
+    seen = set()  # not an attribute, which would be another one in the recomputation
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+            self.register_buffer("moves", torch.zeros(40)[3:38].view(5, 7)[:, 1:6])
+            self.register_buffer("stays", torch.ones(40)[1:26].view(5, 5).t())
+            self.kept = torch.zeros(9)[2:7]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for name in ("moves", "stays", "kept"):
+                tensor = getattr(self, name)
+                seen.add((name, tensor.stride(), tensor.data_ptr() % 64))
+            self.moves += 1
+            self.kept += 1
+            return self.layer(x) @ self.moves @ self.stays + self.kept
+
+    stages: list[nn.Module] = [Counts(), Counts()]
+    pipe = penstock.Pipeline(stages, microbatches=4, loss_fn=F.mse_loss, recompute="always")
+    x, y = torch.randn(2, 8, 5).unbind()
+    for _ in range(2):
+        pipe.step(x, target=y)
+    assert seen == {("moves", (7, 1), 16), ("stays", (1, 5), 4), ("kept", (1,), 8)}

@@ -1,0 +1,175 @@
+"""Ctrl-C at any moment of a step: raised where it came, told to the others, and the next step is exact."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import launch
+from tiers import mostly_slow
+from torch import nn
+
+import penstock
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.failure.interrupts import CTRL_C, uninterrupted
+
+ROUNDS = 25
+
+
+class Slow(nn.Linear):
+    """Each forward tells that it has begun, and takes a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.begun = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.begun.set()
+        time.sleep(0.001)
+        return super().forward(x)
+
+
+def press(begun: threading.Event, delay: float) -> None:
+    begun.wait()
+    time.sleep(delay)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(say: Callable[[Any], None], victim: int, family: str, stages: int, transport: str) -> None:
+    """One step a round on both ranks, and one Ctrl-C on the victim: in the step, or after it where that came late."""
+    torch.manual_seed(0)
+    model = [Slow() for _ in range(stages)]
+    pipe = penstock.Pipeline(
+        model, microbatches=8, schedule=family, loss_fn=nn.functional.mse_loss, timeout=20, transport=transport
+    )
+    x = torch.ones(8, 8)
+    due = pipe.step(x, target=x).loss
+    chance = random.Random(victim)
+    first = model[pipe.schedule.placement.stages_of(dist.get_rank())[0]]
+    told = []
+    for _ in range(ROUNDS):
+        first.begun.clear()
+        try:
+            if dist.get_rank() == victim:
+                threading.Thread(target=press, args=(first.begun, chance.random() / 50)).start()
+            assert pipe.step(x, target=x).loss == due
+            if dist.get_rank() == victim:
+                time.sleep(5)
+            told.append("nothing")
+        except (KeyboardInterrupt, PeerFailure) as error:
+            told.append(type(error).__name__)
+    say(told)
+    say(bool(pipe.step(x, target=x).loss == due))
+    pipe.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("victim", "family", "stages", "transport"),
+    mostly_slow(
+        [(1, "1f1b", 2, "shared"), (0, "zb-v", 4, "shared"), (1, "1f1b", 2, "distributed")], (0, "zb-v", 4, "shared")
+    ),
+)
+def test_ctrl_c_at_random_moments_leaves_the_links_in_order(
+    victim: int, family: str, stages: int, transport: str
+) -> None:
+    endings = launch(2, interrupted, victim, family, stages, transport)
+    for rank, ending in enumerate(endings):
+        assert len(ending.said) == 2, ending.error[-2000:]
+        assert ending.said[1] is True
+        if rank == victim:
+            assert ending.said[0] == ["KeyboardInterrupt"] * ROUNDS
+        else:
+            assert "PeerFailure" in ending.said[0]
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@uninterrupted
+def a_message() -> None:
+    """Ctrl-C comes in the middle of it, some calls below."""
+    ctrl_c()
+
+
+def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with CTRL_C.around_step():
+        a_message()
+        with pytest.raises(KeyboardInterrupt):
+            CTRL_C.raise_held()
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()  # nothing is held: as ever
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never_waits() -> None:
+    with CTRL_C.around_step():
+        a_message()
+        with pytest.raises(KeyboardInterrupt):
+            CTRL_C.raise_held()
+        CTRL_C.end_step()
+        ctrl_c()
+        CTRL_C.raise_held()
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+
+
+def test_what_came_while_the_step_ended_is_raised_after_it() -> None:
+    done = []
+
+    def step() -> None:
+        with CTRL_C.around_step():
+            CTRL_C.end_step()
+            ctrl_c()
+            done.append("the exchange")
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert done == ["the exchange"]
+
+
+class Dying:
+    def __del__(self) -> None:
+        ctrl_c()
+        ENDED.append("the finaliser")
+
+
+ENDED: list[str] = []
+
+
+def test_it_is_not_lost_in_a_finaliser_and_the_finaliser_runs_to_its_end() -> None:
+    with CTRL_C.around_step():
+        dying = Dying()
+        del dying
+        assert ENDED == ["the finaliser"]
+        with pytest.raises(KeyboardInterrupt):
+            CTRL_C.raise_held()
+
+
+def test_one_that_comes_as_the_step_ends_does_not_leave_the_next_without_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_handler = signal.signal
+
+    def set_and_press(number: int, handler: Any) -> Any:
+        old = set_handler(number, handler)
+        if handler is before:
+            ctrl_c()
+        return old
+
+    before = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(signal, "signal", set_and_press)
+        with pytest.raises(KeyboardInterrupt), CTRL_C.around_step():
+            pass
+    with CTRL_C.around_step():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,119 @@
+"""A rank that dies, stops or falls silent is named by all others, in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from deadlines import SOON, TIMEOUT
+from tiers import mostly_slow, tiers
+from transport_harness import Outcome, run, values
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport import Channel
+
+LINE = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)]
+
+
+PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
+
+
+def three_in_line(transport: Any) -> None:
+    """One microbatch forth and back through ranks 0, 1 and 2."""
+    if transport.rank == 0:
+        transport.send(0, 0, torch.ones(3))
+        transport.receive(2, 0)
+    elif transport.rank == 1:
+        transport.send(1, 0, transport.receive(0, 0))
+        transport.send(2, 0, transport.receive(3, 0))
+    else:
+        transport.send(3, 0, transport.receive(1, 0))
+    transport.exchange(None)
+
+
+def loses_a_rank(transport: Any, victim: int, how: int) -> Any:
+    """A pipeline of three in which one rank dies or stops; whom the others name, and how soon."""
+    transport.open(LINE)
+    transport.report_by(lambda: f"at {transport.rank}F0")
+    three_in_line(transport)
+    if transport.rank == victim:
+        os.kill(os.getpid(), how)
+        return None
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        three_in_line(transport)
+    seconds = time.monotonic() - start
+    for call in (lambda: transport.open(PAIR), lambda: transport.exchange(None), transport.reset):
+        with pytest.raises(PeerFailure, match="must be rebuilt"):
+            call()
+    return caught.value.rank, str(caught.value), seconds
+
+
+def living(outcomes: list[Outcome], victim: int) -> list[Any]:
+    assert outcomes[victim].silent
+    return [outcome.get() for rank, outcome in enumerate(outcomes) if rank != victim]
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    mostly_slow(
+        [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
+        (2, "gloo-tcp"),
+        (0, "shared"),
+    ),
+)
+def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind: str) -> None:
+    outcomes = run(kind, loses_a_rank, ranks=3, timeout=TIMEOUT, victim=victim, how=signal.SIGKILL)
+    for rank, text, seconds in living(outcomes, victim):
+        assert rank == victim, text
+        assert "died or left" in text
+        told = [f"rank {other}: {'no answer' if other == victim else f'at {other}F0'}" for other in range(3)]
+        assert all(line in text for line in told), text
+        assert seconds < SOON
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    mostly_slow([(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")], (1, "gloo"), (2, "shared-tcp")),
+)
+def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:
+    outcomes = run(kind, loses_a_rank, ranks=3, timeout=4.0, victim=victim, how=signal.SIGSTOP)
+    for rank, text, seconds in living(outcomes, victim):
+        assert rank == victim, text
+        assert "silent for 4 s, stopped or dead" in text
+        assert 3.9 < seconds < SOON
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["gloo-tcp", "shared-tcp"], "shared-tcp"))
+def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str) -> None:
+    outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
+    for rank, text, seconds in living(outcomes, 0):
+        assert rank == 0, text
+        assert seconds < SOON
+
+
+def wait_for_silence(transport: Any, busy: float) -> Any:
+    """Rank 0 waits for rank 1, which waits for rank 2, which is busy: all must name rank 2."""
+    transport.open([Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)])
+    if transport.rank == 2:
+        time.sleep(busy)
+        with pytest.raises(PeerFailure, match="rebuilt"):
+            transport.exchange(None)
+        return None
+    start = time.monotonic()
+    with pytest.raises(PeerFailure) as caught:
+        transport.receive(transport.rank, 0)
+    return caught.value.rank, caught.value.cause, time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", ["threads", *tiers("gloo", "shared")])
+def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
+    timeout, busy = (0.3, 0.6) if kind == "threads" else (4.0, 14.0)  # a rank that lacks a processor waits for longer
+    for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:
+        assert rank == 2
+        assert f"silent for {timeout:g} s" in cause
+        assert timeout * 0.9 < seconds < SOON

@@ -1,0 +1,43 @@
+"""The header of a message over gloo: what it says, in bytes and in words, and the tags of what follows it."""
+
+from __future__ import annotations
+
+from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.gloo.messages import (
+    DATA,
+    HEADER,
+    MAGIC,
+    SUBTAGS,
+    ExpectedLayouts,
+    Header,
+    blank_header,
+    describe,
+    raw_header,
+    read_header,
+)
+
+SAID = Header(MAGIC, DATA, 7, 1 << 40, 12, 3, 5, ord("B"), 2, 1)
+
+
+def test_a_header_is_read_as_it_was_written() -> None:
+    frame, buffer = blank_header()
+    HEADER.pack_into(buffer, 0, *SAID)
+    assert read_header(raw_header(frame)) == SAID
+
+
+def test_it_says_which_message_it_is() -> None:
+    words = describe(SAID)
+    assert "microbatch 5, number 3 of step 12" in words
+    assert str(Channel(2, 1, "B", -1, -1)) in words
+
+
+def test_foreign_bytes_are_called_so() -> None:
+    assert describe(SAID._replace(magic=0x1234)) == (
+        "something that is no message of Penstock (it begins with 0x00001234)"
+    )
+
+
+def test_what_follows_a_frame_never_has_the_tag_of_frames_nor_of_another_channel() -> None:
+    expected = ExpectedLayouts(Channel(0, 1, "F", 0, 1), 3 * SUBTAGS)
+    tags = {expected.following_tag(ordinal) for ordinal in range(2 * SUBTAGS)}
+    assert tags == set(range(3 * SUBTAGS + 1, 4 * SUBTAGS))

@@ -1,0 +1,75 @@
+"""The exchange that ends a step: every rank has every rank's value, and hears of what went wrong."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from deadlines import SOON
+from transport_harness import PROCESSES, run, values
+
+from penstock.errors import MessageError, PeerFailure
+from penstock.runtime.transport import Channel
+
+PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
+
+
+def different_counts(transport: Any) -> str:
+    transport.open(PAIR)
+    if transport.rank == 0:
+        transport.send(0, 0, torch.ones(2))
+        transport.send(0, 1, torch.ones(2))
+    else:
+        transport.receive(0, 0)
+    with pytest.raises(MessageError) as caught:
+        transport.exchange(None)
+    assert transport.broken is not None
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_ranks_that_ran_different_programs_are_told_at_the_end_of_the_step(kind: str) -> None:
+    for said in values(run(kind, different_counts)):
+        assert "rank 0 sent 2 and rank 1 took 1" in said
+
+
+CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0), Channel(0, 3, "F", 0, 1)]
+
+
+def pair(transport: Any) -> None:
+    transport.open(CHANNELS)
+
+
+def exchange_sizes(transport: Any) -> bool:
+    for size in (0, 10, 489, 490, 5000, 100_000):
+        said = transport.exchange((transport.rank, "x" * size))
+        assert said == [(rank, "x" * size) for rank in range(transport.ranks)]
+    return True
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_exchange_gives_every_rank_every_value_of_any_size(kind: str, ranks: int) -> None:
+    assert values(run(kind, exchange_sizes, ranks=ranks)) == [True] * ranks
+
+
+def hears_of_it(transport: Any) -> Any:
+    """Rank 0 waits for nobody; it must still hear that rank 1's step has failed."""
+    pair(transport)
+    transport.report_by(lambda: f"at {transport.rank}F0")
+    if transport.rank == 1:
+        transport.announce(PeerFailure(1, "ValueError: boom"))
+    start = time.monotonic()
+    while not transport.news and time.monotonic() < start + SOON:
+        time.sleep(0.01)
+    heard = [failure.cause for failure in transport.news]
+    transport.exchange(None)
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
+    for heard in values(run(kind, hears_of_it)):
+        assert heard == ["ValueError: boom"]

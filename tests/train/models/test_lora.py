@@ -1,0 +1,15 @@
+"""Adapters for the training command: what is said about wrong settings."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from penstock.train.config.read import load_config
+from penstock.train.models.lora import unmatched_target
+
+
+def test_a_target_that_no_layer_has_is_answered_with_near_names() -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(2, 2), "v_proj": nn.Linear(2, 2), "norm": nn.LayerNorm(2)})
+    words = unmatched_target(load_config(None, ["lora.rank=2", 'lora.targets=["v_proj", "q_prj"]']), model)
+    assert words == "'q_prj' is the name of no layer of the model; among its linear layers are q_proj, v_proj"
+    assert not unmatched_target(load_config(None, ["lora.rank=2", 'lora.targets=["v_proj"]']), model)

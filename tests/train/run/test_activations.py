@@ -1,0 +1,42 @@
+"""What a rank holds at most, from what one microbatch does to the memory and the order of its actions."""
+
+from __future__ import annotations
+
+from penstock.schedule import Action, Op, Schedule
+from penstock.train.config.read import load_config
+from penstock.train.run.activations import _Compute, _kinds, _Measured, _most, _Way
+
+PLAIN = _Measured(
+    {
+        (Op.F, 0): _Compute(30, 35),
+        (Op.B, 0): _Compute(-30, 8),
+        (Op.F, 1): _Compute(20, 21),
+        (Op.B, 1): _Compute(-16, 9),
+        (Op.I, 1): _Compute(-6, 9),
+        (Op.W, 1): _Compute(-14, 2),
+    },
+    {(0, 1): 4},  # what stage 0 sends to stage 1
+)
+
+
+def most(row: str) -> int:
+    actions = [Action.parse(text) for text in row.split()]
+    return _most(actions, {(stage, number): PLAIN for stage in (0, 1) for number in (0, 1)})
+
+
+def test_a_stage_holds_what_arrived_and_not_what_it_sent() -> None:
+    assert most("0F0 0B0") == 26 + 4 + 8  # 30 without the 4 that were sent, the gradient of these, and what it needs
+    assert most("0F0 0F1 0B0 0B1") == 26 + 26 + 4 + 8  # two microbatches are held when the first backward begins
+    assert most("1F0 1B0 1F1 1B1") == 20 + 4 + 9  # one at a time: what arrived is held with it
+    assert most("1F0 1F1 1B0 1B1") == 24 + 24 + 9
+
+
+def test_what_an_input_backward_leaves_is_held_until_the_weights() -> None:
+    left = 24 - 6 - 4  # of the forward, without the gradient that is sent back
+    assert most("1F0 1I0 1F1 1I1 1W0 1W1") == left + 24 + 9
+
+
+def test_each_microbatch_is_run_as_the_schedule_says() -> None:
+    schedule = Schedule(["0F0 0F1 0B0 0I1 0W1"])
+    config = load_config(None, ["pipeline.recompute=except_last"])
+    assert _kinds(config, schedule) == {(0, 0): _Way(False, True), (0, 1): _Way(True, False)}

@@ -70,7 +70,7 @@ def test_what_cannot_work_is_refused_in_words(arguments: list[str], words: str) 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("hosts = 0", "hosts is 0; it takes a finite number, 1 or more"),
+        ("hosts = 0", "hosts is 0; it takes a whole number, 1 or more"),
         ("hoosts = 2", "there is no key hoosts; did you mean hosts?"),
         ("[device]\nmemory = 1e9\nreserved = 2e9", "nothing is left for a model"),
         ("= 3", "Invalid"),

@@ -12,8 +12,8 @@ from penstock.planner.cluster import Software
 from penstock.planner.plan import config_for
 from penstock.planner.profile import Profile, profile_config, profile_model
 from penstock.train.config.settings import GPTOptions
-from penstock.train.gpt import build_gpt
 from penstock.train.loss import TokenLoss
+from penstock.train.models.gpt import build_gpt
 
 MEGATRON = Software(name="megatron", fused_attention=False)
 

@@ -19,7 +19,7 @@ from penstock.schedule import Schedule
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import GPTOptions, TrainConfig
-from penstock.train.gpt import build_gpt
+from penstock.train.models.gpt import build_gpt
 
 OPTIONS = {"layers": 6, "width": 32, "heads": 4, "vocabulary": 300}
 

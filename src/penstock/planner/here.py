@@ -40,9 +40,9 @@ from penstock.train.config.source import libraries_of
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.batches import open_data
 from penstock.train.loss import shares_of
-from penstock.train.optim import build_optimizer
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.flops import peak_flops
+from penstock.train.updates.optimizer import build_optimizer
 
 ROUNDS, WARM_UP = 7, 2
 OPEN = 8  # pipelines that take turns

@@ -27,9 +27,9 @@ from penstock.train.build import build_model, gpt_options
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function
 from penstock.train.data.batches import open_data
-from penstock.train.freeze import freeze
-from penstock.train.huggingface import folder_of, tensor_plan_of
 from penstock.train.loss import StepLoss, build_loss
+from penstock.train.models.freeze import freeze
+from penstock.train.models.huggingface import folder_of, tensor_plan_of
 
 BUILT = 4  # of layers that repeat
 PENSTOCK = Software()
@@ -391,7 +391,7 @@ def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
 
 
 def _shape_of(config: TrainConfig) -> Any:
-    from penstock.train.huggingface import _configuration
+    from penstock.train.models.huggingface import _configuration
 
     return _configuration(
         replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random"))

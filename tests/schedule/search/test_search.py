@@ -233,6 +233,17 @@ numbers = st.floats(0.0, 10.0, allow_nan=False).map(lambda value: round(value, 3
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_family_beats_the_bound(data: st.DataObject) -> None:
+    no_family_beats_the_bound(data, quick=True)
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(st.data())
+def test_no_family_beats_the_bound_by_refutation(data: st.DataObject) -> None:
+    no_family_beats_the_bound(data, quick=False)
+
+
+def no_family_beats_the_bound(data: st.DataObject, *, quick: bool) -> None:
     name = data.draw(st.sampled_from(TRAINING))
     per_rank = data.draw(st.integers(1, 3)) if FAMILIES[name].layout != "v" else 2
     schedule = build(name, data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9)), per_rank)
@@ -245,9 +256,9 @@ def test_no_family_beats_the_bound(data: st.DataObject) -> None:
     costs = Costs(**values, hop=data.draw(numbers))
     timeline = simulate(schedule, costs)
     for memory in (None, [max(peak, 1e-6) for peak in timeline.peak_memory]):
-        bound = lower_bound(schedule.placement, schedule.microbatches, costs, memory)
+        bound = lower_bound(schedule.placement, schedule.microbatches, costs, memory, quick=quick)
         assert bound <= timeline.makespan * ROUNDING + 1e-9
-        bound = lower_bound(schedule.placement, schedule.microbatches, costs, memory, span=True)
+        bound = lower_bound(schedule.placement, schedule.microbatches, costs, memory, span=True, quick=quick)
         assert bound <= longest_span(schedule, costs) * ROUNDING + 1e-9
 
 

@@ -42,10 +42,10 @@ BENCHES = {
         TWO, ("Linear(8, 8), 2 gloo ranks", "one process, nothing sent"), "schedule", {"1f1b", "zb-v"}, 6
     ),
     "page": Bench("", ("a page of one run",), "spans", {1920}, 2),
+    "pairs": Bench("", ("dualpipe-v, 2 ranks",), "what", {"makespan", "pairs of stages 0, 3"}, 5),
     "plan": Bench(
         "--schedules 1f1b,zb-v --widths 128 --rows 2", ("steps, predicted", "in all"), "schedule", {"1f1b", "zb-v"}, 4
     ),
-    "pairs": Bench("", ("dualpipe-v, 2 ranks",), "what", {"makespan", "pairs of stages 0, 3"}, 5),
     "schedules": Bench("", ("CPU seconds", "torch / ours", "goals for 8 x 32 x 2"), "who", {"ours", "torch"}, 4),
     "search": Bench("", ("searched within a cap",), "best family", {"zb-v x2"}, 0),
     "soak": Bench("", ("4 processes, sizes", "flat: the maximum"), "rank", {0, 1, 2, 3}, 4),

@@ -108,7 +108,7 @@ def _config(items: list[str] | None, trust: bool) -> Any:
 
 
 def _save(plans: Any, path: Path, number: int) -> str:
-    from penstock.planner.writing import write_plan
+    from penstock.planner.writing import write_plan  # loads torch
 
     if number > len(plans.ranked):
         raise UsageError(f"--number is {number}, and there are {len(plans.ranked)} plans")

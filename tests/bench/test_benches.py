@@ -71,7 +71,7 @@ def rows_printed(text: str) -> int:
 def test_a_bench_prints_its_tables_and_has_their_rows_in_its_document(name: str, tmp_path: Path) -> None:
     told = BENCHES[name]
     command = [COMMAND, "bench", name, "--quick", "--json", *told.options.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
     document = json.loads(done.stdout)
@@ -93,5 +93,5 @@ def test_a_bench_prints_its_tables_and_has_their_rows_in_its_document(name: str,
 
 
 def test_every_bench_is_run_here() -> None:
-    listed = subprocess.run([COMMAND, "bench", "--json"], capture_output=True, text=True, timeout=60, check=True)
+    listed = subprocess.run([COMMAND, "bench", "--json"], capture_output=True, text=True, timeout=500, check=True)
     assert [entry["name"] for entry in json.loads(listed.stdout)] == list(BENCHES)

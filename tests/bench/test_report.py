@@ -65,7 +65,7 @@ def run(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, str(program), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def tables_in(text: str) -> str:

@@ -71,7 +71,7 @@ def sends_half(say: Callable[[Any], None], kind: str, how: int, timeout: float) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("how", "timeout", "most"), [(signal.SIGKILL, 40.0, 15.0), (signal.SIGSTOP, 12.0, 36.0)])
 @pytest.mark.parametrize("kind", VALUES)
 def test_the_sender_is_named_in_time(kind: str, how: int, timeout: float, most: float) -> None:

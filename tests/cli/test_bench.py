@@ -76,7 +76,7 @@ def command(installed: Path, *arguments: str) -> list[str]:
 
 
 def call(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(installed, *arguments), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(installed, *arguments), capture_output=True, text=True, timeout=500)
 
 
 def run(*arguments: str) -> Result:
@@ -195,7 +195,7 @@ def test_a_bench_that_is_stopped_ends_with_its_processes_and_cleans_up(
         assert is_running(child)
         assert len(os.listdir(tmp_path)) == 1
         process.send_signal(number)
-        said, complaints = process.communicate(timeout=60)
+        said, complaints = process.communicate(timeout=500)
         assert process.returncode == 128 + number
         assert (said, complaints) == ("", "")
         assert not is_running(child)
@@ -208,7 +208,7 @@ def test_a_bench_that_does_not_listen_ends_at_the_second_ctrl_c(installed: Path,
         assert process.stdout is not None
         assert process.stdout.readline() == "no\n"
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=500)
         assert process.returncode == 130
         assert not is_running(child)
 

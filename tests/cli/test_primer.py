@@ -121,7 +121,7 @@ def test_a_copied_program_runs_is_drawn_and_a_broken_one_tells_which_rank_and_li
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        timeout=60,
+        timeout=500,
     )
     assert good.returncode == 0, good.stderr
     assert "o---->|---->|     [3, 1, 4]\n" in good.stdout
@@ -129,7 +129,7 @@ def test_a_copied_program_runs_is_drawn_and_a_broken_one_tells_which_rank_and_li
 
     path = folder / "02_broadcast.py"
     path.write_text(path.read_text().replace("torch.tensor([3, 1, 4])", "torch.tensor([3, 1, 5])"))
-    bad = subprocess.run([COMMAND, "primer", str(path), "--json"], capture_output=True, text=True, timeout=60)
+    bad = subprocess.run([COMMAND, "primer", str(path), "--json"], capture_output=True, text=True, timeout=500)
     assert bad.returncode == 1
     document = json.loads(bad.stdout)
     assert document["exit_code"] == 1

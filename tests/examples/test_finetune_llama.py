@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_llama.py"
 
 def run(folder: Path, steps: int, *launcher: str) -> str:
     command = [*(launcher or (sys.executable,)), str(EXAMPLE), str(steps)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

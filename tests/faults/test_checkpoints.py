@@ -156,7 +156,7 @@ def train_until_killed(say: Say, folder: str, victim: int, delay: float | None) 
     run.close()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kills", tiers(3, 14))
 def test_a_rank_killed_at_random_moments_changes_no_loss(kills: int, tmp_path: Path) -> None:
     chance = random.Random(kills)

@@ -21,7 +21,7 @@ from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_mani
 from penstock.train.launch.stopping import ECHO_SECONDS
 from penstock.train.run.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(400)  # whole jobs, several each; a busy machine takes its time
+pytestmark = pytest.mark.timeout(1200)  # whole jobs, several each; a busy machine takes its time
 
 
 @pytest.fixture(scope="module")

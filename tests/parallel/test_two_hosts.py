@@ -103,7 +103,7 @@ def plain() -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # four processes load torch, and on a busy machine that takes its time
+@pytest.mark.timeout(900)  # four processes load torch, and on a busy machine that takes its time
 @pytest.mark.skipif(not can_make_hosts(), reason="needs unshare, nsenter and ip, and the right to make namespaces")
 def test_a_mesh_over_two_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)

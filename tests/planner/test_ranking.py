@@ -41,6 +41,7 @@ def plans(cluster: Cluster = SMALL) -> Plans:
     return rank_plans(config(), profile(), cluster)
 
 
+@pytest.mark.slow
 def test_the_best_plan_is_the_best_of_all_ways_priced_one_by_one() -> None:
     wanted = Wanted(32, states_of(config()))
     every = layouts(SMALL, most_stages=14, heads=8, batch=32, divisible=True)

@@ -105,7 +105,7 @@ def test_the_run_itself_reports_what_was_predicted(settings: list[str], tmp_path
     settings = [*settings, *more]
     plan = make_plan(load_config(None, settings)).memory
     command = [sys.executable, "-m", "penstock", "train", *settings]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "CPUAllocator" not in result.stderr  # counting is not to be heard
     found = json.loads((tmp_path / "run" / "memory.json").read_text())

@@ -137,6 +137,7 @@ def test_costs_that_a_builder_cannot_use_are_refused(costs: Costs, message: str)
         build("zb-v", 3, 5, costs=costs)
 
 
+@pytest.mark.slow
 def test_v_half_for_the_costs_of_a_larger_model_idles_no_more_than_published() -> None:
     each = stage_costs(Costs(11.307, 11.254, 8.101, hop=0.379), 2)  # ms, as published for a 14.6B model
     schedule = build("v-half", 16, 64, costs=each)

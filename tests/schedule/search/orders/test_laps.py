@@ -62,6 +62,7 @@ def test_memory_for_one_stage_more_than_the_groups_need_is_put_to_use() -> None:
     assert max(timeline.peak_memory) <= 16 / 3 * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_search_changes_laps_too() -> None:
     found = search_report(8, 24, PROFILED, 16 / 3, stages_per_rank=4, placements="loop", effort=700)
     assert found.timeline.bubble <= 0.137  # .1375 is what groups alone reach

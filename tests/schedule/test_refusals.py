@@ -23,7 +23,9 @@ from penstock.schedule import (
     insert_transfers,
     lower,
     parse,
+    search_report,
     simulate,
+    stage_costs,
     verify,
     what_if,
 )
@@ -150,3 +152,24 @@ def test_an_absurd_number_of_microbatches_is_one_fault() -> None:
     for step in (align, simulate, lower):
         with pytest.raises(ScheduleError, match=why.partition(",")[0]):
             step(absurd)
+
+
+@pytest.mark.parametrize("links", [3, float("nan"), True])
+def test_links_that_are_no_rows_are_refused(links: Any) -> None:
+    with pytest.raises(UsageError, match="links is a square"):
+        Costs(links=links)
+
+
+@pytest.mark.parametrize("stages_per_rank", [0, -1, 1.5, "2"])
+def test_costs_are_shared_among_a_whole_number_of_stages(stages_per_rank: Any) -> None:
+    with pytest.raises(UsageError, match="stages_per_rank must be a whole number"):
+        stage_costs(Costs(), stages_per_rank)
+
+
+def test_a_cap_beyond_all_counting_is_no_cap() -> None:
+    assert search_report(2, 4, memory=1e308, effort=20).value == search_report(2, 4, effort=20).value
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min", "zb-v"])
+def test_a_family_is_built_for_costs_of_nothing(name: str) -> None:
+    verify(lower(build(name, 4, 8, costs=Costs(0, 0, 0))))

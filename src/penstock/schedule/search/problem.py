@@ -20,6 +20,7 @@ from functools import cached_property
 from itertools import accumulate, chain, repeat
 from typing import Any
 
+from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.columns import Columns
 from penstock.schedule.dependencies import Value, needs
@@ -47,6 +48,7 @@ def stage_costs(costs: Costs, stages_per_rank: int) -> Costs:
         costs: Costs of all stages of a rank together.
         stages_per_rank: Number of stages per rank.
     """
+    check_count("stages_per_rank", stages_per_rank)
     values = {name: getattr(costs, name) for name in SHARED}
     shared: dict[str, Any] = {
         name: value / stages_per_rank for name, value in values.items() if isinstance(value, (int, float))

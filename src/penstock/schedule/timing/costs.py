@@ -132,6 +132,8 @@ class Costs:
             return
         if self.hop or self.bandwidth is not None:
             raise UsageError("links say what each link takes; leave out hop and bandwidth (latency may stay)")
+        if not isinstance(self.links, Iterable):
+            raise UsageError(f"links is a square, one row of numbers per rank; got {self.links!r}")
         rows = tuple(_listed("links", row) for row in self.links)
         if any(len(row) != len(rows) for row in rows):
             raise UsageError(

@@ -74,4 +74,5 @@ def _least_room(
 
 def _most(cap: float, one: float, each: float) -> int:
     """How many there can be if one holds `one` and the others `each`; never none, which is for others to refuse."""
-    return sys.maxsize if each <= 0 or cap == math.inf else 1 + max(0, math.floor((cap - one) / each))
+    others = (cap - one) / each if each > 0 else math.inf
+    return sys.maxsize if others >= sys.maxsize else 1 + max(0, math.floor(others))

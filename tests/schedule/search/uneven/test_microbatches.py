@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,32 @@ def test_what_has_no_sizes_or_transfers_already_is_refused() -> None:
         order_microbatches(lower(schedule), [1, 2, 3, 4])
     with pytest.raises(UsageError, match="0 or more"):
         Costs(sizes=[1, -2])
+    with pytest.raises(UsageError, match="sizes is a list of numbers"):
+        order_microbatches(schedule, 4)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="must be a Costs"):
+        order_microbatches(schedule, [1, 2, 3, 4], 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", [float("nan"), -1, 0, "4", [4, 4]])
+def test_memory_that_is_no_number_above_0_is_refused(memory: Any) -> None:
+    with pytest.raises(UsageError, match="one number above 0"):
+        order_microbatches(build("zb-v", 2, 4), [1, 2, 3, 4], memory=memory)
+
+
+@pytest.mark.parametrize("family", ["zb-v", "1f1b"])
+@pytest.mark.parametrize("sizes", [[1, 2, 3, 4], [2, 2, 2, 2]])
+def test_a_cap_that_nothing_fits_is_an_error_and_not_the_given_schedule(family: str, sizes: list[float]) -> None:
+    """Whoever names a cap relies on it: a schedule that holds more must not come back as if it fitted."""
+    with pytest.raises(UsageError, match=r"no order was found in memory 0\.1"):
+        order_microbatches(build(family, 2, 4), sizes, memory=0.1)
+
+
+def test_a_cap_below_the_given_schedules_peak_is_kept() -> None:
+    schedule, costs = build("zb-v", 4, 8), Costs(sizes=drawn(2, 8))
+    cap = 0.8 * max(simulate(schedule, costs).peak_memory)
+    found = order_microbatches(schedule, drawn(2, 8), memory=cap)
+    verify(lower(found))
+    assert max(simulate(found, costs).peak_memory) <= cap * (1 + 1e-9)
     with pytest.raises(UsageError, match="leave out hop"):
         Costs(hop=1.0, links=[[0]])
     with pytest.raises(UsageError, match="there is a rank 1"):

@@ -137,7 +137,7 @@ def _times(problem: Problem, down: float) -> tuple[list[float], list[float], flo
                 input_at[first - step] = now
         if leg < len(rests):
             now += slot / 2 + rests[leg] * slot
-    return forward_at, input_at, per_rank * slot
+    return forward_at, input_at, per_rank * slot or 1.0  # any will do if nothing takes time
 
 
 @cache

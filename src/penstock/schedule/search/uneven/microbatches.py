@@ -20,9 +20,10 @@ from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.search.uneven.instance import Instance
+from penstock.schedule.search.uneven.layers import listed
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.costs import Costs, is_number
 from penstock.schedule.timing.simulate import simulate
 
 __all__ = ["order_microbatches"]
@@ -42,25 +43,43 @@ def order_microbatches(
         sizes: The size of each microbatch.
         costs: Costs per stage of a microbatch of size 1. By default, all stages are alike.
         memory: The most that a rank may hold, in the unit of `costs.activation`. By default, what the fullest rank of
-            the given schedule would hold of these microbatches.
+            the given schedule would hold of these microbatches. If no order found holds so little, that is an error.
     """
     expect_schedule(schedule, "order_microbatches")
     if schedule.passes:
         raise UsageError("order_microbatches takes a schedule without transfers: pass schedule.compute()")
-    priced = replace(costs or Costs(), sizes=tuple(sizes))
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
+    if memory is not None and not (is_number(memory) and memory > 0):
+        raise UsageError(f"memory must be one number above 0, got {memory!r}; leave it out for that of the schedule")
+    priced = replace(costs or Costs(), sizes=listed("sizes", sizes, "numbers, one per microbatch"))
     scale = priced.scale(schedule.microbatches)
-    if schedule.forward_only or max(scale) - min(scale) <= ALIKE * max(scale):
-        return schedule
     before = simulate(schedule, priced)
-    cap = max(before.peak_memory) if memory is None else memory
-    fits = max(before.peak_memory) <= cap * (1 + ROUNDING)
-    best, limit = None, before.makespan * (1 - ROUNDING) if fits else float("inf")
+    peak = max(before.peak_memory)
+    cap = peak if memory is None else memory
+    fits = peak <= cap * (1 + ROUNDING)
+    alike = max(scale) - min(scale) <= ALIKE * max(scale)
+    if fits and (schedule.forward_only or alike):
+        return schedule
+    limit = before.makespan * (1 - ROUNDING) if fits else float("inf")
+    found = None if schedule.forward_only else _shorter(schedule, priced, scale, cap, limit)
+    if found is None and not fits:
+        raise UsageError(
+            f"no order was found in memory {memory:g}: the given one holds {peak:g} of these microbatches; "
+            "give more memory, or a schedule that holds less, such as build('v-min', ...)"
+        )
+    return schedule if found is None else found
+
+
+def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: float, limit: float) -> Schedule | None:
+    """An order that fits the cap and ends before the limit; None if none was found."""
     if any(op is Op.B for _, op, *_ in _opened(schedule)):
+        best = None
         for candidate in _renumbered(schedule, sequences(scale)):
             found = simulate(candidate, priced)
             if found.makespan < limit and max(found.peak_memory) <= cap * (1 + ROUNDING):
                 best, limit = candidate, found.makespan
-        return schedule if best is None else align(best)
+        return None if best is None else align(best)
     instance = Instance(
         schedule.placement,
         schedule.topology,
@@ -70,7 +89,7 @@ def order_microbatches(
         schedule.recompute,
     )
     outcome = _best_run(instance, sequences(scale), limit)
-    return schedule if outcome is None else instance.schedule(outcome.orders, schedule.name)
+    return None if outcome is None else instance.schedule(outcome.orders, schedule.name)
 
 
 def _best_run(instance: Instance, orders: Sequence[Sequence[int]], limit: float) -> Outcome | None:

@@ -19,7 +19,7 @@ def run(*arguments: object) -> Result:
 def test_it_says_what_was_found_and_how_good_it_is() -> None:
     result = run("-r", 4, "-m", 8, "--memory", 4, "-v", 1, "--seconds", 0)
     assert result.exit_code == 0
-    assert "auto: 4 ranks, 4 stages, 8 microbatches; placement loop, 1 a rank" in result.stdout
+    assert "auto: 4 ranks, 4 stages, 8 microbatches; placement loop, 1 per rank" in result.stdout
     assert "makespan    27" in result.stdout
     assert "lower bound 27: nothing is shorter" in result.stdout
     assert "\x1b" not in result.output

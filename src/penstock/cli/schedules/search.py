@@ -133,7 +133,7 @@ def search(
 def _write(found: Found, draw: bool, save: str | None) -> None:
     columns = terminal_width()
     chosen = found.chosen
-    title = f"{described(found.schedule, 'auto')}; placement {chosen.placement}, {chosen.stages_per_rank} a rank"
+    title = f"{described(found.schedule, 'auto')}; placement {chosen.placement}, {chosen.stages_per_rank} per rank"
     write(fold(title, columns))
     if draw:
         write(drawing(found.schedule, columns))

@@ -45,3 +45,10 @@ def test_messages_of_both_directions_and_sizes_count() -> None:
     bound = lower_bound(Placement.loop(2), 2, costs)
     assert bound > lower_bound(Placement.loop(2), 2, costs, quick=True)
     assert bound <= simulate(build("1f1b", 2, 2), costs).makespan
+
+
+def test_a_full_backward_never_holds_what_a_split_one_keeps_for_its_weights() -> None:
+    """Where I leaves more than F took, a rank with room for the activation alone still runs full backwards."""
+    schedule, costs = build("1f1b", 2, 2), Costs(forward=0.0, input=0.0, weight=0.0, held=2.0, latency=1.0)
+    timeline = simulate(schedule, costs)
+    assert lower_bound(schedule.placement, 2, costs, list(timeline.peak_memory)) <= timeline.makespan

@@ -188,7 +188,7 @@ class _Memory:
         self.taken_before = before[np.ix_(f, self.releases)][:, :, None]
         self.input_follows = before[np.ix_(self.releases, i)].T[:, :, None]
         self.weight_follows = before[np.ix_(self.releases, w)].T[:, :, None]
-        self.own = np.concatenate((held, activation))[:, None]
+        self.own = np.concatenate((self.least, activation))[:, None]  # a full B holds no more than the activation
         self.other = np.concatenate((self.not_own, self.not_own), axis=1)
 
     def narrow(self, windows: Windows) -> None:

@@ -24,9 +24,17 @@ SWEEPS = 200
 
 
 def cut_layers(
-    model: Model, row: Sequence[int], microbatches: float, kind: str, split: bool = False, even: bool = True
+    model: Model,
+    row: Sequence[int],
+    microbatches: float,
+    kind: str,
+    split: bool = False,
+    even: bool = True,
+    full: bool = False,
 ) -> Shape | None:
     """The best cut found for stages on the ranks of `row`; None where a rank gets no layer.
+
+    A stage to which no layer falls is left out or, with `full`, gets one from its neighbours.
 
     `microbatches` is how many there are, in sizes of one. With `split`, the output layer is shared by all ranks. `even`
     looks at the ranks' work alone, and keeps the stages of a rank as even as they were at first.
@@ -39,7 +47,7 @@ def cut_layers(
         if better is None:
             break
         best, bounds = better
-    return judge.shape(bounds, kind)
+    return judge.shape(_filled(bounds) if full else bounds, kind)
 
 
 def split_output(model: Model, loads: Sequence[float]) -> tuple[float, ...]:
@@ -169,6 +177,15 @@ class _Judge:
         if len(set(by_stage)) < self.model.ranks:
             return None
         return Shape(self.model, by_stage, tuple(count for _, count in stages), kind, shares)
+
+
+def _filled(bounds: Sequence[int]) -> list[int]:
+    """Bounds near to these that leave no stage without a layer; these, where there are not enough layers."""
+    last = len(bounds) - 1
+    if bounds[-1] < last:
+        return list(bounds)
+    filled = list(accumulate(bounds, lambda before, bound: max(bound, before + 1)))
+    return [min(bound, bounds[-1] - (last - place)) for place, bound in enumerate(filled)]
 
 
 def _shifted(bounds: list[int], source: int, target: int) -> list[int]:

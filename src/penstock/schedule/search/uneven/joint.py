@@ -91,7 +91,7 @@ class Joint:
         for kind, row in rows_to_try(self.model, self.request.sizes, self.request.kinds, stages):
             for split in (True, False) if vocabulary else (False,):
                 for even in (True, False):
-                    shape = cut_layers(self.model, row, work, kind, split, even)
+                    shape = cut_layers(self.model, row, work, kind, split, even, full=stages is not None)
                     if shape is not None and stages in (None, len(shape.counts)):
                         found.setdefault((shape.by_stage, shape.counts, split), shape)
         if not found:

@@ -66,8 +66,11 @@ class GraphRecord:
 
     def end_forward(
         self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], returns: bool
-    ) -> None:
-        """Keep the edges at which the backward begins. `returns`: the output's gradient comes from the user's graph."""
+    ) -> list[Tensor]:
+        """Keep the edges at which the backward begins, and return their tensors.
+
+        `returns`: the output's gradient comes from the user's graph.
+        """
         ends: list[Tensor] = []
         for target, payload in emitted.items():
             if target != OUTPUT or returns:
@@ -78,9 +81,7 @@ class GraphRecord:
             self.loss = _edge_of(loss)
         if extra:
             self.extra = [_edge_of(value) for _, value in extra if value.requires_grad]
-        if self.deferred is not None:
-            ends += [value for value in (loss, *(value for _, value in extra)) if value is not None]
-            self.deferred.learn(ends)
+        return [*ends, *(value for value in (loss, *(value for _, value in extra)) if value is not None)]
 
     def forget_graph(self) -> None:
         """The forward will run again: drop what it has recorded."""

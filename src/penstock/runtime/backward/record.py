@@ -24,7 +24,7 @@ from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.split import DeferredWeights
 from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
-from penstock.runtime.state.ownership import holders
+from penstock.runtime.state.ownership import ALONE, holders, use_count
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
@@ -289,7 +289,7 @@ def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Te
         for gradient in gradients:
             if gradient is None or not _is_ordinary(gradient):
                 continue
-            if sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1:
+            if sys.getrefcount(gradient) > _LISTED or use_count(gradient.untyped_storage()._cdata) > ALONE:
                 break
         else:
             continue

@@ -80,12 +80,12 @@ class GlooOutgoing(Outgoing):
         if layout is None or leaves is None:
             self._send_changed(microbatch, layout, value)
             return
-        frame, operations = layout.take_frame(), self._operations
+        operations = self._operations
+        frame, directs = layout.pack_anew(leaves)
         HEADER.pack_into(
             *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step),
             *(self.count, microbatch, *expected.identity),
         )
-        directs = layout.pack(leaves, frame)
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
             work = operations.send(frame.tensor, peer, expected.tag, edge, microbatch)
             self._sent(UnderWay(microbatch, work, layout, frame, ()))

@@ -213,7 +213,8 @@ class InBlock:
         home = layout.homes[0]  # its storage is as large as itself: who looks at that must not see the block
         count = home.nbytes // lone.dtype.itemsize
         tensor = torch.frombuffer(lease, dtype=lone.dtype, count=count, offset=home.offset)
-        return layout.wrap(tensor.as_strided_(lone.shape, lone.stride))
+        tensor.as_strided_(lone.shape, lone.stride).requires_grad_(lone.requires_grad)
+        return tensor if layout.form is torch.Tensor else layout.form((tensor,))
 
     def drop(self) -> None:
         """Nobody wants what lies in it."""

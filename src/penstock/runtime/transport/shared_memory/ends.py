@@ -86,7 +86,12 @@ class SharedIncoming(QueuedIncoming[Filed]):
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
-        (kind, place, *_), layout = self._take(microbatch)
+        due = self.due
+        if due and due[0] == microbatch:  # the next to come, as nearly always: nothing has to be kept for others
+            (kind, place, *_), layout = self._next(microbatch, self.count - len(due), microbatch)
+            del self.posted[due.popleft()]
+        else:
+            (kind, place, *_), layout = self._take(microbatch)
         if layout is not None:
             return build_plain(layout) if place == NO_BLOCK else self._connection.blocks[place].build(layout)
         if kind == THROUGH_GLOO:

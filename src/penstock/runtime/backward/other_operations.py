@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _embedding(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) < 2 or not recording.may_wait(args[0], args[1]):
+    if len(args) < 2 or not (recording.may_split(args[0]) and recording.can_wait(args[1])):
         return None
     return recording.cut((args[1],), func(*args, **kwargs))
 

@@ -121,10 +121,14 @@ class Recording(TorchFunctionMode):
     def _product(self, product: _Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The output of a product whose weight gradient waits; None where it is to run as it is."""
         operands = product.read(args, kwargs)
-        if operands is None or not self.may_wait(operands.x, operands.weight, operands.bias):
+        if operands is None or not self.may_split(operands.x):
             return None
         x, own, own_bias, options = operands
-        waiting_bias = own_bias if own_bias is not None and self._takes(own_bias) else None
+        if not self.can_wait(own):
+            if own_bias is not None and id(own) in self.candidates:
+                self.can_wait(own_bias)
+            return None
+        waiting_bias = own_bias if own_bias is not None and self.can_wait(own_bias) else None
         if not x.requires_grad:  # nothing is due now, so all of it waits
             if waiting_bias is None and own_bias is not None and own_bias.requires_grad:
                 return None
@@ -140,44 +144,39 @@ class Recording(TorchFunctionMode):
         self.deferred.products.append(waiting)
         return output
 
-    def may_wait(self, x: Any, weight: Any, bias: Any = None) -> bool:
-        """Whether a product may be taken apart here: that it may be at all, and that its weight is known to."""
-        if (
-            not torch.is_grad_enabled()
-            or type(x) not in PLAIN
-            or _saved_tensors_hooks(False) is not None  # a checkpoint or an offload: what is saved is not ours to keep
-            or _functorch_level() is not None
-        ):
-            return False
-        status = self._status(weight)
-        if status is None and self._note(weight):
-            self._note(bias)
-        return status is True and bool(weight.requires_grad)
+    @staticmethod
+    def may_split(x: Any) -> bool:
+        """Whether an operation on this input may be taken apart here at all."""
+        return (
+            torch.is_grad_enabled()
+            and type(x) in PLAIN
+            and _saved_tensors_hooks(False)
+            is None  # else a checkpoint or an offload: what is saved is not ours to keep
+            and _functorch_level() is None
+        )
 
-    def _takes(self, bias: Any) -> bool:
-        status = self._status(bias)
-        if status is None:
-            self._note(bias)
-        return status is True and bool(bias.requires_grad)
+    def can_wait(self, parameter: Any) -> bool:
+        """Whether a parameter can wait: it is trained, and known to be used by nothing but what waits.
 
-    def _status(self, parameter: Tensor) -> bool | None:
-        """True: every use of it can wait. False: some use cannot. None: not known yet."""
+        A use of one that is not known yet is noted, if it is of a kind that could.
+        """
         known = self.parameters.deferrable.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
+        if known is None or known[0]() is not parameter:
+            self._note(parameter)
+            return False
+        return known[1] and bool(parameter.requires_grad)
 
-    def _note(self, parameter: Any) -> bool:
-        """A use of a parameter not known yet, that could wait if all its uses can; whether it is such a one."""
-        if not (
+    def _note(self, parameter: Any) -> None:
+        """A use of a parameter not known yet, that could wait if all its uses can."""
+        if (
             type(parameter) in PLAIN
             and parameter.requires_grad
             and parameter.is_leaf
             and parameter.dtype in _DTYPES
             and parameter.layout is torch.strided
         ):
-            return False
-        self.candidates[id(parameter)] = parameter
-        self._uses[id(parameter)] += 1
-        return True
+            self.candidates[id(parameter)] = parameter
+            self._uses[id(parameter)] += 1
 
     def cut(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """An operation on nothing but parameters, all of which waits: its output, without the graph behind it."""
@@ -199,8 +198,9 @@ class Recording(TorchFunctionMode):
         for key, parameter in self.candidates.items():
             if in_graph[key]:
                 # Of several microbatches in flight one may take another path: one use that cannot wait decides.
-                every = in_graph[key] <= self._uses[key] and self._status(parameter) is not False
-                self.parameters.remember(parameter, every)
+                known = self.parameters.deferrable.get(key)
+                refuted = known is not None and known[0]() is parameter and not known[1]
+                self.parameters.remember(parameter, in_graph[key] <= self._uses[key] and not refuted)
         self.candidates.clear()
 
 

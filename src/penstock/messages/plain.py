@@ -41,7 +41,11 @@ class NotPlainError(ValueError):
 
 def dumps(value: Any, place: str = "the value") -> bytes:
     """A value as a message; `place` is how the user knows the value, for an error."""
-    return json.dumps(encode(value, None, place), separators=(",", ":")).encode()
+    try:
+        document = _encoded(value, None, 0)
+    except _Unfit as unfit:
+        raise UsageError(unfit.sentence(place)) from None
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def loads(content: bytes) -> Any:

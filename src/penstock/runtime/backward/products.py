@@ -146,25 +146,24 @@ class Recording(TorchFunctionMode):
 
     @staticmethod
     def may_split(x: Any) -> bool:
-        """Whether an operation on this input may be taken apart here at all."""
-        return (
-            torch.is_grad_enabled()
-            and type(x) in PLAIN
-            and _saved_tensors_hooks(False)
-            is None  # else a checkpoint or an offload: what is saved is not ours to keep
-            and _functorch_level() is None
-        )
+        """Whether an operation on this input may be taken apart here at all.
 
-    def can_wait(self, parameter: Any) -> bool:
+        In a checkpoint or an offload, what is saved is not ours to keep.
+        """
+        if not torch.is_grad_enabled() or type(x) not in PLAIN:
+            return False
+        return _saved_tensors_hooks(False) is None and _functorch_level() is None
+
+    def can_wait(self, parameter: Tensor) -> bool:
         """Whether a parameter can wait: it is trained, and known to be used by nothing but what waits.
 
         A use of one that is not known yet is noted, if it is of a kind that could.
         """
         known = self.parameters.deferrable.get(id(parameter))
-        if known is None or known[0]() is not parameter:
-            self._note(parameter)
-            return False
-        return known[1] and bool(parameter.requires_grad)
+        if known is not None and known[0]() is parameter:
+            return known[1] and parameter.requires_grad
+        self._note(parameter)
+        return False
 
     def _note(self, parameter: Any) -> None:
         """A use of a parameter not known yet, that could wait if all its uses can."""

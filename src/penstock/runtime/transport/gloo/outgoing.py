@@ -181,7 +181,7 @@ class GlooOutgoing(Outgoing):
             self._operations.wait_part(part, self.edge.target_rank, self.edge, message.microbatch)
         self._under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
-            message.layout.give_back(message.frame)
+            message.layout.spare.append(message.frame)
         if any(version_of(tensor) != version for tensor, version in message.watched):
             self._rewritten.append(message.microbatch)  # an error at the end of the step: until then, all is served
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -100,7 +101,7 @@ class Layout:
             if home.settled
             for leaf, slot in home.slots.items()
         ]
-        self._spare: list[Frame] = []
+        self.spare: deque[Frame] = deque(maxlen=SPARE_FRAMES)  # frames whose last send is done
 
     def _lone(self) -> Slot | None:
         """For the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)."""
@@ -181,13 +182,8 @@ class Layout:
 
     def pack_anew(self, leaves: Sequence[Any]) -> tuple[Frame, list[tuple[Tensor, Tensor | None]]]:
         """Pack into a buffer that no send is using; see `pack`."""
-        frame = self._spare.pop() if self._spare else Frame(self.frame_bytes, self.copies)
+        frame = self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
         return frame, self.pack(leaves, frame)
-
-    def give_back(self, frame: Frame) -> None:
-        """The send of this frame is done."""
-        if len(self._spare) < SPARE_FRAMES:
-            self._spare.append(frame)
 
     def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
         """Copy what is packed into the frame; returns the bytes that travel by themselves, see `PlacedRegion.take`."""

@@ -24,6 +24,7 @@ on only during the forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -42,15 +43,15 @@ BYTES_PER_PASS = 2**20
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
+@dataclass(eq=False)
 class DeferredWeights:
     """The weight gradients of one microbatch of one stage, from its recorded forward to its `W`."""
 
-    def __init__(self) -> None:
-        self.products: list[DeferredProduct] = []  # both filled by `products.Recording`, in the forward
-        self.subgraphs: list[DeferredSubgraph] = []
-        self._arrived: list[tuple[DeferredProduct, Tensor, int]] = []  # with the version of each gradient
-        self._arrived_at_subgraphs: list[tuple[DeferredSubgraph, Tensor, int]] = []
-        self._phase = "recorded"
+    products: list[DeferredProduct] = field(default_factory=list)  # both filled by `products.Recording`, in the forward
+    subgraphs: list[DeferredSubgraph] = field(default_factory=list)
+    _arrived: list[tuple[DeferredProduct, Tensor, int]] = field(default_factory=list)  # with each gradient's version
+    _arrived_at_subgraphs: list[tuple[DeferredSubgraph, Tensor, int]] = field(default_factory=list)
+    _phase: str = "recorded"
 
     # --- I ---
 

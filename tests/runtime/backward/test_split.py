@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import ModelError, RunError
+from penstock.errors import RunError
 from penstock.runtime.backward import split as backward_module
 from penstock.runtime.backward.products import Recording
 from penstock.runtime.backward.stage_parameters import StageParameters
@@ -371,28 +371,6 @@ def test_autocast(dtype: torch.dtype) -> None:
         return m.other(y)
 
     assert check(Apply(mixed, layer=nn.Linear(16, 16), other=nn.Linear(16, 16)), normal(8, 16), context=cast) == 2
-
-
-def test_a_forward_that_differentiates_is_left_whole() -> None:
-    def force(m: Any, x: Tensor) -> Tensor:
-        energy = m.model(x).sum()
-        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
-        return gradient
-
-    assert check(Apply(force, model=mlp(6)), normal(4, 6)) == 0
-
-
-def test_a_forward_that_starts_to_differentiate_later_is_refused() -> None:
-    layer, parameters = nn.Linear(6, 6), StageParameters()
-    recording = Recording(parameters)
-    x = torch.randn(4, 6, requires_grad=True)
-    with recording:
-        y = layer(x)
-    recording.learn([y])
-    with Recording(parameters):
-        y = layer(x)
-        with pytest.raises(ModelError, match="choose a schedule without W"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def test_functorch_inside_a_forward() -> None:

@@ -25,7 +25,8 @@ from report import Column, bench
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.backward.split import DeferredWeights, StageParameters
+from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.stage_parameters import StageParameters
 
 
 def convolutions() -> nn.Sequential:
@@ -50,15 +51,16 @@ def plain(model: nn.Module, x: Tensor, gradient: Tensor) -> list[float]:
 
 def ours(model: nn.Module, x: Tensor, gradient: Tensor, parameters: StageParameters) -> list[float]:
     start = time.perf_counter()
-    deferred = DeferredWeights(parameters)
-    with deferred.recording():
+    recording = Recording(parameters)
+    with recording:
         y = model(x)
     forward = time.perf_counter()
-    deferred.learn([y])
-    deferred.begin_input()
+    if recording.candidates:
+        recording.learn([y])
+    recording.deferred.begin_input()
     torch.autograd.backward(y, gradient)
     inputs = time.perf_counter()
-    deferred.run()
+    recording.deferred.run()
     return [forward - start, inputs - forward, time.perf_counter() - inputs]
 
 

@@ -1,11 +1,10 @@
-"""Between a step and the next: norms and clipping over all ranks, parameter groups, ordinary optimizers.
+"""Between a step and the next: norms and clipping over all ranks, ordinary optimizers, the same groups everywhere.
 
 One group of three processes runs all scenarios; each returns what its rank saw, and the tests look at that.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim.tied_net import WIDTH, batch, loss_of, model, piped
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,50 +20,13 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PeerFailure, PenstockError, RunError, UsageError
 
-WIDTH = 6
 ORDERS = [2.0, 1.0, 3.0, 0.5, math.inf, "inf", -math.inf, -1.0]
-
-
-class Net(nn.Module):
-    """Norms, biases, a tied head, and two stages' worth of layers that own nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, WIDTH)
-        self.act = nn.Sequential(nn.Tanh(), nn.Identity())
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 9, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.linear(self.norm(self.act(self.embed(ids)))))
-        return out
-
-
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target)
-
-
-def model() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
-
-
-def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 9, (6,), generator=made), torch.randint(0, 9, (6,), generator=made)
 
 
 def plain_gradients(net: nn.Module, factor: float = 1.0) -> None:
     ids, target = batch()
     for part, goal in zip(ids.chunk(2), target.chunk(2), strict=True):
         (loss_of(net(part), goal) / 2 * factor).backward()
-
-
-def piped(**options: Any) -> penstock.Pipeline:
-    given = {"stages": 3, "microbatches": 2, "loss_fn": loss_of, "example": (batch()[0][:2],), "timeout": 20}
-    return penstock.Pipeline(options.pop("net", None) or model(), **{**given, **options})
 
 
 def sparse_stages() -> list[nn.Module]:
@@ -305,41 +268,3 @@ def test_groups_are_the_same_at_any_number_of_stages(ranks: list[dict[str, Any]]
             assert group == expected.get(name, expected["embed.weight"])  # the head is tied to it
         for name, value in seen["state"].items():
             torch.testing.assert_close(value, state[name], rtol=1e-10, atol=1e-12)
-
-
-def test_a_tied_parameter_of_a_list_goes_by_its_first_name() -> None:
-    stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    stages[1].weight = stages[0].weight
-    with penstock.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss) as pipe:
-        first, rest = pipe.parameter_groups({"0.weight": {"lr": 1.0}})
-        assert [id(p) for p in first["params"]] == [id(stages[0].weight)]
-        assert len(rest["params"]) == 2
-        with pytest.raises(UsageError, match=r"1\.weight is tied to 0\.weight and goes by that name"):
-            pipe.parameter_groups({"1.weight": {"lr": 1.0}})
-
-
-def test_functions_choose_by_shape() -> None:
-    with piped() as pipe:
-        flat, rest = pipe.parameter_groups({(lambda name, parameter: parameter.dim() < 2): {"weight_decay": 0.0}})
-        assert [p.dim() for p in flat["params"]] == [1, 1, 1]
-        assert len(rest["params"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"*.biass": {"lr": 1.0}}, r"'?\*\.biass'? matches none of the model's 5 parameters; among them are .*bias"),
-        ({"norn.weight": {}}, r"norn\.weight matches none .* norm\.weight"),
-        ({"*": {}, "*.bias": {"lr": 1.0}}, r"\*\.bias: every parameter that it matches is taken by a pattern before"),
-        ({"*.bias": 0.1}, r"\*\.bias: its options are 0\.1; pass a dict"),
-        ({"*.bias": {"params": []}}, "the option 'params' is filled in here"),
-        ({3: {"lr": 1.0}}, "3 is not a pattern of names"),
-        ({(): {"lr": 1.0}}, "an empty tuple"),
-        (["*.bias"], "got a list; pass a dict of patterns"),
-    ],
-)
-def test_a_pattern_that_decides_nothing_is_an_error(rules: Any, message: str) -> None:
-    with piped() as pipe:
-        for made in (pipe, copy.deepcopy(model())):
-            with pytest.raises(UsageError, match=message):
-                penstock.parameter_groups(made, rules)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim.half_blocks import COUNT, WIDTH, Spy, batch, piped, stages
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,42 +20,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PenstockError, UsageError
 
-WIDTH = 8
-ROWS = 6
-COUNT = 3  # microbatches
 Ranks = list[dict[str, Any]]
-
-
-class Spy(torch.autograd.Function):
-    """Says whether autocast is on, forward and backward."""
-
-    seen: list[tuple[str, bool]] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Spy.seen.append(("forward", torch.is_autocast_enabled("cpu")))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        Spy.seen.append(("backward", torch.is_autocast_enabled("cpu")))
-        return gradients[0]
-
-
-class Block(nn.Module):
-    """Half precision in the middle; an autocast of its own, as rotary embeddings have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-        self.came: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.came.append(x.dtype)
-        with torch.autocast("cpu", enabled=False):
-            x = self.norm(x.to(self.norm.weight.dtype))
-        out: Tensor = Spy.apply(torch.tanh(self.linear(x)))
-        return out
 
 
 class Unrolled(nn.Module):
@@ -68,21 +34,6 @@ class Unrolled(nn.Module):
         for _ in range(12):
             x = x + torch.tanh(self.linear(x))
         return x
-
-
-def stages(kind: type[nn.Module] = Block) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [kind() for _ in range(3)]
-
-
-def batch(step: int = 0) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS, WIDTH, generator=made), torch.randn(ROWS, WIDTH, generator=made)
-
-
-def piped(model: Any = None, **options: Any) -> penstock.Pipeline:
-    given = {"microbatches": COUNT, "loss_fn": F.mse_loss, "precision": "bf16", "timeout": 20, **options}
-    return penstock.Pipeline(stages() if model is None else model, **given)
 
 
 def plain_step(model: nn.Module, step: int, dtype: torch.dtype | None, scale: float = 1.0) -> Tensor:
@@ -397,73 +348,3 @@ def test_scales_that_differ_are_an_error_on_every_rank(ranks: Ranks) -> None:
         kind, text = rank["apart"]["scales"]
         assert kind is UsageError
         assert "rank 0: 4, rank 1: 2, rank 2: 4" in text
-
-
-def test_scaled_gradients_are_neither_clipped_nor_mixed_with_unscaled_ones() -> None:
-    with piped(precision="fp16") as pipe:
-        x, y = batch()
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        scaler = penstock.GradScaler(pipe, init_scale=8.0)
-        with pytest.raises(UsageError, match="no rank has a gradient to unscale"):
-            scaler.unscale_(optimizer)
-        pipe.step(x, target=y)
-        with pytest.raises(UsageError, match=r"clip_grad_norm_\(\) on gradients that are scaled by 8; call scaler.uns"):
-            pipe.clip_grad_norm_(1.0)
-        with pytest.raises(UsageError, match=r"clip_grad_value_\(\) on gradients that are scaled by 8"):
-            pipe.clip_grad_value_(1.0)
-        with pytest.raises(UsageError, match=r"pipe.step\(\) scales the loss"):
-            scaler.scale(torch.ones(()))
-        pipe.step(x, target=y)  # steps may add up under one scale
-        scaler.unscale_(optimizer)
-        with pytest.raises(UsageError, match="are unscaled already, and this step's would be added"):
-            pipe.step(x, target=y)
-        assert pipe.evaluate(x, target=y).loss is not None
-        pipe.clip_grad_norm_(1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        pipe.step(x, target=y)
-        other = penstock.GradScaler(pipe)
-        with pytest.raises(UsageError, match="another GradScaler by now"):
-            scaler.step(optimizer)
-        assert other.get_scale() == 2.0**16
-
-
-def test_a_scaler_that_is_off_changes_nothing() -> None:
-    with piped() as pipe, piped() as other:
-        x, y = batch()
-        scaler = penstock.GradScaler(pipe, enabled=False)
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-        pipe.step(x, target=y)
-        other.step(x, target=y)
-        pipe.clip_grad_norm_(1e9)
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(pipe.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
-        scaler.step(optimizer)
-        scaler.update()
-
-
-@pytest.mark.parametrize(
-    "options", [{"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}]
-)
-def test_a_scaler_that_could_not_work_is_refused(options: dict[str, float]) -> None:
-    with piped() as pipe, pytest.raises(UsageError, match=f"{next(iter(options))}="):
-        penstock.GradScaler(pipe, **options)  # type: ignore[arg-type]
-
-
-def test_extra_losses_are_scaled_with_the_loss() -> None:
-    class Balanced(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            out = super().forward(input)
-            penstock.add_loss("balance", out.pow(2).mean())
-            return out
-
-    def gradients(scale: float) -> tuple[list[Tensor], Any]:
-        torch.manual_seed(0)
-        with piped([Balanced(WIDTH, WIDTH), Balanced(WIDTH, WIDTH)], precision=None) as pipe:
-            scaler = penstock.GradScaler(pipe, init_scale=scale)
-            result = pipe.step(batch()[0], target=batch()[1])
-            scaler.unscale_(torch.optim.SGD(pipe.parameters(), lr=0.1))
-            return [p.grad for p in pipe.parameters()], result.extra_losses  # type: ignore[misc]
-
-    (one, losses), (other, same) = gradients(1.0), gradients(2.0**10)
-    assert losses == same
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -41,7 +41,11 @@ class NotPlainError(ValueError):
 
 def dumps(value: Any, place: str = "the value") -> bytes:
     """A value as a message; `place` is how the user knows the value, for an error."""
-    return json.dumps(encode(value, None, place), separators=(",", ":")).encode()
+    try:
+        document = _encoded(value, None, 0)
+    except _Unfit as unfit:
+        raise UsageError(unfit.sentence(place)) from None
+    return json.dumps(document, separators=(",", ":")).encode()
 
 
 def loads(content: bytes) -> Any:
@@ -153,11 +157,12 @@ def encode(value: Any, store_tensor: StoreTensor | None, place: str) -> Any:
         raise UsageError(unfit.sentence(place)) from None
 
 
+_AS_THEY_ARE = frozenset({type(None), bool, int, str})  # in JSON; asked of what is in a container before a call
+
+
 def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
     kind = type(value)
-    if value is None or kind is bool or kind is int or kind is str:
-        return value
-    if kind is float and math.isfinite(value):
+    if kind in _AS_THEY_ARE or (kind is float and math.isfinite(value)):
         return value
     if depth > DEEPEST:
         raise _Unfit(f": nested deeper than {DEEPEST} levels, or holds itself; save something flatter")
@@ -166,7 +171,7 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
         fields = {}
         for key, entry in _RECORDS[name].write(value).items():
             try:
-                fields[key] = _encoded(entry, None, depth + 1)
+                fields[key] = entry if type(entry) in _AS_THEY_ARE else _encoded(entry, None, depth + 1)
             except _Unfit as unfit:
                 raise unfit.inside(f"{{}}.{key}") from None
         return {f"${name}": fields}
@@ -179,7 +184,7 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
     entries = []
     for number, entry in enumerate(value):
         try:
-            entries.append(_encoded(entry, store_tensor, depth + 1))
+            entries.append(entry if type(entry) in _AS_THEY_ARE else _encoded(entry, store_tensor, depth + 1))
         except _Unfit as unfit:
             raise unfit.inside(f"{{}}[{number}]") from None
     if isinstance(value, list):
@@ -189,14 +194,16 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
 
 def _encoded_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None, depth: int) -> Any:
     counts = isinstance(value, Counter)
-    by_name = not (counts or [key for key in value if type(key) is not str or key.startswith("$")])
+    by_name = not counts
+    for key in value:
+        by_name = by_name and type(key) is str and not key.startswith("$")
     pairs: list[Any] = []
     for key, entry in value.items():
         step = "a key of {}"
         try:
-            name = key if by_name else _encoded(key, store_tensor, depth)
+            name = key if type(key) in _AS_THEY_ARE else _encoded(key, store_tensor, depth)
             step = f"{{}}[{key!r}]"
-            pairs.append([name, _encoded(entry, store_tensor, depth)])
+            pairs.append([name, entry if type(entry) in _AS_THEY_ARE else _encoded(entry, store_tensor, depth)])
         except _Unfit as unfit:
             raise unfit.inside(step) from None
     return dict(pairs) if by_name else {"$counter" if counts else "$dict": pairs}

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward.split import DeferredWeights, StageParameters
+from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.stage_parameters import StageParameters
 
 MICROBATCHES = 3
 
@@ -23,10 +24,10 @@ def backward_full(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
         torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
 
 
-def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], deferred: DeferredWeights) -> None:
+def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], recording: Recording) -> None:
     """I: gradients of the inputs, left as `.grad` on the received leaves, and of all weights that were not deferred."""
-    deferred.learn(outputs)
-    deferred.begin_input()
+    recording.learn(outputs)
+    recording.deferred.begin_input()
     backward_full(outputs, gradients)
 
 
@@ -86,15 +87,15 @@ def check(
         with context():
             wanted = as_tuple(plain(*leaves[0]))
         torch.manual_seed(seed)
-        deferred = DeferredWeights(parameters)
-        with deferred.recording(), context():
+        recording = Recording(parameters)
+        with nullcontext() if parameters.differentiates else recording, context():
             got = as_tuple(split(*leaves[1]))
         gradients = [gradient(y) if y.is_floating_point() else None for y in wanted]
         backward_full(wanted, gradients)
-        backward_input(got, gradients, deferred)
-        pending = deferred.pending
-        deferred.run()
-        assert deferred.pending == 0
+        backward_input(got, gradients, recording)
+        pending = recording.deferred.pending
+        recording.deferred.run()
+        assert recording.deferred.pending == 0
         for a, b in zip(got, wanted, strict=True):
             assert_same(a.detach(), b.detach(), f"output of microbatch {microbatch}", exact=exact)
         for a, b in zip(leaves[1], leaves[0], strict=True):

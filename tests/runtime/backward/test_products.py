@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from runtime.backward.comparing import (
     Apply,
     check,
@@ -101,27 +100,3 @@ def test_convolutions(layer: nn.Module, shape: tuple[int, ...], waiting: int) ->
 def test_a_convolution_in_channels_last() -> None:
     layer = nn.Conv2d(4, 6, 3, padding=1).to(memory_format=torch.channels_last)
     assert check(layer, lambda: [torch.randn(2, 4, 9, 8).to(memory_format=torch.channels_last)]) == 1
-
-
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention_and_torchs_encoder_layer(batch_first: bool) -> None:
-    attention = nn.MultiheadAttention(16, 2, batch_first=batch_first)
-    assert check(Apply(lambda m, x: m.attention(x, x, x)[0], attention=attention), normal(3, 5, 16)) == 2
-    # Keys of another source: the packed weight is used through views of it.
-    crossed = Apply(lambda m, x, y: m.attention(x, y, y), attention=copy.deepcopy(attention))
-    assert check(crossed, lambda: [torch.randn(3, 5, 16), torch.randn(3, 5, 16)]) == 1
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=batch_first)
-    assert check(layer, normal(3, 5, 16)) == 4
-
-
-def tokens() -> list[Tensor]:
-    return [torch.randint(0, 11, (2, 5))]
-
-
-def test_an_embedding_waits_too_so_a_tied_head_fires_hooks_once() -> None:
-    table = nn.Embedding(11, 6)
-    assert check(table, tokens) == 1
-    tied = Apply(lambda m, ids: F.linear(m.layer(m.table(ids)), m.table.weight), table=table, layer=nn.Linear(6, 6))
-    assert check(tied, tokens) == 3
-    assert check(nn.Embedding(11, 6, padding_idx=0, scale_grad_by_freq=True), tokens) == 1
-    assert check(nn.Embedding(11, 6, sparse=True), tokens) == 1

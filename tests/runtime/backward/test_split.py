@@ -32,9 +32,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from penstock.errors import ModelError, RunError
+from penstock.errors import RunError
 from penstock.runtime.backward import split as backward_module
-from penstock.runtime.backward.split import DeferredWeights, StageParameters
+from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.stage_parameters import StageParameters
 
 
 class Block(nn.Module):
@@ -86,11 +87,11 @@ def test_outputs_without_gradient_without_need_of_one_and_twice_the_same() -> No
 
 
 def test_no_gradient_at_all_leaves_the_parameters_alone() -> None:
-    layer, deferred = nn.Linear(6, 6), DeferredWeights(StageParameters())
-    with deferred.recording():
+    layer, recording = nn.Linear(6, 6), Recording(StageParameters())
+    with recording:
         y = layer(torch.randn(4, 6))
-    backward_input([y], [None], deferred)
-    deferred.run()
+    backward_input([y], [None], recording)
+    recording.deferred.run()
     assert layer.weight.grad is None
 
 
@@ -121,14 +122,14 @@ def test_frozen_parameters() -> None:
 def test_freezing_between_microbatches_is_followed() -> None:
     layer, parameters = nn.Linear(6, 6), StageParameters()
     for microbatch in range(3):
-        deferred = DeferredWeights(parameters)
+        recording = Recording(parameters)
         x = torch.randn(4, 6, requires_grad=True)
         layer.weight.grad = None
         layer.weight.requires_grad_(microbatch < 2)
-        with deferred.recording():
+        with recording:
             y = layer(x)
-        backward_input([y], [torch.ones_like(y)], deferred)
-        deferred.run()
+        backward_input([y], [torch.ones_like(y)], recording)
+        recording.deferred.run()
         assert (layer.weight.grad is not None) == (microbatch < 2)
 
 
@@ -192,15 +193,15 @@ def test_microbatches_that_take_different_paths_before_the_first_backward() -> N
     layer, parameters = nn.Linear(6, 6), StageParameters()
     flight = []
     for regularized in (True, False):
-        deferred = DeferredWeights(parameters)
-        with deferred.recording():
+        recording = Recording(parameters)
+        with recording:
             y = layer(torch.randn(4, 6, requires_grad=True))
             y = y + layer.weight.sum() if regularized else y
-        flight.append((y, deferred))
-    for y, deferred in flight:
-        deferred.learn([y])
-    assert parameters.status(layer.weight) is False
-    assert parameters.status(layer.bias) is True
+        flight.append((y, recording))
+    for y, recording in flight:
+        recording.learn([y])
+    assert parameters.deferrable[id(layer.weight)][1] is False
+    assert parameters.deferrable[id(layer.bias)][1] is True
 
 
 def test_parametrized_and_functionally_called_modules() -> None:
@@ -229,18 +230,18 @@ def test_tensors_used_twice_and_in_place_operations() -> None:
 def test_changing_an_input_in_place_is_an_error_as_ever() -> None:
     layer, parameters = nn.Linear(6, 6), StageParameters()
     for attempt in range(2):
-        deferred = DeferredWeights(parameters)
-        with deferred.recording():
+        recording = Recording(parameters)
+        with recording:
             x = torch.randn(4, 6, requires_grad=True) * 2
             y = layer(x)
             if attempt:
                 x.add_(1)
-        backward_input([y], [torch.ones_like(y)], deferred)
+        backward_input([y], [torch.ones_like(y)], recording)
         if attempt:
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                deferred.run()
+                recording.deferred.run()
         else:
-            deferred.run()
+            recording.deferred.run()
 
 
 def test_dropout_and_regions_without_gradient() -> None:
@@ -277,11 +278,11 @@ def test_a_hook_that_changes_a_parameters_gradient() -> None:
     for layer in (plain, split):
         layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     for _ in range(MICROBATCHES):
-        x, deferred = torch.randn(4, 6), DeferredWeights(parameters)
-        with deferred.recording():
+        x, recording = torch.randn(4, 6), Recording(parameters)
+        with recording:
             y = split(x.requires_grad_())
-        backward_input([y], [torch.ones_like(y)], deferred)
-        deferred.run()
+        backward_input([y], [torch.ones_like(y)], recording)
+        recording.deferred.run()
         plain(x).sum().backward()
     assert_same(split.weight.grad, plain.weight.grad, "weight")
 
@@ -299,11 +300,11 @@ def reduce_by_ddp() -> None:
     wrapped.register_comm_hook(None, reduce)
     parameters = StageParameters()
     for microbatch in range(4):
-        deferred = DeferredWeights(parameters)
-        with nullcontext() if microbatch % 2 else wrapped.no_sync(), deferred.recording():
+        recording = Recording(parameters)
+        with nullcontext() if microbatch % 2 else wrapped.no_sync(), recording:
             y = wrapped(torch.randn(4, 6, requires_grad=True))
-        backward_input([y], [torch.ones_like(y)], deferred)
-        deferred.run()
+        backward_input([y], [torch.ones_like(y)], recording)
+        recording.deferred.run()
         assert sum(reduced) == (microbatch + 1) // 2 * sum(p.numel() for p in wrapped.parameters())
 
 
@@ -372,28 +373,6 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert check(Apply(mixed, layer=nn.Linear(16, 16), other=nn.Linear(16, 16)), normal(8, 16), context=cast) == 2
 
 
-def test_a_forward_that_differentiates_is_left_whole() -> None:
-    def force(m: Any, x: Tensor) -> Tensor:
-        energy = m.model(x).sum()
-        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
-        return gradient
-
-    assert check(Apply(force, model=mlp(6)), normal(4, 6)) == 0
-
-
-def test_a_forward_that_starts_to_differentiate_later_is_refused() -> None:
-    layer, parameters = nn.Linear(6, 6), StageParameters()
-    deferred = DeferredWeights(parameters)
-    x = torch.randn(4, 6, requires_grad=True)
-    with deferred.recording():
-        y = layer(x)
-    deferred.learn([y])
-    with DeferredWeights(parameters).recording():
-        y = layer(x)
-        with pytest.raises(ModelError, match="choose a schedule without W"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
 def test_functorch_inside_a_forward() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return torch.vmap(m.layer)(x) + m.other(x)
@@ -402,21 +381,19 @@ def test_functorch_inside_a_forward() -> None:
 
 
 def test_order_is_enforced() -> None:
-    deferred = DeferredWeights(StageParameters())
+    recording = Recording(StageParameters())
     with pytest.raises(RunError, match="after I"):
-        deferred.run()
-    with deferred.recording():
+        recording.deferred.run()
+    with recording:
         y = nn.Linear(6, 6)(torch.randn(4, 6))
-    with pytest.raises(RunError, match="recorded once"), deferred.recording():
-        pass
     with pytest.raises(RunError, match="after I"):
-        deferred.run()
-    backward_input([y], [torch.ones_like(y)], deferred)
+        recording.deferred.run()
+    backward_input([y], [torch.ones_like(y)], recording)
     with pytest.raises(RunError, match="runs once"):
-        backward_input([y], [torch.ones_like(y)], deferred)
-    deferred.run()
+        backward_input([y], [torch.ones_like(y)], recording)
+    recording.deferred.run()
     with pytest.raises(RunError, match="done"):
-        deferred.run()
+        recording.deferred.run()
 
 
 def test_several_microbatches_in_flight_and_out_of_order() -> None:
@@ -425,16 +402,16 @@ def test_several_microbatches_in_flight_and_out_of_order() -> None:
     inputs = [torch.randn(4, 8) for _ in range(5)]
     flight = []
     for x in inputs:
-        deferred = DeferredWeights(parameters)
-        with deferred.recording():
+        recording = Recording(parameters)
+        with recording:
             y = split(x.clone().requires_grad_())
-        deferred.learn([y])
-        flight.append((y, deferred))
-    for y, deferred in reversed(flight):
-        backward_input([y], [torch.ones_like(y)], deferred)
-    assert [deferred.pending for _, deferred in flight] == [0, 2, 2, 2, 2]
-    for _, deferred in flight:
-        deferred.run()
+        recording.learn([y])
+        flight.append((y, recording))
+    for y, recording in reversed(flight):
+        backward_input([y], [torch.ones_like(y)], recording)
+    assert [recording.deferred.pending for _, recording in flight] == [0, 2, 2, 2, 2]
+    for _, recording in flight:
+        recording.deferred.run()
     for x in inputs:
         plain(x).sum().backward()
     for got, wanted in zip(split.parameters(), plain.parameters(), strict=True):
@@ -460,18 +437,18 @@ def test_only_what_w_needs_lives_after_i_and_nothing_after_w() -> None:
     gc.disable()  # what is freed must not have waited for the collector
     try:
         for microbatch in range(3):
-            deferred = DeferredWeights(parameters)
-            with deferred.recording():
+            recording = Recording(parameters)
+            with recording:
                 y = model(torch.randn(4, 6, requires_grad=True))
-            backward_input([y], [torch.ones_like(y)], deferred)
+            backward_input([y], [torch.ones_like(y)], recording)
             if microbatch:
                 assert alive(values) == [3, 4]  # the second product's input, and y, which we hold
                 assert alive(gradients) == [0, 4]  # what arrived at the two products
-            deferred.run()
+            recording.deferred.run()
             assert alive(values) == [4]
             assert alive(gradients) == []
-            probe = weakref.ref(deferred)
-            del y, deferred
+            probe = weakref.ref(recording.deferred)
+            del y, recording
             assert alive(values) == []
             assert probe() is None
     finally:
@@ -528,12 +505,12 @@ def test_compiled_submodules_run_as_they_are() -> None:
     split, twin = copy.deepcopy(plain), copy.deepcopy(outer)
     compiled = torch.compile(split, backend=compiler)
     for microbatch in range(MICROBATCHES):
-        x, deferred = torch.randn(4, 6), DeferredWeights(parameters)
-        with deferred.recording():
+        x, recording = torch.randn(4, 6), Recording(parameters)
+        with recording:
             y = compiled(outer(x.clone().requires_grad_()))
-        backward_input([y], [torch.ones_like(y)], deferred)
-        assert deferred.pending == min(microbatch, 1)  # the layer outside
-        deferred.run()
+        backward_input([y], [torch.ones_like(y)], recording)
+        assert recording.deferred.pending == min(microbatch, 1)  # the layer outside
+        recording.deferred.run()
         plain(twin(x)).sum().backward()
     assert len(graphs) == 1, "the mode must not break what is compiled into pieces"
     got, wanted = nn.Sequential(split, outer), nn.Sequential(plain, twin)

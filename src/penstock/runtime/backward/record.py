@@ -24,7 +24,7 @@ from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.split import DeferredWeights
 from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
-from penstock.runtime.state.ownership import holders
+from penstock.runtime.state.ownership import ALONE, holders, use_count
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
@@ -66,8 +66,11 @@ class GraphRecord:
 
     def end_forward(
         self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], returns: bool
-    ) -> None:
-        """Keep the edges at which the backward begins. `returns`: the output's gradient comes from the user's graph."""
+    ) -> list[Tensor]:
+        """Keep the edges at which the backward begins, and return their tensors.
+
+        `returns`: the output's gradient comes from the user's graph.
+        """
         ends: list[Tensor] = []
         for target, payload in emitted.items():
             if target != OUTPUT or returns:
@@ -78,9 +81,7 @@ class GraphRecord:
             self.loss = _edge_of(loss)
         if extra:
             self.extra = [_edge_of(value) for _, value in extra if value.requires_grad]
-        if self.deferred is not None:
-            ends += [value for value in (loss, *(value for _, value in extra)) if value is not None]
-            self.deferred.learn(ends)
+        return [*ends, *(value for value in (loss, *(value for _, value in extra)) if value is not None)]
 
     def forget_graph(self) -> None:
         """The forward will run again: drop what it has recorded."""
@@ -288,7 +289,7 @@ def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Te
         for gradient in gradients:
             if gradient is None or not _is_ordinary(gradient):
                 continue
-            if sys.getrefcount(gradient) > _LISTED or holders(gradient) > 1:
+            if sys.getrefcount(gradient) > _LISTED or use_count(gradient.untyped_storage()._cdata) > ALONE:
                 break
         else:
             continue

@@ -23,221 +23,35 @@ on only during the forward.
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
-from collections.abc import Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.autograd.graph import GradientEdge
 
 from penstock.errors import RunError
-from penstock.runtime.backward.graph_leaves import uses_in_graph
-from penstock.runtime.backward.products import PLAIN, RULES, Formula, Gradients, cast
+
+if TYPE_CHECKING:
+    from penstock.runtime.backward.products import DeferredProduct, DeferredSubgraph
 
 # Weight gradients that wait together for one pass of accumulation: few passes for small weights, and never many bytes
 # of gradients beside the accumulated ones.
 BYTES_PER_PASS = 2**20
 
 _ENGINE = torch.autograd.Variable._execution_engine
-_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 
 
-class StageParameters:
-    """Which parameters of a stage can wait for `W`: those that no operation uses but those that wait. One per stage."""
-
-    def __init__(self) -> None:
-        self._deferrable: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        self.differentiates = False  # the stage's forward takes gradients itself: nothing of it is deferred
-
-    @property
-    def known(self) -> bool:
-        """Whether a first microbatch has been looked at."""
-        return bool(self._deferrable)
-
-    def status(self, parameter: Tensor) -> bool | None:
-        """True: every use of it can wait. False: some use cannot. None: not known yet."""
-        known = self._deferrable.get(id(parameter))
-        return known[1] if known is not None and known[0]() is parameter else None
-
-    def learn(self, candidates: dict[int, Tensor], uses: Counter[int], outputs: Sequence[Tensor]) -> None:
-        """Compare the uses that could wait with all uses in the graph. Walks it once, at a stage's first microbatch."""
-        in_graph = uses_in_graph(outputs)
-        for key, parameter in candidates.items():
-            if in_graph[key]:
-                # Of several microbatches in flight one may take another path: one use that cannot wait decides.
-                every = in_graph[key] <= uses[key] and self.status(parameter) is not False
-                self._deferrable[key] = (weakref.ref(parameter, partial(_forget, weakref.ref(self), key)), every)
-
-
-def _forget(parameters: weakref.ref[StageParameters], key: int, _: weakref.ref[Tensor]) -> None:
-    if (found := parameters()) is not None:
-        found._deferrable.pop(key, None)
-
-
-class DeferredProduct:
-    """One product whose weight gradient is taken later. As a pre-hook of its node, it receives the gradient."""
-
-    __slots__ = ("bias", "deferred", "formula", "options", "version", "weight", "x")
-
-    def __init__(
-        self,
-        deferred: DeferredWeights,
-        formula: Formula,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: Any = None,
-    ) -> None:
-        self.deferred = deferred
-        self.formula = formula
-        # An alias without history: holding the input must not hold the graph that made it.
-        self.x: Tensor | None = x.detach()
-        self.version = x._version
-        self.weight = weight
-        self.bias = bias
-        self.options = options
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[0]
-        if gradient is not None:
-            self.deferred.arrived(self, gradient)
-
-    def gradients(self, gradient: Tensor) -> Gradients:
-        """Of the weight and the bias, from the input that was kept and the gradient that arrived."""
-        x = self.x
-        assert x is not None, "a use is evaluated once"
-        if x._version != self.version:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of shape {list(x.shape)} to a parameter of shape {list(self.weight.shape)} is at version "
-                f"{x._version}; expected version {self.version} instead"
-            )
-        return self.formula(x, gradient, self.weight, self.bias, self.options)
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    def free(self) -> None:
-        self.x = None
-
-
-class DeferredSubgraph:
-    """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
-
-    __slots__ = ("deferred", "edge", "parameters")
-
-    def __init__(self, deferred: DeferredWeights, parameters: tuple[Tensor, ...], edge: GradientEdge) -> None:
-        self.deferred = deferred
-        self.edge: GradientEdge | None = edge
-        self.parameters = parameters
-
-    def free(self) -> None:
-        self.edge = None
-
-
-class _CutFunction(torch.autograd.Function):
-    """The identity whose gradient stops here and waits. It hangs on an anchor, so that its backward runs at all."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], cut: DeferredSubgraph) -> Tensor:
-        ctx.cut = cut
-        ctx.set_materialize_grads(False)
-        return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        if gradients[0] is not None:
-            ctx.cut.deferred.arrived(ctx.cut, gradients[0])
-        return None, None, None
-
-
-_ANCHOR = torch.zeros((), requires_grad=True)
-
-DeferredOperation = DeferredProduct | DeferredSubgraph
-
-
+@dataclass(eq=False)
 class DeferredWeights:
     """The weight gradients of one microbatch of one stage, from its recorded forward to its `W`."""
 
-    def __init__(self, parameters: StageParameters) -> None:
-        self.parameters = parameters
-        self.uses: list[DeferredOperation] = []
-        self._arrived: list[tuple[DeferredOperation, Tensor]] = []
-        self._versions: list[int] = []  # of these gradients
-        self._candidates: dict[int, Tensor] = {}
-        self._seen: Counter[int] = Counter()
-        self._casts: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._phase = "new"
-
-    # --- the forward ---
-
-    def recording(self) -> AbstractContextManager[object]:
-        """The context for this microbatch's forward; then come `begin_input`, the backward, and `run`."""
-        if self._phase != "new":
-            raise RunError(f"a forward is recorded once; this one is {self._phase}; take a new DeferredWeights")
-        self._phase = "recorded"
-        return nullcontext() if self.parameters.differentiates else self.mode()
-
-    def mode(self) -> AbstractContextManager[object]:
-        return _Recording(self)
-
-    def takes(self, parameter: Any) -> bool:
-        """Whether the gradient of `parameter` can wait. One that is not known yet is looked at in `learn`."""
-        status = self.parameters.status(parameter)
-        if status is None:
-            self.note(parameter)
-        return status is True and bool(parameter.requires_grad)
-
-    def note(self, parameter: Any) -> bool:
-        """A use of a parameter not known yet, that could wait if all its uses can; whether it is such a one."""
-        if not (
-            type(parameter) in PLAIN
-            and parameter.requires_grad
-            and parameter.is_leaf
-            and parameter.dtype in _DTYPES
-            and parameter.layout is torch.strided
-        ):
-            return False
-        self._candidates[id(parameter)] = parameter
-        self._seen[id(parameter)] += 1
-        return True
-
-    def keep(
-        self, output: Tensor, formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any
-    ) -> Tensor:
-        """A product whose weight gradient waits; `bias` where that of the bias does too."""
-        use = DeferredProduct(self, formula, x, weight, bias, options)
-        output.grad_fn.register_prehook(use)  # type: ignore[union-attr]
-        self.uses.append(use)
-        return output
-
-    def cut(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """An operation on nothing but parameters, all of which waits: its output, without the graph behind it."""
-        cut = DeferredSubgraph(self, parameters, get_gradient_edge(output))
-        self.uses.append(cut)
-        joined: Tensor = _CutFunction.apply(_ANCHOR, (output.detach(),), cut)  # type: ignore[no-untyped-call]
-        return joined
-
-    def cast(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """The parameter as autocast would give it, cast once per microbatch."""
-        key = (id(parameter), dtype)
-        found = self._casts.get(key)
-        if found is None:
-            found = self._casts[key] = cast(parameter.detach(), dtype)
-        return found
-
-    def learn(self, outputs: Sequence[Tensor]) -> None:
-        """After the forward: find out which parameters can be deferred."""
-        if self._candidates:
-            self.parameters.learn(self._candidates, self._seen, outputs)
-            self._candidates.clear()
-        self._casts.clear()
+    products: list[DeferredProduct] = field(default_factory=list)  # both filled by `products.Recording`, in the forward
+    subgraphs: list[DeferredSubgraph] = field(default_factory=list)
+    _arrived: list[tuple[DeferredProduct, Tensor, int]] = field(default_factory=list)  # with each gradient's version
+    _arrived_at_subgraphs: list[tuple[DeferredSubgraph, Tensor, int]] = field(default_factory=list)
+    _phase: str = "recorded"
 
     # --- I ---
 
@@ -246,60 +60,81 @@ class DeferredWeights:
             raise RunError(f"I needs a recorded forward and runs once; this microbatch is {self._phase}")
         self._phase = "in I"
 
-    def arrived(self, use: DeferredOperation, gradient: Tensor) -> None:
+    def arrived(self, product: DeferredProduct, gradients: Sequence[Tensor | None]) -> None:
+        """The gradient of what a product gave; called by its node in autograd's graph."""
+        gradient = gradients[0]
+        if gradient is not None:
+            if self._phase != "in I":
+                raise self._outside()
+            self._arrived.append((product, gradient, gradient._version))
+
+    def arrived_at_subgraph(self, subgraph: DeferredSubgraph, gradient: Tensor) -> None:
+        """The same, of an operation that waits as a whole."""
         if self._phase != "in I":
-            raise RunError(f"a gradient reached a split operation outside of I, while {self._phase}")
-        self._arrived.append((use, gradient))
-        self._versions.append(gradient._version)
+            raise self._outside()
+        self._arrived_at_subgraphs.append((subgraph, gradient, gradient._version))
+
+    def _outside(self) -> RunError:
+        return RunError(f"a gradient reached a split operation outside of I, while {self._phase}")
 
     # --- W ---
 
     @property
     def pending(self) -> int:
         """How many operations wait for `run`."""
-        return len(self._arrived)
+        return len(self._arrived) + len(self._arrived_at_subgraphs)
 
     def run(self) -> None:
         """W: compute what waits and accumulate it, in the order in which autograd would have; keep nothing."""
         if self._phase != "in I":
             raise RunError(f"W runs once and after I; this microbatch is {self._phase}")
         self._phase = "done"
-        arrived, self._arrived = self._arrived, []
-        if any(gradient._version != version for (_, gradient), version in zip(arrived, self._versions, strict=True)):
+        waiting, subgraphs = self._arrived[::-1], self._arrived_at_subgraphs
+        self._arrived, self._arrived_at_subgraphs = [], []
+        if any(gradient._version != version for _, gradient, version in (*waiting, *subgraphs)):
             raise RunError(
                 "a gradient that was kept for W has been written to in place: by a backward or a hook that writes to "
                 "the gradient that it is given (return a new one), or because it is the memory of another .grad (make "
                 "every tensor that is trained an nn.Parameter of its stage)"
             )
-        self._versions = []
-        cuts = [(use, gradient) for use, gradient in arrived if isinstance(use, DeferredSubgraph)]
-        waiting = [(use, gradient) for use, gradient in reversed(arrived) if isinstance(use, DeferredProduct)]
-        del arrived
         sums = _Sums()
         while waiting:
-            use, gradient = waiting.pop()
-            of_weight, of_bias = use.gradients(gradient)
-            sums.add(use.weight, of_weight)
-            if use.bias is not None and of_bias is not None:
-                sums.add(use.bias, of_bias)
-            use.free()
+            product, gradient, _ = waiting.pop()
+            of_weight, of_bias = _weight_gradients(product, gradient)
+            sums.add(product.weight, of_weight)
+            if product.bias is not None and of_bias is not None:
+                sums.add(product.bias, of_bias)
+            product.x = None
             del gradient, of_weight, of_bias
             if sums.bytes > BYTES_PER_PASS:
-                later: list[DeferredOperation] = [
-                    *(use for use, _ in waiting),
-                    *(cut for cut, _ in cuts),
-                ]
-                sums.accumulate(still_due={id(p) for each in later for p in each.parameters})
-        for cut, gradient in cuts:
-            sums.join(cut, gradient)
+                later = [*(each.parameters for each, _, _ in waiting), *(each.parameters for each, _, _ in subgraphs)]
+                sums.accumulate(still_due={id(parameter) for parameters in later for parameter in parameters})
+        for subgraph, gradient, _ in subgraphs:
+            sums.join(subgraph, gradient)
         sums.accumulate()
-        for done in self.uses:
-            done.free()
-        self.uses.clear()
+        for product in self.products:
+            product.x = None
+        for subgraph in self.subgraphs:
+            subgraph.edge = None
+        self.products.clear()
+        self.subgraphs.clear()
+
+
+def _weight_gradients(product: DeferredProduct, gradient: Tensor) -> Gradients:
+    """Of the weight and the bias, from the input that was kept and the gradient that arrived."""
+    x = product.x
+    assert x is not None, "a product is evaluated once"
+    if x._version != product.version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: the "
+            f"input of shape {list(x.shape)} to a parameter of shape {list(product.weight.shape)} is at version "
+            f"{x._version}; expected version {product.version} instead"
+        )
+    return product.formula(x, gradient, product.weight, product.bias, product.options)
 
 
 class _Sums:
-    """Gradients on their way to their parameters: one sum a parameter, so that its hooks fire once."""
+    """Gradients on their way to their parameters: one sum per parameter, so that its hooks fire once."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -317,9 +152,10 @@ class _Sums:
         self._gradients.append(gradient)
         self.bytes += gradient.nbytes
 
-    def join(self, cut: DeferredSubgraph, gradient: Tensor) -> None:
-        assert cut.edge is not None, "a cut is joined once"
-        self._roots.append(cut.edge)
+    def join(self, subgraph: DeferredSubgraph, gradient: Tensor) -> None:
+        """What waits as a whole is autograd's own to compute."""
+        assert subgraph.edge is not None, "a subgraph is joined once"
+        self._roots.append(subgraph.edge)
         self._gradients.append(gradient)
 
     def accumulate(self, still_due: Set[int] = frozenset()) -> None:
@@ -339,18 +175,54 @@ class _Sums:
             )
 
 
-class _Recording(TorchFunctionMode):
-    """On during the forward of one microbatch, in the thread that runs it."""
+# ---------------------------------------------------------------------------------------------------------------------
+# The formulas: what autograd computes for the weight and the bias, by the same products in the same order.
 
-    def __init__(self, deferred: DeferredWeights) -> None:
-        super().__init__()
-        self._deferred = deferred
+Gradients: TypeAlias = tuple[Tensor, Tensor | None]  # of the weight, and of the bias if that is deferred
+Formula: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], Gradients]
+# of the input, the gradient that arrived, the weight, the bias if it is deferred, and options
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # The compiler inlines a mode into what it compiles; there, this one shall be nothing at all.
-        rule = None if torch.compiler.is_compiling() else RULES.get(func)
-        if rule is not None:
-            output = rule(self._deferred, func, args, kwargs or {})
-            if output is not None:
-                return output
-        return func(*args, **kwargs) if kwargs else func(*args)
+
+def _as_rows(x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def _bias_gradient(bias: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.dim() == 2 and bias.shape == gradient.shape[1:]:
+        return gradient.sum(0)  # what the next line comes to, in half the time
+    return gradient.sum_to_size(bias.shape)
+
+
+def linear_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, flattened: Any) -> Gradients:
+    rows = gradient
+    if x.dim() != 2 or rows.dim() != 2:
+        x, rows = _as_rows(x), _as_rows(rows)
+    # Autograd lays the gradient of a product's right factor, here the transposed weight, out as the factor is.
+    of_weight = rows.t().mm(x) if weight.stride() == (weight.shape[1], 1) else x.t().mm(rows).t()
+    return of_weight, None if bias is None else _bias_gradient(bias, rows if flattened else gradient)
+
+
+def matmul_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
+    rows = _as_rows(gradient)
+    of_weight = rows.t().mm(x).t() if weight.stride() == (1, weight.shape[0]) else x.t().mm(rows)
+    return of_weight, None if bias is None else _bias_gradient(bias, gradient)
+
+
+def bmm_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
+    return x.transpose(1, 2).bmm(gradient), None
+
+
+def convolution_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Gradients:
+    weight = weight.detach()
+    if x.dim() < weight.dim():  # without a batch dimension
+        x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
+    if weight.dtype != x.dtype:  # under autocast; only its shape and layout matter here
+        weight = weight.to(x.dtype)
+    stride, padding, dilation, groups = options
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None if bias is None else list(bias.shape), stride, padding, dilation,
+        False, [0] * len(stride), groups, [False, True, bias is not None],
+    )  # fmt: skip
+    return of_weight, None if bias is None else of_bias

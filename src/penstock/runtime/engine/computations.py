@@ -142,7 +142,8 @@ class Computations:
             self._gathered.backward(stage, microbatch, gradients)
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
-            seed = seeds.of(microbatch, loss)
+            made = seeds.made.get((loss.dtype, loss.device))
+            seed = seeds.of(microbatch, loss) if made is None else made[microbatch]
         back = owner.backward(
             microbatch, gradients, split=(stage, microbatch) in self.split, loss_seed=seed, extra_seed=seeds.extra
         )

@@ -131,13 +131,8 @@ class LocalRanks:
         if not transport.holds_interrupts:
             yield
             return
-        outer = transport.call
-        with CTRL_C.around_step():
-            transport.call = outer or call
-            try:
-                yield
-            finally:
-                transport.call = outer
+        with CTRL_C.around_step(), transport.calling(call):
+            yield
 
     @contextmanager
     def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:

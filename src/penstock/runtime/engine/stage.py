@@ -21,8 +21,10 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
+from penstock.runtime.backward.products import Recording
 from penstock.runtime.backward.record import FreshGradients, GraphRecord, RunBackward
-from penstock.runtime.backward.split import DeferredWeights, StageParameters
+from penstock.runtime.backward.split import DeferredWeights
+from penstock.runtime.backward.stage_parameters import StageParameters
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
@@ -161,10 +163,11 @@ class Stage:
 
     def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
         numbers = self._random_numbers(given.microbatch) or _NOTHING
-        phase, recording = Phase(kind, given.microbatch, self.statistics), _NOTHING
+        phase, recording, products = Phase(kind, given.microbatch, self.statistics), _NOTHING, None
         if given.split:
-            record.deferred = DeferredWeights(self._parameters)
-            recording = record.deferred.recording()
+            products = Recording(self._parameters)
+            record.deferred = products.deferred
+            recording = _NOTHING if self._parameters.differentiates else products
         loss: Tensor | None = None
         outer, NOW.phase = NOW.phase, phase
         try:
@@ -175,7 +178,9 @@ class Stage:
                         loss = given.loss_of(emitted[OUTPUT])
         finally:
             NOW.phase = outer
-        record.end_forward(emitted, loss, phase.extra, self.returns)
+        ends = record.end_forward(emitted, loss, phase.extra, self.returns)
+        if products is not None and products.candidates:
+            products.learn(ends)
         self._inspect_graph(record, kind)
         return emitted, loss, phase.extra
 

@@ -214,22 +214,20 @@ class Seeds:
 
     def __init__(self, shares: Shares, count: int, scale: float = 1.0, replicas: int = 1) -> None:
         self._shares, self._scale = shares, scale
-        self._dtype: torch.dtype | None = None
-        self._device: torch.device | None = None
-        self._seeds: tuple[Tensor | None, ...] = ()
+        self.made: dict[tuple[torch.dtype, torch.device], tuple[Tensor | None, ...]] = {}  # by the kind of loss
         self._of_named = scale / (count * replicas)
 
     def of(self, microbatch: int, loss: Tensor) -> Tensor | None:
         """The seed of one loss; None where it does not count."""
-        if loss.dtype is not self._dtype or loss.device != self._device:
+        kind = loss.dtype, loss.device
+        if kind not in self.made:
             if not self._shares.counts(microbatch):
                 return None
-            self._dtype, self._device = loss.dtype, loss.device
             shares = self._shares()
             seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64)
-            made = seeds.to(self._device, self._dtype).unbind()
-            self._seeds = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
-        return self._seeds[microbatch]
+            made = seeds.to(loss.device, loss.dtype).unbind()
+            self.made[kind] = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
+        return self.made[kind][microbatch]
 
     @cached_property
     def extra(self) -> Tensor:

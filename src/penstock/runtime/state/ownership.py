@@ -43,7 +43,8 @@ Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
 Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 
-_use_count = torch._C._storage_Use_Count
+use_count = torch._C._storage_Use_Count  # of a storage: the tensors in it, and its own object
+ALONE = 2  # the count of a storage in which one tensor is
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
@@ -54,7 +55,7 @@ def version_of(tensor: Tensor) -> int:
 
 def holders(tensor: Tensor) -> int:
     """How many tensors are in this tensor's storage, itself included; what a graph has saved counts too."""
-    return int(_use_count(tensor.untyped_storage()._cdata)) - 1  # the storage's own object is one holder
+    return int(use_count(tensor.untyped_storage()._cdata)) - 1
 
 
 class StageMemory:

@@ -195,7 +195,7 @@ def test_memory_is_allocated_at_once_and_sealed(monkeypatch: pytest.MonkeyPatch)
     before = len(os.listdir("/proc/self/fd"))
     ring = blocks.Ring(lambda number, descriptor: None, lambda number: None)
     layout = Layout.of(flatten(torch.zeros(100)), False).all_packed()
-    assert ring.take(layout, 0) is None
+    assert ring.put(layout, [torch.zeros(100)], 0) is None
     assert ring.refused is not None
     assert ring.refused.strerror == "No space left on device"
     assert len(os.listdir("/proc/self/fd")) == before

@@ -78,7 +78,7 @@ def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]
 
 
 class Watch:
-    """The thread of one transport. The transport writes `waiting` and `call`, and reads `verdict`."""
+    """The thread of one transport. The transport writes `waiting`, and reads `verdict`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Watch:
         bell: Bell | None = None,
     ) -> None:
         self.waiting: Waiting | None = None
-        self.call = ""  # what the user has called, where all ranks must have called the same
+        self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same
         self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
         self.elsewhere: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
@@ -274,9 +274,9 @@ class Watch:
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
         patience = min(CALL_SECONDS, self._timeout / 4)
-        if waiting is None or not self.call or time.monotonic() - waiting.since < patience:
+        step, call = self._step, self.call()
+        if waiting is None or not call or time.monotonic() - waiting.since < patience:
             return None
-        step, call = self._step, self.call
         self._bulletin.tell_call(step, call)
         return different_calls(self._bulletin.calls(step))
 
@@ -322,7 +322,7 @@ class Watch:
     def _state(self) -> State:
         waiting = self.waiting
         doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
-        return State(waiting, doing, self.where(), self._step, self.call)
+        return State(waiting, doing, self.where(), self._step, self.call())
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None

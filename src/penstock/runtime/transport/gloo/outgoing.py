@@ -80,12 +80,12 @@ class GlooOutgoing(Outgoing):
         if layout is None or leaves is None:
             self._send_changed(microbatch, layout, value)
             return
-        frame, operations = layout.take_frame(), self._operations
+        operations = self._operations
+        frame, directs = layout.pack_anew(leaves)
         HEADER.pack_into(
             *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step),
             *(self.count, microbatch, *expected.identity),
         )
-        directs = layout.pack(leaves, frame)
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
             work = operations.send(frame.tensor, peer, expected.tag, edge, microbatch)
             self._sent(UnderWay(microbatch, work, layout, frame, ()))
@@ -181,7 +181,7 @@ class GlooOutgoing(Outgoing):
             self._operations.wait_part(part, self.edge.target_rank, self.edge, message.microbatch)
         self._under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
-            message.layout.give_back(message.frame)
+            message.layout.spare.append(message.frame)
         if any(version_of(tensor) != version for tensor, version in message.watched):
             self._rewritten.append(message.microbatch)  # an error at the end of the step: until then, all is served
 

@@ -101,6 +101,7 @@ class DistributedTransport(Transport):
         self.watch = _start_watch(
             group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout, self._make_bell()
         )
+        self.watch.call = held_weakly(self._current_call, "")
         self.news = self.watch.news
         weakref.finalize(self, self.watch.close)
         self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self.watch, timeout)
@@ -111,13 +112,8 @@ class DistributedTransport(Transport):
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
 
-    @property
-    def call(self) -> str:
-        return self.watch.call
-
-    @call.setter
-    def call(self, call: str) -> None:
-        self.watch.call = call
+    def _current_call(self) -> str:
+        return self.call
 
     @property
     def exchanges(self) -> int:
@@ -182,7 +178,7 @@ class DistributedTransport(Transport):
             self._check_not_broken()
         used = list(self._opened.values())
         try:
-            answers = self._exchanger.exchange(self._operations.step, self.ends, used, self.watch.call, value)
+            answers = self._exchanger.exchange(self._operations.step, self.ends, used, self.call, value)
             apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
             if answers.fault is not None and apart is None:
                 raise MessageError(answers.fault)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -77,6 +78,7 @@ class Layout:
 
     def __init__(self, content: Content, text: bytes | None = None, *, all_packed: bool = False) -> None:
         self.content = content
+        self.form: Any  # what the value is where it is simple: `Tensor`, `tuple` or `list`
         self.form, self.spec, self.slots, self.plain, _ = content
         # the sender's text on both ends: equal values need not pickle to equal bytes
         self.text = encoding.dump(content) if text is None else text
@@ -99,7 +101,7 @@ class Layout:
             if home.settled
             for leaf, slot in home.slots.items()
         ]
-        self._spare: list[Frame] = []
+        self.spare: deque[Frame] = deque(maxlen=SPARE_FRAMES)  # frames whose last send is done
 
     def _lone(self) -> Slot | None:
         """For the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)."""
@@ -178,14 +180,10 @@ class Layout:
                 end = start + nbytes
         return True
 
-    def take_frame(self) -> Frame:
-        """A packing buffer that no send is using."""
-        return self._spare.pop() if self._spare else Frame(self.frame_bytes, self.copies)
-
-    def give_back(self, frame: Frame) -> None:
-        """The send of this frame is done."""
-        if len(self._spare) < SPARE_FRAMES:
-            self._spare.append(frame)
+    def pack_anew(self, leaves: Sequence[Any]) -> tuple[Frame, list[tuple[Tensor, Tensor | None]]]:
+        """Pack into a buffer that no send is using; see `pack`."""
+        frame = self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
+        return frame, self.pack(leaves, frame)
 
     def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
         """Copy what is packed into the frame; returns the bytes that travel by themselves, see `PlacedRegion.take`."""
@@ -199,11 +197,15 @@ class Layout:
 
     # -- with the receiver
 
-    def comes_ready(self, by_device: bool) -> bool:
-        """Whether the value can be made before its bytes have come: not if they must then be copied elsewhere."""
-        if self.on_cpu or self.spread:
-            return not self.spread
-        return by_device and all(home.direct or home.device == "cpu" for home in self.homes)
+    def build_ahead(
+        self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None, by_device: bool
+    ) -> tuple[Any, bool]:
+        """The value before its bytes have come, and whether it can be made: not if they must then be copied."""
+        if self.spread or not (
+            self.on_cpu or (by_device and all(home.direct or home.device == "cpu" for home in self.homes))
+        ):
+            return None, False
+        return self.build(frame, directs, device), True
 
     def build(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> Any:
         """The value whose bytes are, or will be, in the frame and in the messages of their own."""
@@ -211,7 +213,8 @@ class Layout:
         if lone is not None:
             blank = torch.empty(0, dtype=lone.dtype)
             offset = self.homes[0].offset // lone.dtype.itemsize
-            return self.wrap(blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride))
+            blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride).requires_grad_(lone.requires_grad)
+            return blank if self.form is Tensor else self.form((blank,))
         items: list[Any] = [None] * len(self.slots)
         for leaf, slot, offset in self._settled:
             blank = torch.empty(0, dtype=slot.dtype)
@@ -230,13 +233,6 @@ class Layout:
         if self.form is not None:
             return tuple(items) if self.form is tuple else items
         return pytree.tree_unflatten(items, self.spec)
-
-    def wrap(self, tensor: Tensor) -> Any:
-        """The value around its lone tensor."""
-        assert self.lone is not None
-        if self.lone.requires_grad:
-            tensor.requires_grad_()
-        return tensor if self.form is Tensor else [tensor] if self.form is list else (tensor,)
 
 
 def _fills(leaf: Any, slot: Slot) -> bool:

@@ -27,7 +27,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -116,8 +116,8 @@ class Ring:
         self._number = 0
         self._sizes: dict[int, deque[OutBlock]] = {}
 
-    def take(self, layout: Layout, step: int) -> OutBlock | None:
-        """A block that nobody uses, laid out; a new one if all are in use; None where memory is refused."""
+    def put(self, layout: Layout, leaves: Sequence[Any], step: int) -> OutBlock | None:
+        """Copy a value into a block that nobody uses, or a new one if all are in use; None where memory is refused."""
         size = size_class(layout.frame_bytes)
         blocks = self._sizes.get(size)
         if blocks is None:
@@ -135,6 +135,11 @@ class Ring:
             blocks.append(block)
         block.step = step
         block.prepare(layout)
+        if layout.lone is not None:
+            block.frame.views[0].copy_(leaves[0].detach())
+        else:
+            layout.pack(leaves, block.frame)
+        block.words[0] = USED
         return block
 
     def _grow(self, size: int) -> OutBlock | None:
@@ -213,7 +218,8 @@ class InBlock:
         home = layout.homes[0]  # its storage is as large as itself: who looks at that must not see the block
         count = home.nbytes // lone.dtype.itemsize
         tensor = torch.frombuffer(lease, dtype=lone.dtype, count=count, offset=home.offset)
-        return layout.wrap(tensor.as_strided_(lone.shape, lone.stride))
+        tensor.as_strided_(lone.shape, lone.stride).requires_grad_(lone.requires_grad)
+        return tensor if layout.form is torch.Tensor else layout.form((tensor,))
 
     def drop(self) -> None:
         """Nobody wants what lies in it."""

@@ -27,7 +27,7 @@ from penstock.runtime.transport.gloo.incoming import GlooIncoming
 from penstock.runtime.transport.gloo.operations import Operations
 from penstock.runtime.transport.gloo.outgoing import GlooOutgoing
 from penstock.runtime.transport.layout.layout import Layout, flatten
-from penstock.runtime.transport.shared_memory.blocks import USED, allocate, build_plain, map_memory
+from penstock.runtime.transport.shared_memory.blocks import allocate, build_plain, map_memory
 from penstock.runtime.transport.shared_memory.connection import (
     CHECKSUM,
     DATA,
@@ -86,7 +86,12 @@ class SharedIncoming(QueuedIncoming[Filed]):
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
-        (kind, place, *_), layout = self._take(microbatch)
+        due = self.due
+        if due and due[0] == microbatch:  # the next to come, as nearly always: nothing has to be kept for others
+            (kind, place, *_), layout = self._next(microbatch, self.count - len(due), microbatch)
+            del self.posted[due.popleft()]
+        else:
+            (kind, place, *_), layout = self._take(microbatch)
         if layout is not None:
             return build_plain(layout) if place == NO_BLOCK else self._connection.blocks[place].build(layout)
         if kind == THROUGH_GLOO:
@@ -178,13 +183,11 @@ class SharedOutgoing(Outgoing):
                 self._connections.wait(connection, self.edge, microbatch, self._may_send)
             kind, place = DATA, NO_BLOCK
             if layout.payload_bytes:
-                block = connection.ring.take(layout, step) if layout.on_cpu else None
+                block = connection.ring.put(layout, leaves, step) if layout.on_cpu else None
                 if block is None:
                     self._send_through_gloo(microbatch, value)
                     kind = THROUGH_GLOO
                 else:
-                    layout.pack(leaves, block.frame)
-                    block.words[0] = USED
                     place = block.number
             connection.write(HEAD.pack(kind, place, self._key, step, self.count, microbatch, number, layout.checksum))
         except Gone:

@@ -26,7 +26,8 @@ weights; the error says so where it happens.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, replicas and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss
-scaling; where the batch is shared out by one rank or split by its lengths; inside `record()`; and in a first step.
+scaling; where the batch is shared out by one rank or split by its lengths; inside `record()`; and in the first step of
+a pipeline.
 """
 
 from __future__ import annotations
@@ -157,8 +158,10 @@ class StepLoop:
         """Whether the next step may begin while other ranks are in the one before it."""
         deployment, options = self._parts.deployment, self._parts.batches.options
         return (
-            self._number > 0
-            and deployment.world.transport is not None
+            deployment.world.transport is not None
+            and self._parts.batches.has_compared
+            and self._parts.state.other_ranks.checked
+            and not self._parts.state.other_ranks.whole
             and type(deployment.replication) is Replication
             and not deployment.tied.groups
             and self._scaler() is None

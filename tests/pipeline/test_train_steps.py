@@ -295,8 +295,8 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last(seen):
 
 
 def test_a_wrong_update_is_taken_back_once_and_then_updates_wait(seen):
-    """Ten steps, clipped in the third. The first ends together; early updates follow the second, the third (wrong), and,
-    after four that have waited, the last three.
+    """Ten steps, clipped in the third. The first ends together; the updates of the second, of the third (wrong) and,
+    after four that have waited, of the last three are made early.
     """
     for rank in seen:
         assert rank["corrections"] == (2 + 3, 1)
@@ -388,12 +388,12 @@ def test_loops_do_not_nest_and_arguments_are_checked_before_the_first_step():
 
 
 def test_a_loss_scaler_leaves_out_what_overflows_and_says_so():
-    """In threads: the scale begins too high by far, and is halved in each step until nothing overflows."""
+    """In threads: the scale begins too high by far, and is lowered after the first step."""
     made = []
     for by_train_steps in (False, True):
         with pipeline("1f1b") as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-            scaler = penstock.GradScaler(pipe, init_scale=2.0**126, growth_interval=2)
+            scaler = penstock.GradScaler(pipe, init_scale=2.0**126, backoff_factor=2.0**-20, growth_interval=2)
             if by_train_steps:
                 updated = [each.updated for each in pipe.train_steps(batches([1e3] * 8), optimizer, clip=1.0)]
             else:

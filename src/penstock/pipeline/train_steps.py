@@ -61,6 +61,10 @@ class TrainedStep(StepResult):
     """What `train_steps` yields for each step: the result of the step, and what became of the update.
 
     Attributes:
+        loss: The loss of the whole batch. It has no graph: gradients are already computed.
+        losses: One loss per microbatch, in order.
+        extra_losses: The mean of each loss that stages passed to `add_loss`, by name.
+        output: Always `None`; for outputs, use `step`.
         norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
         updated: Whether the weights were updated.
     """

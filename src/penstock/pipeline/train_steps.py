@@ -148,7 +148,9 @@ class StepLoop:
             self._correct(before)
 
     def _call(self, batch: Any) -> Call:
-        """What `step` would be given."""
+        """What `step` would be given. (The training command's batches are calls already.)"""
+        if isinstance(batch, Call):
+            return batch
         if isinstance(batch, Mapping):
             given = dict(batch)
             target, loss_kwargs = given.pop("target", None), given.pop("loss_kwargs", None) or {}

@@ -272,6 +272,32 @@ def tied() -> list[str]:
     return differences(*made)
 
 
+def leaving() -> list[float]:
+    """Rank 1 leaves its loop by an error of its own while rank 0 stays in it; both go on together afterwards."""
+    store = dist.distributed_c10d._get_default_store()
+    with pipeline("zb-h2", transport="shared") as pipe:
+        optimizer = OPTIMIZERS["sgd"](pipe.parameters())
+        try:
+            for number, _ in enumerate(pipe.train_steps(batches([1.0, 1.0, 50.0, 1.0]), optimizer, clip=2.0)):
+                if number == 1 and pipe.rank == 1:
+                    raise ValueError("of the loop's body")
+                if number == 1:
+                    store.wait(["left the loop"], timedelta(seconds=TIMEOUT))
+                    break
+        except ValueError:
+            store.set("left the loop", "yes")
+        rest = pipe.train_steps(batches(QUIET), optimizer, clip=2.0)
+        return [result.loss.item() for result in rest]
+
+
+def going_on() -> list[float]:
+    """The same steps in one go."""
+    with pipeline("zb-h2", transport="shared") as pipe:
+        optimizer = OPTIMIZERS["sgd"](pipe.parameters())
+        list(pipe.train_steps(batches([1.0, 1.0, 50.0]), optimizer, clip=2.0))
+        return [result.loss.item() for result in pipe.train_steps(batches(QUIET), optimizer, clip=2.0)]
+
+
 def scenarios(folder: str) -> dict[str, Any]:
     return {
         "ahead": ahead(),
@@ -281,6 +307,7 @@ def scenarios(folder: str) -> dict[str, Any]:
         "early": failing("F0", 2),
         "last": failing("F0", 5),
         "tied": tied(),
+        "leaving": (leaving(), going_on()),
     }
 
 
@@ -337,6 +364,14 @@ def test_a_failure_in_the_last_step_is_raised_at_the_end_of_the_loop(seen):
         assert "broken on purpose" in said
         assert results == "5 results"
         assert after == "went on: True"
+
+
+def test_a_rank_that_leaves_its_loop_waits_for_nobody_and_its_update_is_checked_later(seen):
+    """The step that was not collected is the one in which clipping bites: the next loop first makes that right."""
+    for rank in seen:
+        left, whole = rank["leaving"]
+        assert left == whole
+        assert len(left) == STEPS
 
 
 def test_tied_weights_across_ranks_train_as_the_loop_by_hand(seen):

@@ -297,7 +297,7 @@ class Pipeline:
             A `TrainedStep` for each batch, in order.
         """
         self._check_open()
-        if self._loop is not None:
+        if self._loop is not None and self._loop.is_running:
             raise UsageError("this pipeline is in a train_steps() already; they do not nest")
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
         parts = StepParts(
@@ -312,23 +312,25 @@ class Pipeline:
         return self._train_steps(StepLoop(parts, updates), batches)
 
     def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
+        self._check_open()  # a loop that was left may have an update to check
         self._loop = loop
         try:
             yield from loop.run(batches)
-        except GeneratorExit:
-            loop.settle()
-            raise
         finally:
-            self._loop = None
+            if not loop.is_uncollected:
+                self._loop = None
 
     def settle(self) -> None:
-        """Inside `train_steps`, wait until all ranks are done with the steps so far. Call it on every rank.
+        """Wait until all ranks are done with the steps of `train_steps` so far. Call it on every rank.
 
+        It is for the body of that loop, and for after a `break`.
         Then the weights, and the optimizer's state, are those after the last step. All calls that every rank makes do
         this by themselves; call it before you look at an optimizer's state or at parameters.
         """
         if self._loop is not None:
             self._loop.settle()
+            if not self._loop.is_running:
+                self._loop = None
 
     def _begin(self) -> None:
         """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""

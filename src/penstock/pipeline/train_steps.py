@@ -111,6 +111,8 @@ class _FailedHere(Exception):
 class StepLoop:
     """One run of `train_steps` on one process."""
 
+    is_running = False
+
     def __init__(self, parts: StepParts, updates: Updates) -> None:
         self._parts, self._updates = parts, updates
         self._snapshot = UpdateSnapshot(updates.optimizer, updates.scheduler)
@@ -122,18 +124,27 @@ class StepLoop:
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         """Train on the batches, and yield the result of each step when all ranks are done with it."""
-        for batch in batches:
-            call = self._call(batch)
-            if self._overlaps():
-                self._step(call)
-            else:
-                self.settle()
-                self._step_together(call)
-            self._number += 1
-            while self._done:
-                yield self._done.popleft()
-        self.settle()
-        yield from self._done
+        self.is_running = True
+        try:
+            for batch in batches:
+                call = self._call(batch)
+                if self._overlaps():
+                    self._step(call)
+                else:
+                    self.settle()
+                    self._step_together(call)
+                self._number += 1
+                while self._done:
+                    yield self._done.popleft()
+            self.settle()
+            yield from self._done
+        finally:  # left by an error, perhaps, which must not wait for other ranks
+            self.is_running = False
+
+    @property
+    def is_uncollected(self) -> bool:
+        """Whether there is a step whose reports, and so the right update, are not known yet."""
+        return self._uncollected is not None
 
     def settle(self) -> None:
         """Wait until all ranks are done with the steps so far, and see that the weights are the right ones."""

@@ -148,6 +148,22 @@ def test_every_family_trains_as_the_loop_by_hand_on_processes(transport):
         assert not {case: apart for case, apart in found.items() if apart}
 
 
+EVERYTHING = [
+    (family, name, clip, skip, scales)
+    for family in TRAINING
+    for name in OPTIMIZERS
+    for clip, skip, scales in ((None, False, QUIET), (2.0, False, BITES), (5.0, True, SPOILED))
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_family_optimizer_and_rule_on_processes(transport, ranks):
+    for found in on_processes(ranks, compared, transport, EVERYTHING, ranks):
+        assert not {case: apart for case, apart in found.items() if apart}
+
+
 @pytest.mark.parametrize(("family", "name", "clip", "skip", "scales"), CASES[-6:])
 def test_ranks_that_are_threads_train_as_the_loop_by_hand(family, name, clip, skip, scales):
     pair = []

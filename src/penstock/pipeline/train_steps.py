@@ -293,7 +293,7 @@ class StepLoop:
         if abandoned is None and not before.verdict.as_is:
             abandoned = _Abandoned(None)
         if abandoned is not None:
-            if runs and transport.broken is None:
+            if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
                 transport.exchange(None)
             raise abandoned
 

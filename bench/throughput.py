@@ -1,6 +1,6 @@
 """How fast steps are where compute, or messages, are what costs: against torch.distributed.pipelining and one process.
 
-    penstock bench throughput [--quick] [--json] [--rounds 7] [--schedules gpipe,1f1b] [--parts model,messages,threads]
+    penstock bench throughput [--quick] [--json] [--rounds 7] [--schedules gpipe,1f1b] [--parts model,overlap]
 
 Two gloo processes with one thread each.
 
@@ -16,6 +16,10 @@ messages  stages of little compute and messages of 1 and 2 MiB: against torch, a
           ours as it comes (shared memory on one host), and held to gloo. Through shared memory the messages
           should cost next to nothing: `of compute` is the time against the schedule's own compute alone
 threads   ranks as threads of one process against ranks as processes
+overlap   20 steps of the model with AdamW: `train_steps`, where steps overlap, against a loop of `step`, without
+          clipping and with it (it never bites). `predicted` is what the simulator makes of a recorded step: 20 times
+          makespan and update against one makespan and 19 periods; `of gain` is the share of that gain that there was
+          (1 where none is predicted). Few microbatches, 4, so that there is something to gain
 
 The idle share is the simulator's, for forward, input and weight gradients of equal cost. `busy` is the ratio of
 processor time (see `common.Times`).
@@ -37,7 +41,8 @@ from report import Column, Goal, add_names, bench
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedule import Costs, Op, simulate
+from penstock.schedule import Costs, Op, simulate, steady_state
+from penstock.schedule.timing.calibrate import costs_of
 
 AHEAD = 4  # messages that the raw loop keeps under way
 
@@ -215,7 +220,69 @@ def measure_threads(rank: int, settings: Namespace) -> None:
         table.row(family, times.ratio("threads", "processes"))
 
 
-PARTS = {"model": measure_model, "messages": measure_messages, "threads": measure_threads}
+# -- steps that overlap
+
+
+def measure_overlap(rank: int, settings: Namespace) -> None:
+    quick = settings.quick
+    width, tokens, batch, count, length = (48, 16, 16, 4, 4) if quick else (384, 128, 16, 4, 20)
+    columns = [Column("schedule", 17), Column("clip", 5), Column("overlapped/together", 19)]
+    columns += [Column("overlapped/together, busy", 4, "{:.2f}", "busy")]
+    columns += [Column("predicted", 9, "{:.3f}"), Column("of gain", 9, "{:.2f}")]
+    title = f"{length} steps that overlap, transformer blocks, width {width}, {tokens} tokens, batch {batch}"
+    table = settings.report.table(rank, title, columns)
+    for family in ("zb-v",) if quick else ("zb-h2", "zb-v"):
+        for clip in (None, 1e9):
+            torch.manual_seed(0)
+            x, y = torch.randn(2, batch, tokens, width).unbind()
+            common = {"microbatches": count, "schedule": family, "loss_fn": mean_loss}
+            pipes = [penstock.Pipeline(blocks(family, quick, width), **common) for _ in range(2)]
+            adams = [torch.optim.AdamW(pipe.parameters(), lr=1e-5) for pipe in pipes]
+            steps: dict[str, Step] = {
+                "together": lambda p=pipes[0], o=adams[0], x=x, y=y, c=clip: train_together(p, o, x, y, c, length),
+                "overlapped": lambda p=pipes[1], o=adams[1], x=x, y=y, c=clip: deque(
+                    p.train_steps([(x, y)] * length, o, clip=c), 0
+                ),
+            }
+            times = interleave(steps, settings.rounds, warm_up=1)
+            expected = predicted(pipes[0], adams[0], x, y, length)
+            for pipe in pipes:
+                pipe.close()
+            found = times.ratio("overlapped", "together")
+            share = (1 - found) / (1 - expected) if expected < 0.999 else 1.0
+            table.row(
+                family,
+                "no" if clip is None else "yes",
+                Goal(found, 1.0),
+                times.busy_ratio("overlapped", "together"),
+                expected,
+                share if quick else Goal(share, 0.8, at_least=True),
+            )
+
+
+def train_together(
+    pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, clip: float | None, steps: int
+) -> None:
+    """The loop that ends every step on all ranks together."""
+    for _ in range(steps):
+        pipe.step(x, target=y)
+        if clip is not None:
+            pipe.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def predicted(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, steps: int) -> float:
+    """Overlapped against together, as the simulator has it from a recorded step."""
+    with pipe.record() as timeline:
+        train_together(pipe, optimizer, x, y, None, 3)
+    costs, update = costs_of(timeline), max(wall.optimizer for wall in timeline.walls)
+    together = simulate(pipe.schedule, costs).makespan
+    period = steady_state(pipe.schedule, costs, update=update).period
+    return (together + update + (steps - 1) * period) / (steps * (together + update))
+
+
+PARTS = {"model": measure_model, "messages": measure_messages, "threads": measure_threads, "overlap": measure_overlap}
 
 
 def measure(rank: int, settings: Namespace) -> None:

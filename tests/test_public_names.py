@@ -62,6 +62,7 @@ SCHEDULE = [
     "Schedule",
     "Span",
     "Spread",
+    "SteadyState",
     "Timeline",
     "Topology",
     "align",
@@ -81,6 +82,7 @@ SCHEDULE = [
     "search_report",
     "simulate",
     "stage_costs",
+    "steady_state",
     "verify",
     "what_if",
 ]

@@ -113,6 +113,7 @@ class Checkpointer:
         if self._closed:
             raise UsageError("this Checkpointer is closed; make a new one")
         processes = Processes(pipe, "save()")
+        pipe.settle()
         self._pipe = weakref.ref(pipe)
         if score is not None and not math.isfinite(score):
             raise UsageError(f"score={score!r}: pass a finite number, or None for a checkpoint that is not compared")

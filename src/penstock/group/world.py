@@ -126,7 +126,7 @@ class World:
 
     def _connect(self, device: torch.device | str | None) -> Transport:
         assert self.size is not None
-        common: dict[str, Any] = {"coordinator": self.size - 1, "device": device}
+        common: dict[str, Any] = {"coordinator": 0, "device": device}  # no rank can begin a step without the first
         if self.requested_transport == "distributed":
             self.transport = DistributedTransport(self.group, self.timeout, **common)
         else:

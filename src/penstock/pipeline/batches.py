@@ -259,6 +259,11 @@ class Batches:
             raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
         return self._plan.count
 
+    @property
+    def has_compared(self) -> bool:
+        """Whether the ranks have compared a complete batch of a step."""
+        return True in self._compared
+
     # -- and back
 
     def result(self, call: Call, reports: Sequence[StepReport]) -> StepResult:

@@ -8,7 +8,7 @@ on every local rank, share the losses.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -22,6 +22,7 @@ from penstock.group.world import collective
 from penstock.model.balance.proposal import Proposal
 from penstock.model.cut_options import CutOptions
 from penstock.optim.tied import TiedParameters, tied_places
+from penstock.optim.updates import Updates
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.arguments import check_arguments, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
@@ -30,6 +31,7 @@ from penstock.pipeline.construction import Construction
 from penstock.pipeline.rebalance import apply_cut, propose_cut
 from penstock.pipeline.save_pretrained import save_pretrained
 from penstock.pipeline.state import ModelState
+from penstock.pipeline.train_steps import StepLoop, StepParts, TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.foreign_leaves import watch_leaves
@@ -145,6 +147,7 @@ class Pipeline:
         if construction.measures:
             cut.warn()
         self._closed = False
+        self._loop: StepLoop | None = None
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
 
@@ -237,7 +240,9 @@ class Pipeline:
             ModelError: The batch cannot be split, or the model cannot take it.
             UsageError: An argument cannot work.
         """
-        call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
+        return self._step(Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True))
+
+    def _step(self, call: Call) -> StepResult:
         deployment = self.deployment
         with deployment.ranks.in_call(call.name):
             self._begin()
@@ -261,9 +266,78 @@ class Pipeline:
                 self._recorder.keep(reports)
             return self.batches.result(call, reports)
 
+    def train_steps(
+        self,
+        batches: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: float | None = None,
+        scheduler: Any = None,
+        skip_nonfinite: bool = False,
+    ) -> Iterator[TrainedStep]:
+        """Train on many batches, with an update of the weights after each; steps of different ranks overlap.
+
+        It is the loop of `step`, `clip_grad_norm_`, `optimizer.step` and `zero_grad`, and has the same results to the
+        last bit. But where ranks are processes, none of them waits for the others between two steps, so that the
+        pipeline is filled and drained once and not in every step. A result comes when all ranks are done with its
+        step, which is one step late: by then this rank has run the next step and updated its weights. `evaluate`,
+        `Checkpointer.save` and all other calls that every rank makes wait for all ranks first (`settle`).
+
+        Call it on every rank with the same batches.
+
+        Args:
+            batches: The batches: tuples of (inputs of the model, target), without a target if there is no `loss_fn`;
+                or dicts of keyword arguments of `step`.
+            optimizer: This process's optimizer, over `pipe.parameters()`.
+            clip: The largest norm of all gradients that is left as it is, as in `clip_grad_norm_`.
+            scheduler: A scheduler of learning rates, whose `step` is called after each update.
+            skip_nonfinite: Whether to leave out the update of a step whose loss or norm is inf or NaN.
+
+        Yields:
+            A `TrainedStep` for each batch, in order.
+        """
+        self._check_open()
+        if self._loop is not None and self._loop.is_running:
+            raise UsageError("this pipeline is in a train_steps() already; they do not nest")
+        updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
+        parts = StepParts(
+            self.deployment,
+            self.batches,
+            self.state,
+            begin=self._begin_step,
+            together=self._step,
+            transaction=lambda: self._transaction(training=True),
+            is_recording=lambda: self._recorder is not None,
+        )
+        return self._train_steps(StepLoop(parts, updates), batches)
+
+    def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
+        self._check_open()  # a loop that was left may have an update to check
+        self._loop = loop
+        try:
+            yield from loop.run(batches)
+        finally:
+            if not loop.is_uncollected:
+                self._loop = None
+
+    def settle(self) -> None:
+        """Wait until all ranks are done with the steps of `train_steps` so far. Call it on every rank.
+
+        It is for the body of that loop, and for after a `break`.
+        Then the weights, and the optimizer's state, are those after the last step. All calls that every rank makes do
+        this by themselves; call it before you look at an optimizer's state or at parameters.
+        """
+        if self._loop is not None:
+            self._loop.settle()
+            if not self._loop.is_running:
+                self._loop = None
+
     def _begin(self) -> None:
         """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""
         self._check_open()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.deployment.ranks.wait_for_late_ranks()
         self.deployment.ranks.follow()
 
@@ -372,6 +446,7 @@ class Pipeline:
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers of the stages that this process owns, under the model's own names."""
+        self.settle()
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -381,6 +456,7 @@ class Pipeline:
             state: The state of the whole model, or of a part that has all that this process owns. A name that no stage
                 has is an error.
         """
+        self.settle()
         self.state.load_state_dict(state)
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
@@ -584,8 +660,10 @@ class Pipeline:
         self.deployment.ranks.close()
 
     def _check_open(self) -> None:
+        """Before all that other ranks take part in: the pipeline is open, and no rank is in a step."""
         if self._closed:
             raise UsageError("this pipeline is closed; make a new one from the same model to go on")
+        self.settle()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

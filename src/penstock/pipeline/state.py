@@ -16,7 +16,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
-from penstock.optim.norms import check_finite, check_limit, join_norms, local_part, norm_order, scale_down
+from penstock.optim.norms import PartialNorm, check_finite, check_limit, join_norms, local_part, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.full_tensors import WholeModel
 from penstock.pipeline.other_ranks import OtherRanks
@@ -221,11 +221,15 @@ class ModelState:
     def grad_norm(self, norm_type: float | str = 2.0, foreach: bool | None = None) -> Tensor:
         """The norm of all gradients of the whole model, the same on every rank; changes nothing."""
         order = norm_order(norm_type)
+        with self.deployment.world.calling("grad_norm()"):
+            norm = self.partial_norm(order, foreach)
+            return join_norms(self.deployment.world.all_gather("grad_norm()", norm), order)
+
+    def partial_norm(self, order: float, foreach: bool | None = None) -> PartialNorm | None:
+        """The norm of this process's gradients, with each tied parameter counted on one rank; None without any."""
         counted = filter(self.deployment.tied.counts, self.parameters())
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        with self.deployment.world.calling("grad_norm()"):
-            norm = self.deployment.replication.norm(gradients, order, foreach)
-            return join_norms(self.deployment.world.all_gather("grad_norm()", norm), order)
+        return self.deployment.replication.norm(gradients, order, foreach)
 
     def train(self, mode: bool = True) -> None:
         """Put the model into training mode, or out of it, as its own `train` does."""

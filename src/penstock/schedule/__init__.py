@@ -23,6 +23,7 @@ from penstock.schedule.search import (
 from penstock.schedule.timing.bounds import lower_bound
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import Spread, simulate, what_if
+from penstock.schedule.timing.steady import SteadyState, steady_state
 from penstock.schedule.timing.timeline import Span, Timeline
 from penstock.schedule.topology import Link, Topology, links
 
@@ -43,6 +44,7 @@ __all__ = [
     "Schedule",
     "Span",
     "Spread",
+    "SteadyState",
     "Timeline",
     "Topology",
     "align",
@@ -62,6 +64,7 @@ __all__ = [
     "search_report",
     "simulate",
     "stage_costs",
+    "steady_state",
     "verify",
     "what_if",
 ]

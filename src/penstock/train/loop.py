@@ -7,6 +7,7 @@ they must decide together, such as stopping, they tell each other once per step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -25,7 +26,8 @@ from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.launch.stopping import Stop
 from penstock.train.loss import MeanLoss, shares_of
 from penstock.train.models.huggingface import base_mark
-from penstock.train.run.memory import Memory, MemoryWatch, memory_document, memory_table
+from penstock.train.overlapped import MOST, Trained, stretch, train_overlapped
+from penstock.train.run.memory import COUNTED, Memory, MemoryWatch, memory_document, memory_table
 from penstock.train.run.metrics import Metrics
 from penstock.train.run.progress import Pace, Progress, Reading, memory_now
 from penstock.train.run.recordings import Recordings
@@ -84,6 +86,7 @@ class Trainer:
         self._memory = MemoryWatch(pipe, optimizer, average)
         self._base = base_mark(config)  # what checkpoints leave out
         self._mark = 0  # a checksum of what this step was given
+        self._memory_by_rank: list[int] = []  # as all ranks last said
 
     def run(self, start: int, stop: Stop) -> Ending:
         """Train from step `start` to the last one, or until asked to stop."""
@@ -94,11 +97,16 @@ class Trainer:
         try:
             while not self._ends and not asked:
                 recordings.begin(self.step + 1)
-                with self._memory.step():
-                    loss, norm, lr, tokens = self._train()
+                ahead = stretch(self.config, self.step, recordings.unrecorded(self.step + 1, MOST))
+                if ahead > 1 and self.step - start >= COUNTED:  # memory is counted in steps that end together
+                    loss, norm, lr, tokens = self._train_ahead(ahead, pace)
+                else:
+                    with self._memory.step():
+                        loss, norm, lr, tokens = self._train()
                 pace.step(tokens)
                 self.step += 1
                 asked, memory = self._tell(stop.asked)
+                self._memory_by_rank = memory
                 recorded = recordings.end(self.step, asked)
                 validation = self._evaluate() if self._evaluates(asked) else None
                 best = self._seen(validation)
@@ -194,6 +202,44 @@ class Trainer:
         self.optimizer.zero_grad()
         self.pipe.zero_grad()
         return loss, norm, lr, tokens
+
+    def _train_ahead(self, count: int, pace: Pace) -> tuple[float, float, float, int]:
+        """So many steps that overlap; all but the last are reported here, and the last is for the loop to report."""
+        self._mark = 0
+        last: Trained | None = None
+        for trained in train_overlapped(
+            self.config, self.pipe, self.optimizer, self.rate, self._batches(count), self._shares
+        ):
+            if last is not None:
+                pace.step(last.tokens)
+                self.step += 1
+                self._report(last.loss, last.norm, last.lr, pace, self._memory_by_rank, None, None)
+            if trained.updated:
+                self.skips = 0
+            else:
+                self._left_out(trained.loss, trained.norm)
+            last = trained
+        assert last is not None
+        return last.loss, last.norm, last.lr, last.tokens
+
+    def _batches(self, count: int) -> Iterator[DataBatch]:
+        for number in range(self.step, self.step + count):
+            batch = self.data.at(number)
+            self._mark = batch.mark(self._mark)
+            yield batch
+
+    def _left_out(self, loss: float, norm: float) -> None:
+        """The update of a step that overlapped with others was left out; the end, if that must not be."""
+        self.skips += 1
+        what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")
+        if self.config.training.nonfinite == "skip" and self.skips <= self.config.training.most_skips:
+            self.progress.say(f"step {self.step + 1}: {what}; the step is left out ({self.skips} in a row)")
+            return
+        raise NonFinite(
+            f"step {self.step + 1}: {what}. The newest checkpoint is from before it; resume with "
+            f"pipeline.overlap_steps=false to be told which module it comes from, or set training.nonfinite=skip to "
+            f"leave such steps out"
+        )
 
     def _clip(self) -> float:
         self._memory.see_gradients()

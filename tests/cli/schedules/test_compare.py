@@ -26,7 +26,7 @@ def test_compare_prints_one_line_a_family_and_marks_the_best() -> None:
     assert "\x1b" not in text
     for name in FAMILIES:
         (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
-        assert len(line.replace("*", "").split()) == 6
+        assert len(line.replace("*", "").split()) == 8
     assert "* best" in text
     assert "|" not in text or "family" in text
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON
-from transport_harness import PROCESSES, run, values
+from transport_harness import KINDS, PROCESSES, run, values
 
-from penstock.errors import MessageError, PeerFailure
+from penstock.errors import MessageError, PeerFailure, PenstockError
 from penstock.runtime.transport import Channel
 
 PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
@@ -73,3 +73,54 @@ def hears_of_it(transport: Any) -> Any:
 def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
     for heard in values(run(kind, hears_of_it)):
         assert heard == ["ValueError: boom"]
+
+
+# -- an exchange that is collected later
+
+
+def posted_and_collected(transport: Any) -> list[Any]:
+    """Messages of the next step, of other sizes, travel between the post of an exchange and the look at its answers."""
+    channels = [Channel(0, 1, "F", 0, 1)]
+    transport.open(channels)
+    collected = []
+    late: Any = None
+    for step in range(4):
+        if transport.rank == 0:
+            transport.send(0, 0, torch.full((step + 1, 2000), float(step)))
+        elif transport.rank == 1:
+            transport.post(0, 0)
+            assert torch.equal(transport.receive(0, 0), torch.full((step + 1, 2000), float(step)))
+        transport.flush()
+        if late is not None:
+            collected.append(late())
+            assert late() is collected[-1]  # it may be asked for again
+        late = transport.post_exchange((transport.rank, step, "x" * 700 * step))
+    with_rest = transport.exchange("together")  # which collects what is left first
+    return [*collected, late(), with_rest]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exchange_may_be_collected_when_the_next_step_has_run(kind: str) -> None:
+    first, second, third = values(run(kind, posted_and_collected, ranks=3))
+    assert first == second == third
+    assert first[:4] == [[(rank, step, "x" * 700 * step) for rank in range(3)] for step in range(4)]
+    assert first[4] == ["together"] * 3
+
+
+def one_step_apart(transport: Any) -> str:
+    """Rank 0 runs a step more than rank 1 has a message for: the counts of that step do not match."""
+    transport.open([Channel(0, 1, "F", 0, 1)])
+    if transport.rank == 0:
+        transport.send(0, 0, 1.0)
+    late = transport.post_exchange(None)
+    try:
+        late()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_a_message_that_nobody_took_is_told_when_the_exchange_is_collected(kind: str) -> None:
+    for said in values(run(kind, one_step_apart)):
+        assert "rank 0 sent 1 and rank 1 took 0" in said

@@ -20,11 +20,16 @@ from penstock.cli.output import fold, guarded, number, terminal_width, working, 
 from penstock.cli.schedules.costs import HopTime, amount
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size
-from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate
+from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate, steady_state
 from penstock.view.figures import counted, percent
 
 ROUNDING = 1e-9
-FIGURES = {"makespan": number, "idle_share": percent, "peak_activations": number}  # and how each is written
+FIGURES = {
+    "makespan": number,
+    "idle_share": percent,
+    "steady_idle_share": percent,
+    "peak_activations": number,
+}  # and how each is written
 WIDE = 1000  # columns of a pipe: no cell is ever folded there
 Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
 Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
@@ -38,6 +43,7 @@ class Compared:
     schedule: Schedule
     makespan: float
     idle_share: float
+    steady_idle_share: float  # where steps overlap
     peak_activations: float  # in microbatches of a whole rank
 
     @property
@@ -89,8 +95,10 @@ def _entry(
     schedule = build(family.name, ranks, microbatches, stages_per_rank if loops else None)
     share = schedule.placement.stages_per_rank
     forward, backward_input, weight = (time / share for time in times)
-    timeline = simulate(schedule, Costs(forward=forward, input=backward_input, weight=weight, hop=hop))
-    return Compared(family, schedule, timeline.makespan, timeline.bubble, max(timeline.peak_activations) / share)
+    costs = Costs(forward=forward, input=backward_input, weight=weight, hop=hop)
+    timeline, steady = simulate(schedule, costs), steady_state(schedule, costs)
+    peak = max(timeline.peak_activations) / share
+    return Compared(family, schedule, timeline.makespan, timeline.bubble, steady.idle, peak)
 
 
 def _best(entries: list[Compared]) -> dict[str, float]:
@@ -114,7 +122,7 @@ def _cells(entry: Compared, best: dict[str, float]) -> Iterator[str]:
 def _write_table(ranks: int, microbatches: int, entries: list[Compared], best: dict[str, float]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("family", no_wrap=True)
-    for heading in ("stages\na rank", "makespan", "idle\nshare", "peak\nactivations"):
+    for heading in ("stages\na rank", "makespan", "idle\nshare", "steady\nidle", "peak\nactivations"):
         table.add_column(heading, justify="right", overflow="fold")
     for entry in entries:
         table.add_row(*_cells(entry, best))
@@ -131,6 +139,7 @@ def _note(entries: list[Compared], work: float) -> str:
         "* best of the families that train",
         f"work of one rank without waiting: {number(work)}",
         "peak activations in microbatches of a whole rank",
+        "steady idle: of many steps that overlap",
     ]
     if any(action is not None and action.pair for entry in entries for action in entry.schedule.rows[0]):
         words.append("overlapped pairs (dualpipe-v) are priced one part after the other")

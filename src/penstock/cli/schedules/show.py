@@ -18,7 +18,7 @@ from penstock.cli.output import (
 )
 from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, is_file, read, whole
 from penstock.errors import UsageError
-from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate
+from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate, steady_state
 from penstock.schedule.files.text import to_json
 from penstock.view.figures import percent
 
@@ -32,6 +32,7 @@ MEANINGS = {
     Op.UNSHARD: "UNSHARD/RESHARD a stage's parameters",
     Op.REDUCE_GRAD: "REDUCE_GRAD over data parallel ranks",
 }
+ROUNDING = 1e-9
 
 Width = Annotated[
     int | None,
@@ -58,23 +59,25 @@ def show(
 ) -> None:
     """Draw a schedule: a row for each rank, a column for each time slot."""
     schedule = read(source, ranks, microbatches, stages_per_rank)
-    timeline, found = None, faults(schedule) if is_file(source) else []
+    timeline, steady, found = None, 0.0, faults(schedule) if is_file(source) else []
     if lowered and schedule.passes and "transfers" not in schedule.passes:
         raise UsageError(
             f"{source} has {' and '.join(sorted(schedule.passes))} but no transfers, and lowering starts from computes "
             "alone; show it without --lowered, or take those actions out"
         )
     if not found:
-        timeline = simulate(schedule)
+        timeline, steady = simulate(schedule), steady_state(schedule).idle
         schedule = lower(schedule) if lowered and not schedule.passes else schedule
     if save is not None:
         schedule.save(save)
     if as_json:
-        write(_document(schedule, timeline))
+        write(_document(schedule, timeline, steady))
     else:
         columns = terminal_width() if width is None else width
         facts = (
-            _gaps(schedule) + [f"placement {shortened(schedule.placement)}"] + (_costs(timeline) if timeline else [])
+            _gaps(schedule)
+            + [f"placement {shortened(schedule.placement)}"]
+            + (_costs(timeline, steady) if timeline else [])
         )
         write(fold(described(schedule, source), columns))
         write(drawing(schedule, columns))
@@ -113,17 +116,19 @@ def _gaps(schedule: Schedule) -> list[str]:
     )
 
 
-def _costs(timeline: Timeline) -> list[str]:
+def _costs(timeline: Timeline, steady: float) -> list[str]:
+    overlapped = f", {percent(steady)} where steps overlap" if timeline.bubble - steady > ROUNDING else ""
     peaks = f"peak activations by rank {shortened(timeline.peak_activations)} (one: a microbatch in a stage)"
-    return [f"idle share {percent(timeline.bubble)} (F, I and W take 1, B 2, hops nothing)", peaks]
+    return [f"idle share {percent(timeline.bubble)} (F, I and W take 1, B 2, hops nothing){overlapped}", peaks]
 
 
-def _document(schedule: Schedule, timeline: Timeline | None) -> str:
+def _document(schedule: Schedule, timeline: Timeline | None, steady: float) -> str:
     """What `--save x.json` writes, and the facts below the drawing: it loads back."""
     return to_json(
         schedule,
         ranks=schedule.ranks,
         stages=schedule.stages,
         idle_share=timeline.bubble if timeline else None,
+        steady_idle_share=steady if timeline else None,
         peak_activations=list(timeline.peak_activations) if timeline else None,
     ).rstrip()

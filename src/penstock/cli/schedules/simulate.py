@@ -32,7 +32,7 @@ from penstock.cli.source import (
     read_proved,
     whole,
 )
-from penstock.schedule import Costs, Schedule, Span, Spread, Timeline, what_if
+from penstock.schedule import Costs, Schedule, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
 from penstock.view.figures import percent, table
 
@@ -76,20 +76,21 @@ def simulate(
     sizes = {"bandwidth": bandwidth, "bytes": bytes, "activation": activation}
     costs = read_costs(schedule.stages, times | sizes)
     with working(f"simulating {source}"):
-        timeline = price(schedule, costs)
+        timeline, steady = price(schedule, costs), steady_state(schedule, costs)
         spread = what_if(schedule, costs, jitter=share, draws=draws, seed=seed) if share else None
     draw = {"jitter": share, "draws": draws, "seed": seed}
     if as_json:
-        write_json(_document(schedule, costs, timeline, spread, draw))
+        write_json(_document(schedule, costs, timeline, steady, spread, draw))
     else:
-        _report(f"{described(schedule, source)}; {_stated(costs)}", timeline, spread, draw)
+        _report(f"{described(schedule, source)}; {_stated(costs)}", timeline, steady, spread, draw)
 
 
-def _report(title: str, timeline: Timeline, spread: Spread | None, draw: dict[str, Any]) -> None:
+def _report(title: str, timeline: Timeline, steady: SteadyState, spread: Spread | None, draw: dict[str, Any]) -> None:
     columns = terminal_width()
     write(fold(title, columns))
     write(f"\nmakespan    {number(timeline.makespan)}")
     write(f"idle share  {percent(timeline.bubble)}")
+    write(f"steady      {number(steady.period)} per step, idle {percent(steady.idle)}, where steps overlap")
     if spread is not None:
         write(
             f"jitter      {number(draw['jitter'])} over {draw['draws']} draws (seed {draw['seed']}): makespan "
@@ -137,13 +138,20 @@ def _path(path: tuple[Span, ...]) -> str:
 
 
 def _document(
-    schedule: Schedule, costs: Costs, timeline: Timeline, spread: Spread | None, draw: dict[str, Any]
+    schedule: Schedule,
+    costs: Costs,
+    timeline: Timeline,
+    steady: SteadyState,
+    spread: Spread | None,
+    draw: dict[str, Any],
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         **identity(schedule),
         "costs": asdict(costs),
         "makespan": timeline.makespan,
         "idle_share": timeline.bubble,
+        "steady_period": steady.period,
+        "steady_idle_share": steady.idle,
         "idle_share_by_rank": list(timeline.idle),
         "peak_activations": list(timeline.peak_activations),
         "peak_memory": list(timeline.peak_memory),

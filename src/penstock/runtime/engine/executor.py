@@ -24,20 +24,20 @@ import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
-from penstock.runtime.batch.comparison import Readers, different_batches, unlike
+from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.engine.action_log import LOG, Entry, log_program, logged
 from penstock.runtime.engine.computations import Computations
+from penstock.runtime.engine.ended_step import EndedStep
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of, what_went_wrong
+from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
-from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.schedule import Action, Op, Schedule, Span
 
 KEPT = 64  # programs that are prepared: batches of many sizes may each have their own
@@ -154,6 +154,21 @@ class Executor:
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
+        try:
+            return self._run_to_end(program, given, record).reports()
+        finally:
+            self._running = False
+            del given  # an error that its own frame holds would keep the whole step alive
+
+    def run_to_end(self, program: Schedule, given: StepInput | Refused) -> EndedStep:
+        """One step of this rank, up to where the others are told what came of it."""
+        try:
+            return self._run_to_end(program, given, None)
+        finally:
+            self._running = False
+            del given
+
+    def _run_to_end(self, program: Schedule, given: StepInput | Refused, record: Begun | None) -> EndedStep:
         computations = self.computations
         self.report = computations.report = StepReport(begun=record)
         self.sampled = self.readers = None
@@ -178,19 +193,27 @@ class Executor:
         except MessageError as error:
             own, failure = error, self._describe(error)
             self.transport.abort(failure)
-        except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again below
+        except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again with the reports
             lost = self.replication.explain(error)
             own, failure = error, self._describe(error) if lost is None else lost
         if self.transport.holds_interrupts:
             CTRL_C.end_step()
         try:
+            self.report.progress = self._done if failure is None else self.progress()
             if failure is not None:
-                self.report.progress = self.progress()
                 with suppress(PeerFailure):  # a peer is lost as well: the exchange will say so
                     self._drain(failure)
-            return self._finish(failure, own)
+            return EndedStep(
+                self.transport,
+                self.report,
+                failure,
+                own,
+                sampled=self.sampled,
+                readers=self.readers,
+                computed=self._ready,
+                forget=computations.clear,
+            )
         finally:
-            self._running = False
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
@@ -321,34 +344,3 @@ class Executor:
                 self.transport.post(channel, action.microbatch)
         for channel, microbatch in self.mailbox.pending:
             self.transport.discard(channel, microbatch)
-
-    def _finish(self, failure: PeerFailure | None, own: BaseException | None) -> list[StepReport]:
-        self.report.failure = failure
-        if failure is None:
-            self.report.progress = self._done
-        if self.sampled is not None and not (
-            own and self.sampled.pending
-        ):  # a device that failed is not asked any more
-            self.report.fingerprint = self.sampled.fingerprint()
-        try:
-            reports: list[StepReport] = self.transport.exchange(self.report)
-            batches = self._compare_batches(reports)
-        except PeerFailure as lost:
-            doing = [self.report.progress if rank == self.rank else "no answer" for rank in range(self.transport.ranks)]
-            self.computations.clear()
-            raise (lost if lost.report else with_report(lost, doing)) from own
-        wrong = what_went_wrong(reports, batches, self.readers)
-        if wrong is None:
-            return reports
-        self.computations.clear()
-        if own is not None and (not self._ready or isinstance(own, (KeyboardInterrupt, SystemExit))):
-            raise own  # a wrong batch is the caller's error, and no rank's failure here
-        raise wrong from own
-
-    def _compare_batches(self, reports: list[StepReport]) -> str:
-        """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
-        fingerprints = [report.fingerprint for report in reports]
-        odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
-        if not odd:
-            return ""
-        return different_batches(self.transport.exchange({} if self.sampled is None else self.sampled.details(odd)))

@@ -25,6 +25,7 @@ from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.backward.record import own_by_hook
+from penstock.runtime.engine.ended_step import EndedStep
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
@@ -176,6 +177,14 @@ class LocalRanks:
             return run() if variables is None else variables.copy().run(run)
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
+
+    def run_to_end(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
+        """The program on the one local rank of a process, without waiting for the others at its end."""
+        ((rank, executor),) = self.executors.items()
+        try:
+            return executor.run_to_end(program, given if isinstance(given, Refused) else given[rank])
+        finally:
+            del given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:

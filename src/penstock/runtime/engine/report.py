@@ -68,6 +68,7 @@ class StepReport:
     spans: list[Span] | None = None
     begun: Begun | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
+    norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
 
 
 plain.record(Begun, start=float, optimizer=float)
@@ -87,6 +88,7 @@ plain.record(
     spans=list | None,
     begun=Begun | None,
     ended=float,
+    norm=tuple | None,
 )
 
 

@@ -123,6 +123,15 @@ class Transport(ABC):
         different calls.
         """
 
+    def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
+        """An exchange whose answers are collected later, by calling what this returns. The step ends here at once.
+
+        Messages of the next step may be sent and received before that. There is one such exchange at a time: another
+        one, of either kind, collects it first. This default waits for the answers here.
+        """
+        answers = self.exchange(value)
+        return lambda: answers
+
     @abstractmethod
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         """How to say, from any thread, what this rank is doing, and at which action it is; for the report of a loss."""

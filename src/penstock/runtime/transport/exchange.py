@@ -5,6 +5,10 @@ seen at once and by name, and a collective that a rank never enters is not left 
 goes by their socket, where a wake-up costs a tenth of gloo's, once they have one, which both know. Each rank
 also says how many messages it sent and took on each channel; where these differ, the ranks ran different programs, and
 all are told before that could pair messages of different steps.
+
+A rank may post its value and collect the answers later (`post`, `collect`), with messages of a further step in between.
+The coordinator answers when it collects, so it should be the rank that the others wait for anyway: that of the first
+stage, without which no other rank can begin a step.
 """
 
 from __future__ import annotations
@@ -48,6 +52,17 @@ class Exchanged(NamedTuple):
     fault: str | None
 
 
+class Posted(NamedTuple):
+    """An exchange in which this rank has said what it has to, and has not heard the others yet."""
+
+    step: int
+    used: Sequence[ChannelEnds[Any, Any]]
+    value: Any
+    report: Report
+    receives: dict[int, tuple[Tensor, Any]]  # by peer
+    sends: list[tuple[Tensor, Any]]  # whose tensors must live until they have left
+
+
 class Sockets(Protocol):
     """The sockets of a rank to others on its host."""
 
@@ -76,30 +91,41 @@ class Exchange:
         self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Exchanged:
         """The same on every rank. `call` is what this rank's user has called."""
-        mine = plain.dumps(value)
-        report = Report(current.program, {ends.program: ends.counts() for ends in used}, call, mine)
+        return self.collect(self.post(step, current, used, call, value))
+
+    def post(
+        self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
+    ) -> Posted:
+        """Say what this rank has to, without waiting for anybody."""
+        counts = {ends.program: ends.counts() for ends in used}
+        report = Report(current.program, counts, call, plain.dumps(value))
+        centre = self.coordinator
+        peers = [centre] if self.rank != centre else [rank for rank in range(self.ranks) if rank != centre]
+        receives = {peer: self._post(peer) for peer in peers}
+        sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(report)))
+        return Posted(step, used, value, report, receives, sends)
+
+    def collect(self, posted: Posted) -> Exchanged:
+        """What every rank has said."""
         if self.rank == self.coordinator:
-            fault, calls, values = self._conduct(step, report, used)
+            fault, calls, values = self._conduct(posted)
         else:
-            frame, work = self._post(self.coordinator)
-            self._put(self.coordinator, step, plain.dumps(tuple(report)))
-            fault, calls, values = self._read(self.coordinator, self._get(self.coordinator, step, frame, work))
-        found = [value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
+            centre = self.coordinator
+            answer = self._get(centre, posted.step, *posted.receives[centre])
+            self._wait(centre, posted.sends)
+            fault, calls, values = self._read(centre, answer)
+        found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
         return Exchanged(calls, found, fault)
 
-    def _conduct(
-        self, step: int, report: Report, used: Sequence[ChannelEnds[Any, Any]]
-    ) -> tuple[str | None, list[str], list[bytes]]:
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        posted = {rank: self._post(rank) for rank in others}
-        reports = {self.rank: report}
-        for rank in others:
-            reports[rank] = Report(*self._read(rank, self._get(rank, step, *posted[rank])))
+    def _conduct(self, posted: Posted) -> tuple[str | None, list[str], list[bytes]]:
+        reports = {self.rank: posted.report}
+        for rank, (frame, work) in posted.receives.items():
+            reports[rank] = Report(*self._read(rank, self._get(rank, posted.step, frame, work)))
         told = [reports[rank] for rank in range(self.ranks)]
-        answer = compare(told, used), [each.call for each in told], [each.value for each in told]
+        answer = compare(told, posted.used), [each.call for each in told], [each.value for each in told]
         packed = plain.dumps(answer)
-        for rank in others:
-            self._put(rank, step, packed)
+        for rank in posted.receives:
+            self._wait(rank, self._put(rank, posted.step, packed))
         return answer
 
     def _read(self, peer: int, content: bytes) -> Any:
@@ -114,14 +140,17 @@ class Exchange:
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
         return frame, self._operations.receive(frame, peer, self._tag)
 
-    def _put(self, peer: int, step: int, body: bytes) -> None:
+    def _put(self, peer: int, step: int, body: bytes) -> list[tuple[Tensor, Any]]:
         if self.sockets is not None and peer in self.sockets:
             self.sockets.put_exchange(peer, step, body)
-            return
+            return []
         head = _HEAD.pack(_MAGIC, 0, step, len(body))
         works = [self._start(head + (body if len(body) <= _ROOM else b""), peer)]
         if len(body) > _ROOM:
             works.append(self._start(body, peer))
+        return works
+
+    def _wait(self, peer: int, works: Sequence[tuple[Tensor, Any]]) -> None:
         for _, work in works:
             self._operations.wait(work, peer)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.errors import Fault, ScheduleError
+from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.dependencies import Table, Value, stuck_at, waits_in_cells, waits_of
 from penstock.schedule.events import run
@@ -25,37 +26,56 @@ from penstock.schedule.proof.certificate import Certificate, certificate_of
 from penstock.schedule.proof.rendezvous import rendezvous_faults
 from penstock.schedule.proof.shape import crowd_fault, shape_faults
 from penstock.schedule.proof.transfers import Transfers, link_faults
+from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import passes_seen
 
 __all__ = ["faults", "verify"]
 
 
-def verify(schedule: Schedule) -> Certificate:
+def verify(schedule: Schedule, steps: int = 1) -> Certificate:
     """Prove that a schedule or program is correct and cannot deadlock, or raise `ScheduleError` with every fault.
 
     Args:
         schedule: The schedule or program.
+        steps: Number of steps that are proved back to back, where ranks go from one into the next by themselves.
 
     Returns:
         The certificate. The schedule keeps it as `schedule.certificate`, and `save` writes it to a `.json` file.
     """
-    found = faults(schedule)
+    found = faults(schedule, steps)
     if found:
         raise ScheduleError(found)
     certificate = schedule.__dict__["certificate"] = certificate_of(schedule)
     return certificate
 
 
-def faults(schedule: Schedule) -> list[Fault]:
+def faults(schedule: Schedule, steps: int = 1) -> list[Fault]:
     """Everything that is wrong with a schedule or program. An empty list is the proof that nothing is.
 
     Args:
         schedule: The schedule or program.
+        steps: Number of steps that are proved back to back, with microbatches counted on from one to the next.
     """
-    import numpy as np
-
     expect_schedule(schedule, "verify")
+    check_count("steps", steps)
+    found = _faults_of_step(schedule)
+    if found or steps == 1:
+        return found
+    schedule = repeated(schedule, steps)  # each step by itself is right: what is left is how they meet
+    table = Table(schedule.placement, schedule.topology, schedule.microbatches)
+    if not _is_lowered(schedule):
+        return _order_faults(schedule, table)
+    transfers = Transfers(schedule, table)
+    return [*link_faults(schedule, transfers)] or rendezvous_faults(schedule, transfers)
+
+
+def _is_lowered(schedule: Schedule) -> bool:
+    return "transfers" in schedule.passes or any(op.is_transfer for op in schedule.ops)
+
+
+def _faults_of_step(schedule: Schedule) -> list[Fault]:
+    """What is wrong with one step."""
     found = list(shape_faults(schedule))
     if schedule.ranks != schedule.placement.ranks or crowd_fault(schedule) is not None:
         return found
@@ -63,14 +83,19 @@ def faults(schedule: Schedule) -> list[Fault]:
         schedule = _well_shaped(schedule, found)
     found += _completeness_faults(schedule)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
-    lowered = "transfers" in schedule.passes or any(op.is_transfer for op in schedule.ops)
+    lowered = _is_lowered(schedule)
     transfers = Transfers(schedule, table)
     found += [*_rank_order_faults(schedule, transfers, lowered), *_sharding_faults(schedule)]
     if lowered:
         found += link_faults(schedule, transfers)
         return found or rendezvous_faults(schedule, transfers)
-    if found:
-        return found
+    return found or _order_faults(schedule, table)
+
+
+def _order_faults(schedule: Schedule, table: Table) -> list[Fault]:
+    """Whether the computes of all ranks, in their orders, can end."""
+    import numpy as np
+
     columns = schedule.columns
     needs = waits_of(table, columns)
     outcome = run(columns.starts, np.broadcast_to(0.0, columns.size), waits_in_cells(columns, needs))

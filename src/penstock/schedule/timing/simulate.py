@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ from penstock.schedule.dependencies import Needs, Table, stuck_at, waits_of
 from penstock.schedule.events import Waits, run
 from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.shape import shape_faults
+from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.timing.costs import Costs, is_number, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
@@ -33,7 +34,15 @@ from penstock.schedule.timing.wires import Wires
 __all__ = ["Spread", "simulate", "what_if"]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 0.0, seed: int = 0) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    jitter: float = 0.0,
+    seed: int = 0,
+    steps: int = 1,
+    update: float = 0.0,
+) -> Timeline:
     """Predict the timeline of a schedule or program.
 
     Args:
@@ -41,6 +50,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
         costs: Times and memory. By default, `F`, `I` and `W` take 1 each and hops take nothing.
         jitter: Draw the time of each compute around its cost, with this relative spread.
         seed: Where the random numbers start.
+        steps: Number of steps that each rank runs back to back, without waiting for the others in between. The
+            timeline is then of all of them, with microbatches counted on.
+        update: Time of the optimizer's update on each rank, between two steps.
     """
     import numpy as np
 
@@ -48,13 +60,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     costs = costs or Costs()
-    _check(schedule, costs, jitter)
+    _check(schedule, costs, jitter, update)
+    schedule = repeated(schedule, steps)
+    if costs.sizes is not None:
+        costs = replace(costs, sizes=tuple(costs.sizes) * steps)
     columns = schedule.columns.opened() if costs.overlap is None else schedule.columns
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     needs = waits_of(table, columns)
     wires = Wires(schedule, table, columns, costs)
     on, delay = wires.carried(needs)
     own = Waits(columns.cell[needs.who], on, delay)
+    if update and steps > 1:
+        own = Waits(*map(np.concatenate, zip(own, _updates(columns, steps, update), strict=True)))
     waits = Waits(*map(np.concatenate, zip(own, wires.waits, strict=True)))
     lengths = np.concatenate((_lengths(schedule, columns, costs, jitter, seed), wires.lengths))
     outcome = run(np.concatenate((columns.starts, wires.starts)), lengths, waits)
@@ -72,6 +89,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
         peak_memory=memory,
         arrival=_Arrivals(table, columns, wires, outcome.ends),
     )
+
+
+def _updates(columns: Columns, steps: int, update: float) -> Waits:
+    """Between two steps of a rank its weights are updated: the first part of a step waits for that."""
+    import numpy as np
+
+    counts = np.diff(columns.starts) // steps
+    ranks = np.flatnonzero(counts)
+    step = np.arange(1, steps)
+    first = (columns.starts[ranks, None] + counts[ranks, None] * step).ravel()
+    return Waits(columns.cell[first], first - 1, np.full(len(first), update))
 
 
 def _lengths(schedule: Schedule, columns: Columns, costs: Costs, jitter: float, seed: int) -> Array:
@@ -136,13 +164,15 @@ def _check_sums(*sums: float) -> None:
         raise UsageError("the costs are too large to be added up; give them in a larger unit")
 
 
-def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:
+def _check(schedule: Schedule, costs: Costs, jitter: float, update: float) -> None:
     shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     costs.check_edges(schedule.topology)
     if not is_number(jitter) or not 0 <= jitter < math.inf:
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
+    if not is_number(update) or not 0 <= update < math.inf:
+        raise UsageError(f"update is the time of the optimizer on a rank, 0 or more; got {update!r}")
 
 
 class _Arrivals:

@@ -20,6 +20,7 @@ def check_consistent(config: TrainConfig, origin: str = "the configuration") -> 
         *_rows(config),
         *cut,
         *_numbers(config),
+        *_overlap(config),
         *_data(config),
         *_model(config, None if cut else stages_of(config)),
     ]
@@ -112,6 +113,22 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
         yield "output is empty; name a folder, such as runs/mine"
     if not config.data.source:
         yield 'data.source is empty; name files, or "stdlib"'
+
+
+def _overlap(config: TrainConfig) -> Iterator[str]:
+    """What ends steps on all ranks together, so that they cannot overlap."""
+    if not config.pipeline.overlap_steps:
+        return
+    apart = "leave one of them out"
+    if config.training.accumulate > 1:
+        yield f"pipeline.overlap_steps is for one pass per step, and training.accumulate is more; {apart}"
+    if config.training.ema is not None:
+        yield f"pipeline.overlap_steps makes updates that may be taken back, which training.ema cannot follow; {apart}"
+    if config.pipeline.precision == "fp16":
+        yield 'pipeline.overlap_steps does not go with the loss scaling of fp16; set pipeline.precision to "bf16"'
+    for name in ("replicas", "tp"):
+        if getattr(config.mesh, name) > 1:
+            yield f"pipeline.overlap_steps is for one pipeline, and mesh.{name} is more than 1; {apart}"
 
 
 def _data(config: TrainConfig) -> Iterator[str]:

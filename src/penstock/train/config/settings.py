@@ -148,6 +148,7 @@ class PipelineOptions:
     split_at: list[str] = key([], "names of the units with which stages 1, 2, ... begin")
     precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "of forwards; fp16 has its loss scaled")
     recompute: Literal["never", "except_last", "always"] = key("never", "whose forward runs again in the backward")
+    overlap_steps: bool = key(False, "whether ranks go on to the next step without waiting for each other")
     workers: Literal["processes", "threads"] = key("processes", "what the ranks are")
     timeout: float = key(60.0, "seconds until a silent rank counts as stalled", above=0)
 

@@ -45,8 +45,18 @@ class Recordings:
 
     def begin(self, coming: int) -> None:
         """Before step `coming`."""
-        if self._timeline is None and (coming % self._every in (0, self._every - 1) or coming >= self._steps - 1):
+        if self._timeline is None and self._records(coming):
             self._timeline = self._recording.enter_context(self._pipe.record())
+
+    def unrecorded(self, coming: int, most: int) -> int:
+        """How many steps from `coming` on, and up to `most`, are not recorded."""
+        if self._timeline is not None:
+            return 0
+        steps = range(coming, coming + most)
+        return next((step - coming for step in steps if self._records(step)), most)
+
+    def _records(self, step: int) -> bool:
+        return step % self._every in (0, self._every - 1) or step >= self._steps - 1
 
     def end(self, step: int, last: bool) -> Recorded | None:
         """After a step: what was recorded of it, if it is the second of two or the `last`."""

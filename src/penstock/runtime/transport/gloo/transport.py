@@ -43,7 +43,7 @@ import torch.distributed as dist
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
-from penstock.runtime.transport.exchange import Exchange
+from penstock.runtime.transport.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import different_calls
 from penstock.runtime.transport.failure.interrupts import uninterrupted
@@ -111,6 +111,7 @@ class DistributedTransport(Transport):
         self.ends = ChannelEnds((), self.rank)
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
+        self._uncollected: Callable[[], list[Any]] | None = None  # the exchange that was posted last
 
     def _current_call(self) -> str:
         return self.call
@@ -174,24 +175,56 @@ class DistributedTransport(Transport):
             raise rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
+        posted = self._post(value)
+        answers = self._collect(posted)
+        self._end_step(posted.used)
+        return self._agreed(answers)
+
+    def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
+        posted = self._post(value)
+        self._end_step(posted.used)
+        answers: list[list[Any]] = []
+
+        def collect() -> list[Any]:
+            if not answers:
+                self._uncollected = None
+                answers.append(self._agreed(self._collect(posted)))
+            return answers[0]
+
+        self._uncollected = collect
+        return collect
+
+    def _post(self, value: Any) -> Posted:
+        if self._uncollected is not None:
+            self._uncollected()
         if self.watch.verdict is not None:
             self._check_not_broken()
         used = list(self._opened.values())
+        return self._exchanger.post(self._operations.step, self.ends, used, self.call, value)
+
+    def _collect(self, posted: Posted) -> Exchanged:
+        """What all ranks have said, unless their messages were not those of one program."""
         try:
-            answers = self._exchanger.exchange(self._operations.step, self.ends, used, self.call, value)
-            apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
+            answers = self._exchanger.collect(posted)
+            apart = different_calls(answers.calls) if answers.fault is not None else None
             if answers.fault is not None and apart is None:
                 raise MessageError(answers.fault)
         except MessageError as error:
             self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
             raise
-        if answers.fault is not None and apart is not None:
+        if apart is not None:
             self.abort(apart)  # messages are left on the wires
             raise copy(apart)
+        return answers
+
+    def _end_step(self, used: Sequence[ChannelEnds[Any, Any]]) -> None:
         self._operations.step += 1
         self.watch.end_step()
         for ends in used:
             ends.end_step()
+
+    def _agreed(self, answers: Exchanged) -> list[Any]:
+        apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
         if apart is not None:
             raise apart
         return answers.values

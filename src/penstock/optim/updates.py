@@ -1,0 +1,95 @@
+"""One update of the weights: clipped by the norm of all gradients, left out where that is not finite.
+
+An update may depend on all ranks, through the norm. What each rank knows by itself is its own part of the norm; what
+all ranks make of the parts together is a `Verdict`, the same on every rank. Nearly always the verdict changes nothing:
+the norm is finite and below the limit. `Verdict.as_is` says so, and it is what an early update counts on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import UsageError
+from penstock.optim.norms import PartialNorm, check_limit, join_norms, scale_down
+
+ORDER = 2.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks together make of one update.
+
+    Attributes:
+        norm: The norm of all gradients, before clipping; `None` if nobody asked for it.
+        applied: Whether the update is made at all.
+        as_is: Whether it is made with the gradients as they are.
+    """
+
+    norm: Tensor | None
+    applied: bool
+    as_is: bool
+
+
+class Updates:
+    """How the weights of one process are updated after each step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: Any, clip: float | None, skip_nonfinite: bool
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"optimizer={optimizer!r}: pass one of torch's optimizers, over pipe.parameters()")
+        if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            raise UsageError(
+                f"scheduler={scheduler!r}: pass a learning-rate scheduler, which has step(), or leave it out"
+            )
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.clip = None if clip is None else check_limit("clip", clip)
+        self.skip_nonfinite = skip_nonfinite
+
+    @property
+    def depends_on_all(self) -> bool:
+        """Whether no rank can know by itself what the right update is."""
+        return self.clip is not None or self.skip_nonfinite
+
+    def judge(self, parts: Sequence[PartialNorm | None], loss: float | None) -> Verdict:
+        """What to do, from every rank's part of the norm and the loss of the batch."""
+        if not self.depends_on_all:
+            return Verdict(None, True, True)
+        norm = join_norms(parts, ORDER)
+        finite = bool(torch.isfinite(norm)) and (loss is None or math.isfinite(loss))
+        applied = finite or not self.skip_nonfinite
+        return Verdict(norm, applied, applied and (self.clip is None or _leaves_alone(norm, self.clip)))
+
+    def apply(self, verdict: Verdict, parameters: Sequence[nn.Parameter], scaler: Any = None) -> bool:
+        """Update the weights as judged, and drop the gradients; returns whether the weights were updated.
+
+        A loss scaler, which has unscaled the gradients, leaves out what overflowed.
+        """
+        scale = 0.0 if scaler is None else scaler.get_scale()
+        if verdict.applied:
+            if self.clip is not None and verdict.norm is not None:
+                scale_down(parameters, self.clip, verdict.norm, None)
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
+        if scaler is not None:
+            scaler.update()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return verdict.applied and (scaler is None or scaler.get_scale() >= scale)
+
+
+AS_IS = Verdict(None, True, True)  # what an early update counts on
+
+
+def _leaves_alone(norm: Tensor, limit: float) -> bool:
+    """Whether torch's clipping would multiply by exactly 1."""
+    return bool(torch.clamp(limit / (norm + 1e-6), max=1.0) == 1.0)

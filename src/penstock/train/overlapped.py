@@ -1,0 +1,64 @@
+"""Steps of a training run that overlap: as many at a time as there is nothing else to do between.
+
+Ranks of `Pipeline.train_steps` do not wait for each other. But a run evaluates, saves, records and asks whether it was
+told to stop, and all ranks must be at the same step for that. So the loop trains in stretches: from one such moment to
+the next, and never longer than `MOST`, so that Ctrl-C is not kept waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from penstock.pipeline import Pipeline
+from penstock.pipeline.batches import Call
+from penstock.train.config.settings import TrainConfig
+from penstock.train.data.batch import DataBatch
+
+MOST = 16  # steps of one stretch
+
+
+class Trained(NamedTuple):
+    """What is reported of one step."""
+
+    loss: float
+    norm: float
+    lr: float
+    tokens: int
+    updated: bool
+
+
+def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
+    """How many steps after `step` may overlap; below 2, none."""
+    if not config.pipeline.overlap_steps:
+        return 0
+    rooms = [config.training.steps - step, unrecorded, MOST]
+    rooms += [every - step % every for every in (config.evaluation.every, config.checkpoint.every) if every]
+    return min(rooms)
+
+
+def train_overlapped(
+    config: TrainConfig,
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    rate: LambdaLR,
+    batches: Iterator[DataBatch],
+    shares: Callable[[list[DataBatch]], list[dict[str, Any]]],
+) -> Iterator[Trained]:
+    """One update per batch, in steps that overlap."""
+    given: list[tuple[float, int]] = []  # learning rate and tokens of steps whose results are to come
+
+    def calls() -> Iterator[Call]:
+        for batch in batches:
+            (share,) = shares([batch])
+            given.append((optimizer.param_groups[-1]["lr"], batch.tokens))  # of groups without a rate of their own
+            yield Call("train_steps()", batch.args, batch.kwargs, batch.target, share, False, training=True)
+
+    for result in pipe.train_steps(calls(), optimizer, clip=config.optimizer.clip, scheduler=rate, skip_nonfinite=True):
+        loss = math.nan if result.loss is None else result.loss.item()
+        norm = math.nan if result.norm is None else result.norm.item()
+        yield Trained(loss, norm, *given.pop(0), result.updated)

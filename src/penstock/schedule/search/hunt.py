@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.schedule.builders import FAMILIES, Family
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.orders.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
 from penstock.schedule.search.orders.grouped import Grouping, Laps, laps_of
@@ -24,9 +25,8 @@ from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes
 from penstock.schedule.search.problem import ROUNDING, Orders, Problem
 from penstock.schedule.timing.bounds import lower_bound
 
-__all__ = ["Hunt", "Key"]
+__all__ = ["Hunt"]
 
-Key = tuple[tuple[int, ...], frozenset[int]]  # the rank of each stage, and the stages that recompute
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
 MARGIN = 1.005  # a large placement must promise to gain this much
@@ -68,10 +68,9 @@ class Hunt:
         """How many stages each rank has."""
         return self.problem.placement.stages_per_rank
 
-    @property
-    def key(self) -> Key:
-        """What tells it from the others of a search."""
-        return self.problem.placement.by_stage, self.problem.recompute
+    def is_of(self, schedule: Schedule) -> bool:
+        """Has the schedule the same stages on the same ranks, and do the same of them recompute?"""
+        return (schedule.placement, schedule.recompute) == (self.problem.placement, self.problem.recompute)
 
     @property
     def done(self) -> bool:

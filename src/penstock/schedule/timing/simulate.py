@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.rules import check_count
+from penstock.rules import check_count, check_seed, is_float
 from penstock.schedule.action import Op
 from penstock.schedule.columns import Array, Columns
 from penstock.schedule.dependencies import Needs, Table, stuck_at, waits_of
@@ -26,7 +26,7 @@ from penstock.schedule.events import Waits, run
 from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule, expect_schedule
-from penstock.schedule.timing.costs import Costs, is_number, memory_by_op
+from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
@@ -48,7 +48,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, jitter: float = 
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     costs = costs or Costs()
-    _check(schedule, costs, jitter)
+    _check(schedule, costs, jitter, seed)
     columns = schedule.columns.opened() if costs.overlap is None else schedule.columns
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     needs = waits_of(table, columns)
@@ -136,12 +136,13 @@ def _check_sums(*sums: float) -> None:
         raise UsageError("the costs are too large to be added up; give them in a larger unit")
 
 
-def _check(schedule: Schedule, costs: Costs, jitter: float) -> None:
+def _check(schedule: Schedule, costs: Costs, jitter: float, seed: int) -> None:
+    check_seed(seed)
     shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     costs.check_edges(schedule.topology)
-    if not is_number(jitter) or not 0 <= jitter < math.inf:
+    if not is_float(jitter) or not 0 <= jitter < math.inf:
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
 
 
@@ -223,6 +224,7 @@ def what_if(
         seed: Where the random numbers start.
     """
     check_count("draws", draws)
+    check_seed(seed)
     return Spread(tuple(_draws(schedule, costs, jitter, draws, seed)))
 
 

@@ -53,7 +53,7 @@ Sizes = Annotated[
         "--stages-per-rank",
         "-v",
         metavar="N[,...]",
-        help="Numbers of stages on a rank to try (default: 1 to 4; with less memory than 1F1B's, 6 and 8 too).",
+        help="Numbers of stages on a rank to try (default: 1 to 4, and 6 and 8 if that is not too large).",
     ),
 ]
 Placements = Annotated[str, typer.Option(metavar="NAME[,...]", help="Placements to try: loop, v.")]

@@ -244,7 +244,8 @@ def _searched(
 
     check_count("ranks", ranks)
     memory = memory_of_1f1b(ranks, costs or Costs())
-    found = search(ranks, microbatches, costs, memory, stages_per_rank, seconds=0)
+    sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
+    found = search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))

@@ -22,7 +22,7 @@ from penstock.schedule.search.orders.grouped import Grouping, Laps, laps_of
 from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS, improve
 from penstock.schedule.search.orders.laps import change_laps
 from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes, made, overruns_for
-from penstock.schedule.search.problem import ROUNDING, Orders, Problem
+from penstock.schedule.search.problem import LARGE, ROUNDING, Orders, Problem
 from penstock.schedule.timing.bounds import lower_bound
 
 __all__ = ["Hunt"]
@@ -31,7 +31,6 @@ SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f
 KEPT = 4  # of the best orders, for changes
 MARGIN = 1.005  # a large placement must promise to gain this much
 SMALL = 500  # computes
-LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 
 
 class Hunt:

@@ -14,7 +14,7 @@ from penstock.rules import check_count, check_seed
 from penstock.schedule.columns import check_size
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.budget import Budget, budget_of
-from penstock.schedule.search.problem import SHARED
+from penstock.schedule.search.problem import LARGE, SHARED
 from penstock.schedule.search.uneven.layers import Hosts, Layer, layers_of, listed
 from penstock.schedule.timing.bounds import caps_of
 from penstock.schedule.timing.costs import Costs
@@ -23,7 +23,7 @@ __all__ = ["PLACEMENTS", "Objective", "Progress", "Request", "asked", "memory_of
 
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop, "v": Placement.v}
 SIZES = (1, 2, 3, 4)  # stages per rank to try
-SHORT_OF_MEMORY = (6, 8)  # and where memory is short: of small stages, more groups of microbatches fit
+MORE_SIZES = (6, 8)  # to try on pipelines that are not large: small stages fill sooner, and memory holds more groups
 
 Objective = Literal["makespan", "span"]
 Progress = Callable[[float, float, float], None]  # spent so far, the best value so far, the lower bound
@@ -42,8 +42,8 @@ class Request:
             stages is tried.
         memory: The cap on a rank's peak memory, one number or one per rank, in the unit of `costs.activation`:
             microbatches of a whole rank where that is 1. What `F` takes is held until `I`, `costs.held` until `W`.
-        stages_per_rank: The numbers of stages per rank to try. By default 1 to 4, and where memory is less than 1F1B's
-            also 6 and 8.
+        stages_per_rank: The numbers of stages per rank to try. By default 1 to 4, and without `layers` also 6 and 8 if
+            such a pipeline has at most 100,000 computes.
         placements: The placements to try: `"loop"`, `"v"`.
         seconds: About how long to search.
         effort: How many orders to price, instead of `seconds`: the same answer on every machine.
@@ -144,8 +144,8 @@ class Request:
         given = self.stages_per_rank
         if given is not None:
             return tuple(given) if isinstance(given, Iterable) else (given,)
-        short = self.layers is None and min(self.caps) < memory_of_1f1b(self.ranks, self.priced)
-        return SIZES + SHORT_OF_MEMORY if short else SIZES
+        each = 3 * self.ranks * self.microbatches
+        return (*SIZES, *(size for size in MORE_SIZES if self.layers is None and each * size <= LARGE))
 
     def _check_kinds(self) -> None:
         if self.costs is not None and not isinstance(self.costs, Costs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.hunt import Hunt
@@ -11,6 +12,9 @@ from penstock.schedule.search.problem import ROUNDING
 from penstock.schedule.search.request import Progress
 
 __all__ = ["Effort"]
+
+FAIR = 3  # rules that every placement gets
+BEHIND = 1.03  # and no more if it is so far behind
 
 
 class Effort:
@@ -37,22 +41,24 @@ class Effort:
             if hunt.can_beat(self.best.value):
                 for _ in hunt.families(lambda: self.best.value):
                     self._tell()
-        waiting = [(hunt, hunt.rules()) for hunt in promising]
+        waiting = deque((hunt, hunt.rules(), 0) for hunt in promising)
         while waiting:  # the first rule of each placement, then the second: a good bound is not yet a good order
-            hunt, rules = waiting.pop(0)
-            if self._worth(hunt) and next(rules, None) is not None:
+            hunt, rules, tried = waiting.popleft()
+            if self._worth(hunt, tried) and next(rules, None) is not None:
                 self._tell()
-                waiting.append((hunt, rules))
+                waiting.append((hunt, rules, tried + 1))
         while self.budget.limit and self._narrow():
             leaders = sorted(self.open, key=lambda hunt: hunt.value)
-            hunt = leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)]
+            hunt = leaders[min(int(generator.expovariate(1.5)), len(leaders) - 1)]
             hunt.step()
             self._tell()
         return self.best
 
-    def _worth(self, hunt: Hunt) -> bool:
-        """Are the first rules worth what they take here? Where there is no answer yet, always."""
+    def _worth(self, hunt: Hunt, tried: int) -> bool:
+        """Is another of the first rules worth what it takes here? Where there is no answer yet, always."""
         best = self.best.value
+        if self.budget.limit and tried >= FAIR and hunt.value > BEHIND * best:
+            return False
         if best == math.inf:
             return True
         if hunt.bound >= best * (1 - ROUNDING):

@@ -223,12 +223,11 @@ class Hunt:
         self.spent[what] += self.budget.spent - begin
 
     def _change_laps(self) -> None:
-        """A run of changes to the best laps so far; or to those of the best grouping, with other patience."""
+        """A run of changes to the best laps so far; seldom, to those of the best grouping again."""
         assert self.grouping is not None
         laps = self.laps
-        if laps is None or self.generator.random() < 0.3:
-            patience = self.generator.choice((0.3, 0.3, 0.3, 1.0))
-            laps = laps_of(self.problem, replace(self.grouping, patience=patience))
+        if laps is None or self.generator.random() < 0.1:
+            laps = laps_of(self.problem, replace(self.grouping, patience=0.3))
         tries, before = max(10, min(250, 2 * LARGE // self.problem.size)), self.budget.orders
         laps, found = change_laps(self.problem, laps, tries, self.budget, self.generator)
         self.orders += self.budget.orders - before

@@ -13,8 +13,7 @@ from penstock.schedule.search.request import Progress
 
 __all__ = ["Effort"]
 
-FAIR = 3  # rules that every placement gets
-BEHIND = 1.03  # and no more if it is so far behind
+BEHIND = {2: 1.08, 3: 1.03}  # after so many rules, a placement gets no more if it is so far behind
 
 
 class Effort:
@@ -57,7 +56,7 @@ class Effort:
     def _worth(self, hunt: Hunt, tried: int) -> bool:
         """Is another of the first rules worth what it takes here? Where there is no answer yet, always."""
         best = self.best.value
-        if self.budget.limit and tried >= FAIR and hunt.value > BEHIND * best:
+        if self.budget.limit and hunt.value > BEHIND.get(min(tried, 3), math.inf) * best:
             return False
         if best == math.inf:
             return True

@@ -29,6 +29,7 @@ __all__ = ["Hunt"]
 
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
+FAR = 1.05  # behind the best so far: other places for W do not make up for that
 MARGIN = 1.005  # a large placement must promise to gain this much
 SMALL = 500  # computes
 
@@ -177,7 +178,13 @@ class Hunt:
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
     def _refill(self, orders: Orders, overruns: tuple[Overrun, ...] = OVERRUNS) -> Score:
-        return min(self._offer(orders, overrun) for overrun in (overruns[:1] if self.large else overruns))
+        """Fill in W in several ways; in one only where that is far behind, or takes long."""
+        best = NOTHING
+        for overrun in overruns[:1] if self.large else overruns:
+            best = min(best, self._offer(orders, overrun))
+            if best[0] > FAR * self.value:
+                break
+        return best
 
     # -- what is made
 

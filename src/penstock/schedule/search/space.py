@@ -12,6 +12,9 @@ from penstock.schedule.search.request import PLACEMENTS, Request
 __all__ = ["NoRoom", "placements_for", "problems_for", "recompute_choices"]
 
 
+LONGEST_V = 4  # stages per rank of a V, unless others are asked for: with more, a loop was ahead wherever tried
+
+
 class NoRoom(UsageError):
     """Not even one microbatch fits into memory. `fact` is what does not, `remedy` what would help."""
 
@@ -41,6 +44,8 @@ def placements_for(request: Request) -> list[tuple[str, Placement]]:
     found: dict[Placement, str] = {}
     for size in fitting:
         for kind in request.kinds:
+            if kind == "v" and request.stages_per_rank is None and size > LONGEST_V:
+                continue
             found.setdefault(PLACEMENTS[kind](ranks, size), kind)
     return [(kind, placement) for placement, kind in found.items()]
 

@@ -84,10 +84,18 @@ def _sizes(problem: Problem, ranks: int) -> list[int]:
     per_rank, stages = problem.placement.stages_per_rank, problem.placement.stages_of(0)
     held = sum(problem.most[stage] for stage in stages) / per_rank
     cap = min(problem.memory)
-    fitting = ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
+    fitting = 2 * ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
     whole = ranks if cap == math.inf or not held else int(cap / held / per_rank + 1e-9)
-    wanted = (fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4)
-    return list(dict.fromkeys(min(max(1, size), ranks) for size in wanted))
+    wanted = [fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4]
+    if fitting > ranks:  # with groups of fewer, a rank waits for the hops of each lap
+        wanted = [(ranks + fitting) // 2, min(fitting, _unhurried(problem, ranks)), fitting, ranks]
+    return list(dict.fromkeys(min(max(1, size), 2 * ranks) for size in wanted))
+
+
+def _unhurried(problem: Problem, ranks: int) -> int:
+    """So many that the first one is back on a rank, with all its hops, when the last one has passed."""
+    forward = problem.time[0]
+    return math.ceil(ranks * (1 + sum(problem.wires[0][:2]) / forward) - 1e-9) if forward else ranks
 
 
 def drawn(problem: Problem, like: Recipe | None, generator: random.Random) -> Recipe:
@@ -120,7 +128,7 @@ def _rule(problem: Problem, generator: random.Random) -> dict[str, Any]:
 
 def _grouping(problem: Problem, generator: random.Random) -> dict[str, Any]:
     return {
-        "size": generator.randint(max(1, problem.ranks // 5), problem.ranks),
+        "size": generator.randint(max(1, problem.ranks // 5), 3 * problem.ranks // 2),
         "patience": generator.choice((0.0, 0.3, 1.0, 1.0, generator.random())),
         "weight_time": generator.choice((1.0, 0.3, generator.uniform(0.1, 1.2))),
         "turn": generator.choice(("alternate", "alternate", "alternate", "input", "forward")),

@@ -18,7 +18,9 @@ def test_one_rank_has_all_of_its_work_to_do() -> None:
 
 def test_one_microbatch_goes_there_and_back() -> None:
     """Two forwards, two input backwards, two hops; the first stage's W comes last."""
-    assert paced_bound(Placement.loop(2), 1, Costs(1, 2, 3, hop=0.5), [FREE] * 2) == pytest.approx(1 + 1 + 2 + 2 + 1 + 3)
+    assert paced_bound(Placement.loop(2), 1, Costs(1, 2, 3, hop=0.5), [FREE] * 2) == pytest.approx(
+        1 + 1 + 2 + 2 + 1 + 3
+    )
 
 
 def test_the_last_rank_starts_late() -> None:

@@ -1,7 +1,7 @@
 """The published cases that schedules are judged by: idle share with profiled times, in given memory, at fixed effort.
 
-The answers are the same on every machine; the bounds are a little above them, so that a change which moves an answer by a
-hair is no failure, and one that loses what was reached is.
+The answers are the same on every machine. The bounds are a little above them: a change that moves an answer by a hair
+is no failure, and one that loses what was reached is.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections import deque
 
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.hunt import Hunt
@@ -40,15 +40,18 @@ class Effort:
             if hunt.can_beat(self.best.value):
                 for _ in hunt.families(lambda: self.best.value):
                     self._tell()
-        waiting = deque((hunt, hunt.rules(), 0) for hunt in promising)
-        while waiting:  # the first rule of each placement, then the second: a good bound is not yet a good order
-            hunt, rules, tried = waiting.popleft()
+        # a good bound is not yet a good order, so all have their turns; two of few stages take as long as one of many
+        waiting = [(hunt.problem.size, place, 0, hunt.rules()) for place, hunt in enumerate(promising)]
+        while waiting:
+            _, place, tried, rules = heapq.heappop(waiting)
+            hunt = promising[place]
             if self._worth(hunt, tried) and next(rules, None) is not None:
                 self._tell()
-                waiting.append((hunt, rules, tried + 1))
+                heapq.heappush(waiting, ((tried + 2) * hunt.problem.size, place, tried + 1, rules))
         while self.budget.limit and self._narrow():
             leaders = sorted(self.open, key=lambda hunt: hunt.value)
-            hunt = leaders[min(int(generator.expovariate(1.5)), len(leaders) - 1)]
+            steepness = 0.7 if leaders[0].small else 1.5  # small ones can afford to look at the others too
+            hunt = leaders[min(int(generator.expovariate(steepness)), len(leaders) - 1)]
             hunt.step()
             self._tell()
         return self.best
@@ -56,12 +59,14 @@ class Effort:
     def _worth(self, hunt: Hunt, tried: int) -> bool:
         """Is another of the first rules worth what it takes here? Where there is no answer yet, always."""
         best = self.best.value
-        if self.budget.limit and hunt.value > BEHIND.get(min(tried, 3), math.inf) * best:
+        if self.budget.limit and not hunt.small and hunt.value > BEHIND.get(min(tried, 3), math.inf) * best:
             return False
         if best == math.inf:
             return True
         if hunt.bound >= best * (1 - ROUNDING):
             return False
+        if hunt is self.best and tried < min(BEHIND) and not hunt.large:
+            return True  # or a family built for the costs could be ahead
         return hunt.rule_takes < self.budget.left if self.budget.limit else not hunt.large
 
     def _narrow(self) -> bool:

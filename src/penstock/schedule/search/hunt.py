@@ -178,11 +178,11 @@ class Hunt:
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
     def _refill(self, orders: Orders, overruns: tuple[Overrun, ...] = OVERRUNS) -> Score:
-        """Fill in W in several ways; in one only where that is far behind, or takes long."""
+        """Fill in W in several ways; in one only where that takes long, is far behind or finds no room, as all would."""
         best = NOTHING
         for overrun in overruns[:1] if self.large else overruns:
             best = min(best, self._offer(orders, overrun))
-            if best[0] > FAR * self.value:
+            if best == NOTHING or (best[0] > FAR * self.value and not self.small):
                 break
         return best
 

@@ -42,8 +42,8 @@ class Request:
             stages is tried.
         memory: The cap on a rank's peak memory, one number or one per rank, in the unit of `costs.activation`:
             microbatches of a whole rank where that is 1. What `F` takes is held until `I`, `costs.held` until `W`.
-        stages_per_rank: The numbers of stages per rank to try. By default 1 to 4, and without `layers` also 6 and 8 on a
-            loop if such a pipeline has at most 100,000 computes.
+        stages_per_rank: The numbers of stages per rank to try. By default 1 to 4, and without `layers` also 6 and 8 on
+            a loop if such a pipeline has at most 100,000 computes.
         placements: The placements to try: `"loop"`, `"v"`.
         seconds: About how long to search.
         effort: How many orders to price, instead of `seconds`: the same answer on every machine.

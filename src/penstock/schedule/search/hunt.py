@@ -178,7 +178,7 @@ class Hunt:
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
     def _refill(self, orders: Orders, overruns: tuple[Overrun, ...] = OVERRUNS) -> Score:
-        """Fill in W in several ways; in one only where that takes long, is far behind or finds no room, as all would."""
+        """Fill in W in several ways; in one only where that takes long, is far behind or finds no room, as with all."""
         best = NOTHING
         for overrun in overruns[:1] if self.large else overruns:
             best = min(best, self._offer(orders, overrun))

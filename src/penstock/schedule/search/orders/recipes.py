@@ -87,7 +87,9 @@ def _sizes(problem: Problem, ranks: int) -> list[int]:
     fitting = 2 * ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
     whole = ranks if cap == math.inf or not held else int(cap / held / per_rank + 1e-9)
     wanted = [fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4]
-    if fitting > ranks:  # with groups of fewer, a rank waits for the hops of each lap
+    if ranks < problem.ranks:  # host by host: what passes one host waits for no other
+        wanted = [ranks // 2, ranks, fitting]
+    elif fitting > ranks:  # with groups of fewer, a rank waits for the hops of each lap
         wanted = [(ranks + fitting) // 2, min(fitting, _unhurried(problem, ranks)), fitting, ranks]
     return list(dict.fromkeys(min(max(1, size), 2 * ranks) for size in wanted))
 

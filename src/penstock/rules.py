@@ -46,6 +46,23 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def is_float(value: Any) -> bool:
+    """A real number that a float can hold; a whole number of 400 digits is none."""
+    if not is_number(value):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def check_seed(seed: object) -> None:
+    """Refuse what cannot start random numbers the same way every time."""
+    if not is_count(seed):
+        raise UsageError(f"seed is a whole number, such as 0; got {seed!r}")
+
+
 def check_rules(values: Mapping[str, Any], rules: Mapping[str, ArgumentRule], owner: str = "") -> None:
     """Raise for the first value that does not fit; `owner` is what the values were passed to, if not the pipeline."""
     for name, rule in rules.items():

@@ -11,6 +11,7 @@ from penstock.errors import NotationError, ScheduleError, UsageError
 from penstock.schedule import (
     Action,
     Costs,
+    Layer,
     Op,
     Placement,
     Schedule,
@@ -22,7 +23,10 @@ from penstock.schedule import (
     insert_shards,
     insert_transfers,
     lower,
+    lower_bound,
+    order_microbatches,
     parse,
+    search_curve,
     search_report,
     simulate,
     stage_costs,
@@ -105,11 +109,39 @@ def test_an_op_may_be_given_by_its_name() -> None:
         (lambda: Costs(input=10**400), "input must be 0 or more and finite"),
         (lambda: simulate(build("1f1b", 2, 2), Costs(forward=1e308)), "too large to be added up"),
         (lambda: simulate(build("1f1b", 2, 2), Costs(activation=1e308)), "too large to be added up"),
+        (lambda: search_report(2, 4, layers=[1e308] * 4, effort=5), "layers are too large to be added up"),
+        (lambda: search_report(2, 4, layers=[Layer(activation=1e308)] * 4, effort=5), "layers are too large"),
+        (lambda: search_report(2, 2, Costs(sizes=[1e308] * 2), effort=5), "costs and sizes are too large"),
+        (lambda: search_report(2, 4, layers=[10**400] * 4), "forward of a layer must be a number of 0 or more"),
+        (lambda: search_report(2, 4, layers=[1] * 4, speeds=[10**400, 1]), "a speed is a number above 0"),
+        (lambda: search_report(2, 4, memory=10**400), "memory must be a number above 0"),
+        (lambda: search_report(2, 4, seconds=10**400), "seconds must be a number of 0 or more"),
+        (lambda: search_report(2, 4, effort=10**400), "effort is too large to be counted"),
+        (lambda: search_curve(2, 4, memory=[10**400]), "the caps of a curve are numbers above 0"),
+        (lambda: order_microbatches(build("zb-v", 2, 2), [1, 2], memory=10**400), "one number above 0"),
+        (lambda: Costs(bandwidth=10**400), "bandwidth must be above 0"),
+        (lambda: simulate(build("1f1b", 2, 2), jitter=10**400), "jitter is a relative spread"),
+        (lambda: simulate(build("1f1b", 2, 2), seed=cast(Any, float("nan"))), "seed is a whole number, such as 0"),
+        (lambda: what_if(build("1f1b", 2, 2), jitter=0.1, seed=cast(Any, 0.5)), "seed is a whole number"),
+        (
+            lambda: simulate(build("1f1b", 2, 2), Costs(overlap={(0, 99): 1})),
+            r"\(0, 99\), but there are 2 stages, 0 to 1",
+        ),
+        (lambda: lower_bound(Placement.loop(2), 2, Costs(overlap={(0, 99): 1})), "there are 2 stages, 0 to 1"),
+        (lambda: lower_bound(Placement.loop(2), 2, recompute=[99]), "recompute names stage 99; the stages are 0 to 1"),
     ],
 )
 def test_what_no_argument_can_be(make: Callable[[], object], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         make()
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "per_rank"), [(10**9, 4, 2), (4, 10**9, 2), (4, 4, 10**9)])
+def test_what_would_fill_the_memory_is_refused_at_once(ranks: int, microbatches: int, per_rank: int) -> None:
+    with pytest.raises(UsageError, match="computes; 200,000,000 are the most"):
+        build("looped-bfs", ranks, microbatches, per_rank)
+    with pytest.raises(UsageError, match="computes; 200,000,000 are the most"):
+        search_report(ranks, microbatches, stages_per_rank=per_rank)
 
 
 def test_costs_are_values_whatever_they_were_given_as() -> None:

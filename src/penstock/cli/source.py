@@ -19,13 +19,14 @@ import typer
 from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.schedule import FAMILIES, Schedule, build, family, verify
 from penstock.schedule.builders import is_auto
+from penstock.schedule.columns import check_size
 from penstock.view.figures import counted
 from penstock.view.run import sizes_of
 
 SUFFIXES = (".csv", ".json")
 MOST_SEARCHED = 4  # stages per rank that "auto" tries
 RANKS = 4  # where a name comes without sizes
-MOST_COMPUTES = 10_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
+MOST_COMPUTES = 15_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
 
 def whole(least: int) -> Callable[[str], int]:
@@ -109,7 +110,7 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches
     if is_auto(source):
-        check_size(ranks, microbatches, MOST_SEARCHED if stages_per_rank is None else stages_per_rank)
+        check_size(ranks, microbatches, MOST_SEARCHED if stages_per_rank is None else stages_per_rank, MOST_COMPUTES)
         return build(source, ranks, microbatches, stages_per_rank)
     try:
         entry = family(source)
@@ -117,7 +118,7 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
         raise UsageError(
             f"{error}, nor a file or folder of that name; a schedule's file ends in .csv or .json"
         ) from None
-    check_size(ranks, microbatches, entry.stages_per_rank if stages_per_rank is None else stages_per_rank)
+    check_size(ranks, microbatches, stages_per_rank or entry.stages_per_rank, MOST_COMPUTES)
     return build(entry.name, ranks, microbatches, stages_per_rank)
 
 
@@ -142,16 +143,6 @@ def naming(source: str) -> Iterator[None]:
         yield
     except ScheduleError as error:
         raise ScheduleError([replace(fault, message=f"{source}: {fault.message}") for fault in error.faults]) from None
-
-
-def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
-    """Refuse what would fill the memory before anything could be said about it."""
-    computes = 2 * ranks * microbatches * stages_per_rank
-    if computes > MOST_COMPUTES:
-        raise UsageError(
-            f"{ranks} ranks x {microbatches} microbatches x {stages_per_rank} stages per rank are {computes:,} "
-            f"computes; the command takes {MOST_COMPUTES:,} at most (penstock.schedule.build has no limit)"
-        )
 
 
 def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:

@@ -15,15 +15,27 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
+from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.seen import Row
 
-__all__ = ["Array", "Columns", "blocks"]
+__all__ = ["Array", "Columns", "blocks", "check_size"]
 
 Array = Any  # of numpy, which is not imported for the sake of a name
 OPS = tuple(Op)
 NAMES = tuple(Op.__members__)
 MOST = 2**31 - 1  # what an element holds; a larger number is no stage and no microbatch of any schedule
+MOST_COMPUTES = 200_000_000  # F, I and W: some thirty gigabytes; more than that is a slip of the keyboard
+
+
+def check_size(ranks: int, microbatches: int, stages_per_rank: int, most: int = MOST_COMPUTES) -> None:
+    """Refuse what would fill the memory before anything could be said about it."""
+    computes = 3 * ranks * microbatches * stages_per_rank
+    if computes > most:
+        raise UsageError(
+            f"{ranks} ranks x {microbatches} microbatches x {stages_per_rank} stages per rank are {computes:,} "
+            f"computes; {most:,} are the most that this takes, and fill gigabytes already; give smaller numbers"
+        )
 
 
 @dataclass(frozen=True, eq=False)

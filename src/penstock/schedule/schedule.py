@@ -103,7 +103,7 @@ class Schedule:
             "microbatches": microbatches,
             "topology": topology,
             "forward_only": forward_only,
-            "recompute": _stages_of(recompute, placement.stages),
+            "recompute": recomputing_stages(recompute, placement.stages),
             "name": name,
             "passes": passes_seen(ops_of(filled)) if passes is None else _passes_of(passes),
         }.items():
@@ -288,7 +288,8 @@ def expect_schedule(value: object, call: str) -> None:
         raise UsageError(f"{call} takes a Schedule, such as {would} or Schedule.load(path); got {value!r}")
 
 
-def _stages_of(recompute: Iterable[int], stages: int) -> frozenset[int]:
+def recomputing_stages(recompute: Iterable[int], stages: int) -> frozenset[int]:
+    """The stages that recompute, refused where there are no such stages."""
     try:
         found = frozenset(recompute)
     except TypeError:

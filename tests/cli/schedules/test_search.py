@@ -59,6 +59,7 @@ def test_it_draws_on_demand() -> None:
         (("--objective", "memory"), "makespan or span"),
         (("--effort", 0), "effort must be a whole number of at least 1"),
         (("--seconds", "soon"), "--seconds: 'soon' is not a number"),
+        (("--seconds", 1, "--effort", 9), "give one of them"),
     ],
 )
 def test_what_cannot_work_is_refused(options: tuple[object, ...], message: str) -> None:
@@ -99,6 +100,7 @@ def test_the_curve_is_drawn_listed_and_written_as_a_page(tmp_path: Path) -> None
     ("options", "message"),
     [
         ((*CURVE, "--save", "x.csv"), "--save is for one schedule"),
+        ((*CURVE, "--memory", 0.01), "one microbatch alone holds 1 there; give caps from there on"),
         (("-r", 2, "-m", 2, "--seconds", 0, "--html", "x.html"), "give --curve as well"),
     ],
 )

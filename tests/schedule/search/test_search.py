@@ -129,7 +129,7 @@ def test_memory_in_bytes_and_what_stays_between_i_and_w() -> None:
     gigabyte = 2.0**30
     costs = Costs(weight=0.8, activation=3 * gigabyte, held=gigabyte)
     caps = [4.5 * gigabyte, 9.0 * gigabyte, 4.5 * gigabyte]
-    schedule = search_report(3, 6, costs, memory=caps, effort=2000)
+    schedule = search_report(3, 6, costs, memory=caps, stages_per_rank=(1, 2, 3, 4), effort=2000)
     peaks = simulate(schedule.schedule, schedule.costs).peak_memory
     assert all(peak <= cap * ROUNDING for peak, cap in zip(peaks, caps, strict=True))
     assert peaks[1] > caps[0]  # the one with more uses it

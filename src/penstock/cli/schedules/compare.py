@@ -19,8 +19,9 @@ from rich.table import Table
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import HopTime, amount
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, StagesPerRank, check_size
+from penstock.cli.source import MOST_COMPUTES, RANKS, AsJson, Microbatches, Ranks, StagesPerRank
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate, steady_state
+from penstock.schedule.columns import check_size
 from penstock.view.figures import counted, percent
 
 ROUNDING = 1e-9
@@ -72,7 +73,7 @@ def compare(
     microbatches = 2 * ranks if microbatches is None else microbatches
     times = [amount(f"--{name}", text) for name, text in (("forward", forward), ("input", input), ("weight", weight))]
     wire = amount("--hop", hop)
-    check_size(ranks, microbatches, max(2, stages_per_rank or 0))
+    check_size(ranks, microbatches, max(2, stages_per_rank or 0), MOST_COMPUTES)
     with working("building every family"):
         entries = [_entry(family, ranks, microbatches, stages_per_rank, times, wire) for family in FAMILIES.values()]
     best = _best(entries)

@@ -19,9 +19,11 @@ from penstock.cli.output import fold, guarded, number, terminal_width, write, wr
 from penstock.cli.schedules.costs import HopTime, amount, amounts
 from penstock.cli.schedules.curve import refuse_with_curve, show_curve
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import RANKS, AsJson, Microbatches, Ranks, check_size, described, identity
+from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, RANKS, AsJson, Microbatches, Ranks, described, identity
 from penstock.errors import UsageError
 from penstock.schedule import Costs, Found, search_curve, search_report
+from penstock.schedule.columns import check_size
+from penstock.schedule.search.curve import SHARES
 from penstock.view.figures import percent
 
 Time = Annotated[
@@ -46,10 +48,18 @@ Recompute = Annotated[
     bool, typer.Option("--recompute", help="Also try to run forwards again in the backward, where that saves memory.")
 ]
 Sizes = Annotated[
-    str, typer.Option("--stages-per-rank", "-v", metavar="N[,...]", help="Numbers of stages on a rank to try.")
+    str | None,
+    typer.Option(
+        "--stages-per-rank",
+        "-v",
+        metavar="N[,...]",
+        help="Numbers of stages on a rank to try (default: 1 to 4, and 6 and 8 if that is not too large).",
+    ),
 ]
 Placements = Annotated[str, typer.Option(metavar="NAME[,...]", help="Placements to try: loop, v.")]
-Seconds = Annotated[str, typer.Option(metavar="TIME", help="How long to search.")]
+Seconds = Annotated[
+    str | None, typer.Option(metavar="TIME", help="How long to search; with --curve, at each cap (default: 5).")
+]
 Effort = Annotated[
     int | None,
     typer.Option(metavar="N", help="How many orders to price, in place of --seconds: the same answer everywhere."),
@@ -78,9 +88,9 @@ def search(
     held: Held = None,
     kept: Kept = "0",
     recompute: Recompute = False,
-    stages_per_rank: Sizes = "1,2,3,4",
+    stages_per_rank: Sizes = None,
     placements: Placements = "loop,v",
-    seconds: Seconds = "5",
+    seconds: Seconds = None,
     effort: Effort = None,
     objective: Objective = "makespan",
     seed: Seed = 0,
@@ -97,12 +107,14 @@ def search(
     """
     ranks = RANKS if ranks is None else ranks
     microbatches = 2 * ranks if microbatches is None else microbatches
-    sizes = _whole_numbers("--stages-per-rank", stages_per_rank)
-    check_size(ranks, microbatches, max(sizes))
+    sizes = None if stages_per_rank is None else _whole_numbers("--stages-per-rank", stages_per_rank)
+    check_size(ranks, microbatches, max(sizes or (MOST_SEARCHED,)), MOST_COMPUTES)
     given = {"forward": forward, "input": input, "weight": weight, "activation": activation, "held": held, "kept": kept}
     read: dict[str, Any] = {name: amounts(f"--{name}", text) for name, text in given.items() if text is not None}
     costs = Costs(hop=amount("--hop", hop), **read)
-    limit = amount("--seconds", seconds)
+    if seconds is not None and effort is not None:
+        raise UsageError("--effort counts orders in place of --seconds; give one of them")
+    limit = amount("--seconds", "5" if seconds is None else seconds)
     budget: dict[str, Any] = {"seconds": limit, "effort": effort, "seed": seed}
     kinds = tuple(name.strip() for name in placements.split(","))
     caps = None if memory is None else amounts("--memory", memory)
@@ -110,8 +122,8 @@ def search(
         refuse_with_curve(
             {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective == "span"}
         )
-        with _Bar(limit if effort is None else effort) as bar:
-            given_caps = (caps,) if isinstance(caps, float) else caps
+        given_caps = (caps,) if isinstance(caps, float) else caps
+        with _Bar((limit if effort is None else effort) * len(given_caps or SHARES)) as bar:
             points = search_curve(ranks, microbatches, costs, given_caps, sizes, kinds, progress=bar, **budget)
         show_curve(points, ranks, microbatches, html, as_json)
         return

@@ -16,7 +16,7 @@ from penstock.errors import UsageError
 from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders import dualpipe, fill_drain, one_f_one_b, v, zero_bubble
-from penstock.schedule.columns import Columns
+from penstock.schedule.columns import Columns, check_size
 from penstock.schedule.lowering.align import align
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.placement import Placement
@@ -209,6 +209,7 @@ def build(
         stages_per_rank = entry.stages_per_rank
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
         check_count(what, value)
+    check_size(ranks, microbatches, stages_per_rank)
     if entry.layout == "v" and stages_per_rank != 2:
         raise UsageError(
             f"{entry.name} has 2 stages on each rank, one on the way down the V and one on the way up; "
@@ -239,11 +240,12 @@ def _searched(
     ranks: int, microbatches: int, stages_per_rank: int | None, skips: Iterable[tuple[int, int]], costs: Costs | None
 ) -> Schedule:
     from penstock.schedule.search import search  # which looks at every family here
+    from penstock.schedule.search.request import memory_of_1f1b
 
+    check_count("ranks", ranks)
+    memory = memory_of_1f1b(ranks, costs or Costs())
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    held = 1.0 if costs is None else costs.activation
-    memory = ranks * (held if isinstance(held, (int, float)) else sum(held) / ranks)
-    found = search(ranks, microbatches, costs, memory=memory, stages_per_rank=sizes, seconds=0)
+    found = search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))

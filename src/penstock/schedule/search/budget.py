@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 
 from penstock.errors import UsageError
-from penstock.rules import check_count
-from penstock.schedule.timing.costs import is_number
+from penstock.rules import check_count, is_float
 
 __all__ = ["Budget", "budget_of"]
 
@@ -49,8 +48,10 @@ class Budget:
 
 def budget_of(seconds: float, effort: int | None) -> Budget:
     """The budget that a user gave."""
-    if not (is_number(seconds) and seconds >= 0):
+    if not (is_float(seconds) and seconds >= 0):
         raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
     if effort is not None:
         check_count("effort", effort)
+        if not is_float(effort):
+            raise UsageError("effort is too large to be counted; for a search without end, give seconds=float('inf')")
     return Budget(seconds, effort)

@@ -1,7 +1,8 @@
 """Idle time against memory: the search at one cap after the other, from little memory to much.
 
-What fits into little memory fits into more. So each cap begins with the orders that the caps below it ended with, and
-the curve never rises: no cap has less idle time than a larger one.
+Every cap gets a search of its own, the one that `search` would make. What fits into little memory fits into more: where
+that search does no better than the cap before it, another one begins with the schedule of that cap. So the curve never
+rises, and no cap does worse than `search` alone.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
-from penstock.schedule.search.budget import Budget, budget_of
+from penstock.rules import is_float
 from penstock.schedule.search.found import Found
-from penstock.schedule.search.request import Progress, request_of
-from penstock.schedule.search.search import Starts, search_even
+from penstock.schedule.search.problem import ROUNDING
+from penstock.schedule.search.request import Progress, Request, memory_of_1f1b
+from penstock.schedule.search.search import search_even
 from penstock.schedule.search.space import NoRoom
-from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.timing.costs import Costs
 
-__all__ = ["CurvePoint", "search_curve"]
+__all__ = ["SHARES", "CurvePoint", "search_curve"]
 
 SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 5 / 4, 3 / 2, 2)  # of 1F1B's memory
 
@@ -45,62 +47,69 @@ def search_curve(
     microbatches: int,
     costs: Costs | None = None,
     memory: Iterable[float] | None = None,
-    stages_per_rank: int | Iterable[int] = (1, 2, 3, 4),
+    stages_per_rank: int | Iterable[int] | None = None,
     placements: str | Iterable[str] = ("loop", "v"),
     *,
-    seconds: float = 20.0,
+    seconds: float = 5.0,
     effort: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> tuple[CurvePoint, ...]:
     """Search at several memory caps, and return the best schedule of each, the smallest cap first.
 
-    More memory never gives more idle time: each search begins with what the ones before it found. Caps that do not
-    hold one microbatch are left out.
+    No point is worse than what `search` finds with the same seconds or effort, and more memory never gives more idle
+    time. Caps that do not hold one microbatch are left out.
 
     Args:
         ranks: Number of ranks.
         microbatches: Number of microbatches.
         costs: Costs of a whole rank, as for `search`.
         memory: The caps. By default, ten of them from a quarter of 1F1B's memory to twice as much.
-        stages_per_rank: The numbers of stages per rank to try.
+        stages_per_rank: The numbers of stages per rank to try, as for `search`.
         placements: The placements to try: `"loop"`, `"v"`.
-        seconds: About how long to search, for all caps together.
-        effort: How many orders to price for all caps together, instead of `seconds`.
+        seconds: About how long to search at each cap; as long again where more memory brought nothing at first.
+        effort: How many orders to price at each cap, instead of `seconds`.
         seed: Where the random numbers start.
         progress: A function to call with the progress, as for `search`.
     """
-    whole = budget_of(seconds, effort)
-    request = request_of(ranks, microbatches, costs, None, stages_per_rank, placements, seed=seed, progress=progress)
-    if request.uneven:
+    asked = Request(
+        ranks, microbatches, costs, None, stages_per_rank, placements, seconds=seconds, effort=effort, seed=seed
+    )
+    if asked.uneven:
         raise UsageError("the curve takes a Costs of microbatches that are alike, such as Costs(forward=2.0)")
-    caps = _caps(ranks, request.costs, memory)
+    caps = _caps(ranks, asked.priced, memory)
     points: list[CurvePoint] = []
-    starts: Starts = {}
-    spent = 0.0
     for number, cap in enumerate(caps):
-        share = (number + 1) / len(caps)
-        left = share * whole.limit - spent
-        budget = Budget(left, max(1, round(left)) if whole.counts_orders else None)
+        request = replace(asked, memory=cap, progress=_shifted(progress, number * asked.budget.limit))
         try:
-            found, starts = search_even(replace(request, caps=(cap,) * ranks), budget, starts)
-        except NoRoom:
-            if number == len(caps) - 1 and not points:
-                raise
-            continue
-        spent += budget.spent
-        if points and points[-1].found.value < found.value:  # a family with full backwards
-            found = replace(points[-1].found, lower_bound=found.lower_bound, tried=found.tried)
-        points.append(CurvePoint(cap, found))
+            points.append(CurvePoint(cap, _point(request, points[-1].found if points else None)))
+        except NoRoom as error:
+            if number == len(caps) - 1:
+                raise UsageError(f"the largest cap is {cap:g}, but {error.fact}; give caps from there on") from None
     return tuple(points)
+
+
+def _point(request: Request, before: Found | None) -> Found:
+    """The best schedule within the request's memory; `before` is that of less memory."""
+    found = search_even(request, request.budget)
+    if before is None or found.value < before.value * (1 - ROUNDING):
+        return found
+    again = search_even(request, request.budget, before.schedule)
+    best = again if again.value < found.value else found
+    if best.value <= before.value:
+        return best
+    return replace(before, lower_bound=best.lower_bound, tried=best.tried)  # a family with full backwards
+
+
+def _shifted(progress: Progress | None, begin: float) -> Progress | None:
+    """The same for a search that begins when so much is spent."""
+    return None if progress is None else lambda spent, value, bound: progress(begin + spent, value, bound)
 
 
 def _caps(ranks: int, costs: Costs, memory: Iterable[float] | None) -> list[float]:
     if memory is None:
-        held = costs.activation
-        whole = held if isinstance(held, (int, float)) else sum(held) / ranks
-        return [share * ranks * whole for share in SHARES]
-    caps = sorted({*memory}) if isinstance(memory, Iterable) else []
-    if not caps or not all(is_number(cap) and cap > 0 for cap in caps):
+        return [share * memory_of_1f1b(ranks, costs) for share in SHARES]
+    caps = [*memory] if isinstance(memory, Iterable) else []
+    if not caps or not all(is_float(cap) and cap > 0 for cap in caps):
         raise UsageError(f"the caps of a curve are numbers above 0, at least one; got {memory!r}")
-    return [float(cap) for cap in caps]
+    return sorted({float(cap) for cap in caps})

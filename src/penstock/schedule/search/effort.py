@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 
@@ -11,6 +12,8 @@ from penstock.schedule.search.problem import ROUNDING
 from penstock.schedule.search.request import Progress
 
 __all__ = ["Effort"]
+
+BEHIND = {2: 1.08, 3: 1.03}  # after so many rules, a placement gets no more if it is so far behind
 
 
 class Effort:
@@ -37,26 +40,33 @@ class Effort:
             if hunt.can_beat(self.best.value):
                 for _ in hunt.families(lambda: self.best.value):
                     self._tell()
-        waiting = [(hunt, hunt.rules()) for hunt in promising]
-        while waiting:  # the first rule of each placement, then the second: a good bound is not yet a good order
-            hunt, rules = waiting.pop(0)
-            if self._worth(hunt) and next(rules, None) is not None:
+        # a good bound is not yet a good order, so all have their turns; two of few stages take as long as one of many
+        waiting = [(hunt.problem.size, place, 0, hunt.rules()) for place, hunt in enumerate(promising)]
+        while waiting:
+            _, place, tried, rules = heapq.heappop(waiting)
+            hunt = promising[place]
+            if self._worth(hunt, tried) and next(rules, None) is not None:
                 self._tell()
-                waiting.append((hunt, rules))
+                heapq.heappush(waiting, ((tried + 2) * hunt.problem.size, place, tried + 1, rules))
         while self.budget.limit and self._narrow():
             leaders = sorted(self.open, key=lambda hunt: hunt.value)
-            hunt = leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)]
+            steepness = 0.7 if leaders[0].small else 1.5  # small ones can afford to look at the others too
+            hunt = leaders[min(int(generator.expovariate(steepness)), len(leaders) - 1)]
             hunt.step()
             self._tell()
         return self.best
 
-    def _worth(self, hunt: Hunt) -> bool:
-        """Are the first rules worth what they take here? Where there is no answer yet, always."""
+    def _worth(self, hunt: Hunt, tried: int) -> bool:
+        """Is another of the first rules worth what it takes here? Where there is no answer yet, always."""
         best = self.best.value
+        if self.budget.limit and not hunt.small and hunt.value > BEHIND.get(min(tried, 3), math.inf) * best:
+            return False
         if best == math.inf:
             return True
         if hunt.bound >= best * (1 - ROUNDING):
             return False
+        if hunt is self.best and tried < min(BEHIND) and not hunt.large:
+            return True  # or a family built for the costs could be ahead
         return hunt.rule_takes < self.budget.left if self.budget.limit else not hunt.large
 
     def _narrow(self) -> bool:

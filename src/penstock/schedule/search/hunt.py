@@ -15,23 +15,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.schedule.builders import FAMILIES, Family
+from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.orders.evaluate import NOTHING, Candidate, Overrun, Score, complete, fill, price
 from penstock.schedule.search.orders.grouped import Grouping, Laps, laps_of
 from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS, improve
 from penstock.schedule.search.orders.laps import change_laps
 from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes, made, overruns_for
-from penstock.schedule.search.problem import ROUNDING, Orders, Problem
+from penstock.schedule.search.problem import LARGE, ROUNDING, Orders, Problem
 from penstock.schedule.timing.bounds import lower_bound
 
-__all__ = ["Hunt", "Key"]
+__all__ = ["Hunt"]
 
-Key = tuple[tuple[int, ...], frozenset[int]]  # the rank of each stage, and the stages that recompute
 SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
+FAR = 1.05  # behind the best so far: other places for W do not make up for that
 MARGIN = 1.005  # a large placement must promise to gain this much
 SMALL = 500  # computes
-LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 
 
 class Hunt:
@@ -68,10 +68,9 @@ class Hunt:
         """How many stages each rank has."""
         return self.problem.placement.stages_per_rank
 
-    @property
-    def key(self) -> Key:
-        """What tells it from the others of a search."""
-        return self.problem.placement.by_stage, self.problem.recompute
+    def is_of(self, schedule: Schedule) -> bool:
+        """Has the schedule the same stages on the same ranks, and do the same of them recompute?"""
+        return (schedule.placement, schedule.recompute) == (self.problem.placement, self.problem.recompute)
 
     @property
     def done(self) -> bool:
@@ -179,7 +178,13 @@ class Hunt:
             self.best = sorted([*self.best, found], key=lambda candidate: candidate.score)[:KEPT]
 
     def _refill(self, orders: Orders, overruns: tuple[Overrun, ...] = OVERRUNS) -> Score:
-        return min(self._offer(orders, overrun) for overrun in (overruns[:1] if self.large else overruns))
+        """Fill in W in several ways; in one only where that takes long, is far behind or finds no room, as with all."""
+        best = NOTHING
+        for overrun in overruns[:1] if self.large else overruns:
+            best = min(best, self._offer(orders, overrun))
+            if best == NOTHING or (best[0] > FAR * self.value and not self.small):
+                break
+        return best
 
     # -- what is made
 
@@ -225,12 +230,11 @@ class Hunt:
         self.spent[what] += self.budget.spent - begin
 
     def _change_laps(self) -> None:
-        """A run of changes to the best laps so far; or to those of the best grouping, with other patience."""
+        """A run of changes to the best laps so far; seldom, to those of the best grouping again."""
         assert self.grouping is not None
         laps = self.laps
-        if laps is None or self.generator.random() < 0.3:
-            patience = self.generator.choice((0.3, 0.3, 0.3, 1.0))
-            laps = laps_of(self.problem, replace(self.grouping, patience=patience))
+        if laps is None or self.generator.random() < 0.1:
+            laps = laps_of(self.problem, replace(self.grouping, patience=0.3))
         tries, before = max(10, min(250, 2 * LARGE // self.problem.size)), self.budget.orders
         laps, found = change_laps(self.problem, laps, tries, self.budget, self.generator)
         self.orders += self.budget.orders - before

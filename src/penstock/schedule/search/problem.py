@@ -30,9 +30,10 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology
 
-__all__ = ["ROUNDING", "Orders", "Problem", "stage_costs"]
+__all__ = ["LARGE", "ROUNDING", "Orders", "Problem", "stage_costs"]
 
 ROUNDING = 1e-9  # relative: sums of thirds
+LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 Orders = list[list[int]]  # of each rank, its actions in order, as numbers
 OPS = FORWARD, _, WEIGHT = (Op.F, Op.I, Op.W)
 FULL = Op.B

@@ -12,13 +12,20 @@ from penstock.schedule.search.request import PLACEMENTS, Request
 __all__ = ["NoRoom", "placements_for", "problems_for", "recompute_choices"]
 
 
+LONGEST_V = 4  # stages per rank of a V, unless others are asked for: with more, a loop was ahead wherever tried
+
+
 class NoRoom(UsageError):
-    """Not even one microbatch fits into memory."""
+    """Not even one microbatch fits into memory. `fact` is what does not, `remedy` what would help."""
+
+    def __init__(self, fact: str, remedy: str) -> None:
+        super().__init__(f"{fact}; {remedy}")
+        self.fact = fact
 
 
 def placements_for(request: Request) -> list[tuple[str, Placement]]:
     """Each placement that the costs are for once, fewest stages first."""
-    ranks, costs, sizes = request.ranks, request.costs, sorted(set(request.sizes))
+    ranks, costs, sizes = request.ranks, request.priced, sorted(set(request.sizes))
     given = {len(value) for name in SHARED if isinstance(value := getattr(costs, name), tuple)}
     if isinstance(costs.bytes, Sequence):
         given.add(len(costs.bytes))
@@ -37,6 +44,8 @@ def placements_for(request: Request) -> list[tuple[str, Placement]]:
     found: dict[Placement, str] = {}
     for size in fitting:
         for kind in request.kinds:
+            if kind == "v" and request.stages_per_rank is None and size > LONGEST_V:
+                continue
             found.setdefault(PLACEMENTS[kind](ranks, size), kind)
     return [(kind, placement) for placement, kind in found.items()]
 
@@ -46,7 +55,7 @@ def problems_for(request: Request) -> list[tuple[str, Problem]]:
     caps, found = request.caps, list[tuple[str, Problem]]()
     least, where = float("inf"), 0
     for kind, placement in placements_for(request):
-        each = stage_costs(request.costs, placement.stages_per_rank)
+        each = stage_costs(request.priced, placement.stages_per_rank)
         for again in recompute_choices(request, placement):
             problem = Problem(placement, request.microbatches, each, caps, span=request.span, recompute=again)
             short = [rank for rank in range(request.ranks) if problem.least_memory(rank) > problem.caps[rank]]
@@ -57,8 +66,8 @@ def problems_for(request: Request) -> list[tuple[str, Problem]]:
     if not found:
         other = "" if request.recompute else ", recompute=True,"
         raise NoRoom(
-            f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there; "
-            f"give at least that much{other} or cut the model for more ranks"
+            f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there",
+            f"give at least that much{other} or cut the model for more ranks",
         )
     return found
 

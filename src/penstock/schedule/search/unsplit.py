@@ -43,7 +43,7 @@ def best_unsplit(request: Request) -> Unsplit | None:
     """
     best: Unsplit | None = None
     for kind, placement in placements_for(request):
-        each = stage_costs(request.costs, placement.stages_per_rank)
+        each = stage_costs(request.priced, placement.stages_per_rank)
         pairs = zip(
             each.per_stage("held", placement.stages), each.per_stage("activation", placement.stages), strict=True
         )

@@ -44,9 +44,10 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from penstock.errors import UsageError
-from penstock.rules import check_count
+from penstock.rules import check_count, is_float
 from penstock.schedule.placement import Placement
-from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.schedule import recomputing_stages
+from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.heads_and_tails import paced_bound
 from penstock.schedule.timing.refutation import refuted_bound
 from penstock.schedule.topology import Topology
@@ -81,7 +82,8 @@ def lower_bound(
     if not isinstance(placement, Placement):
         raise UsageError(f"the placement must be a Placement, such as Placement.loop(4); got {placement!r}")
     check_count("microbatches", microbatches)
-    costs = _least(costs or Costs(), placement.stages).recomputed(placement.stages, recompute)
+    again = recomputing_stages(recompute, placement.stages)
+    costs = _least(costs or Costs(), placement.stages).recomputed(placement.stages, again)
     costs.check_edges(Topology.chain(placement.stages))
     caps = caps_of(memory, placement.ranks)
     if costs.sizes is not None:
@@ -141,7 +143,7 @@ def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, 
             f"memory has {len(caps)} numbers for {ranks} ranks; give one per rank, or a single one for all"
         )
     for cap in caps:
-        if not (is_number(cap) and cap > 0):
+        if not (is_float(cap) and cap > 0):
             raise UsageError(f"memory must be a number above 0, got {cap!r}; leave it out for no cap")
     return caps
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import cast
 
 from penstock.errors import UsageError
+from penstock.rules import is_float, is_index, is_number
 from penstock.schedule.action import Op
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.topology import Topology
 
-__all__ = ["Costs", "is_number", "memory_by_op"]
+__all__ = ["Costs", "memory_by_op"]
 
 PerStage = float | Sequence[float]
 
@@ -96,7 +96,7 @@ class Costs:
         _check("hop", [self.hop])
         _check("latency", [self.latency])
         sizes = _numbers(self.bytes)
-        if self.bandwidth is not None and (not is_number(self.bandwidth) or not self.bandwidth > 0):
+        if self.bandwidth is not None and (not is_float(self.bandwidth) or not self.bandwidth > 0):
             raise UsageError(f"bandwidth must be above 0, got {self.bandwidth!r}; leave it out for free transfers")
         if self.hop and (self.latency or self.bandwidth is not None):
             raise UsageError("give either hop, or latency and bandwidth with bytes; not both")
@@ -211,11 +211,17 @@ class Costs:
         )
 
     def check_edges(self, topology: Topology) -> None:
-        """Refuse `bytes` for stages or edges that the topology does not have, or that leave some out.
+        """Refuse `bytes` and `overlap` for stages or edges that the topology does not have, and `bytes` that miss some.
 
         Args:
             topology: Which stage reads which.
         """
+        for pair in self.overlap if isinstance(self.overlap, Mapping) else ():
+            if not all(is_index(stage, topology.stages) for stage in pair):
+                raise UsageError(
+                    f"overlap names the pair {pair}, but there are {topology.stages} stages, 0 to "
+                    f"{topology.stages - 1}; name (stage of F, stage of the backward) among these"
+                )
         if isinstance(self.bytes, Mapping):
             odd = sorted(set(self.bytes) ^ set(topology.edges))
             if odd:
@@ -278,20 +284,13 @@ def memory_by_op(costs: Costs, stages: int, recompute: Iterable[int] = ()) -> li
     return found
 
 
-def is_number(value: object) -> bool:
-    """A number, of whatever type; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check(name: str, numbers: Iterable[float]) -> None:
     for number in numbers:
         if not is_number(number):
             raise UsageError(f"{name} must be 0 or more and finite, got {number!r}, which is not a number")
-        try:
-            good = 0 <= float(number) < math.inf
-        except OverflowError:
-            raise UsageError(f"{name} must be 0 or more and finite; a whole number of that size is neither") from None
-        if not good:
+        if not is_float(number):
+            raise UsageError(f"{name} must be 0 or more and finite; a whole number of hundreds of digits is too large")
+        if not 0 <= number < math.inf:
             raise UsageError(f"{name} must be 0 or more and finite, got {number}")
 
 

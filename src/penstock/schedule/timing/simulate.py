@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.rules import check_count
+from penstock.rules import check_count, check_seed, is_float
 from penstock.schedule.action import Op
 from penstock.schedule.columns import Array, Columns
 from penstock.schedule.dependencies import Needs, Table, stuck_at, waits_of
@@ -27,7 +27,7 @@ from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
-from penstock.schedule.timing.costs import Costs, is_number, memory_by_op
+from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
@@ -60,7 +60,7 @@ def simulate(
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     costs = costs or Costs()
-    _check(schedule, costs, jitter, update)
+    _check(schedule, costs, jitter, seed, update)
     schedule = repeated(schedule, steps)
     if costs.sizes is not None:
         costs = replace(costs, sizes=tuple(costs.sizes) * steps)
@@ -164,14 +164,15 @@ def _check_sums(*sums: float) -> None:
         raise UsageError("the costs are too large to be added up; give them in a larger unit")
 
 
-def _check(schedule: Schedule, costs: Costs, jitter: float, update: float) -> None:
+def _check(schedule: Schedule, costs: Costs, jitter: float, seed: int, update: float) -> None:
+    check_seed(seed)
     shape = list(shape_faults(schedule))
     if shape:
         raise ScheduleError(shape)
     costs.check_edges(schedule.topology)
-    if not is_number(jitter) or not 0 <= jitter < math.inf:
+    if not is_float(jitter) or not 0 <= jitter < math.inf:
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
-    if not is_number(update) or not 0 <= update < math.inf:
+    if not is_float(update) or not 0 <= update < math.inf:
         raise UsageError(f"update is the time of the optimizer on a rank, 0 or more; got {update!r}")
 
 
@@ -253,6 +254,7 @@ def what_if(
         seed: Where the random numbers start.
     """
     check_count("draws", draws)
+    check_seed(seed)
     return Spread(tuple(_draws(schedule, costs, jitter, draws, seed)))
 
 

@@ -71,7 +71,9 @@ class Clocked(ABC):
             occupied, delay, link = problem.wires[x]
             there = end if link < 0 else end + (occupied + delay) * self.hop_time
             self.at[target] = there
-            heapq.heappush(self.events, (there, self.home[target % size // self.count]))
+            reader = self.home[target % size // self.count]
+            if there > self.free[reader]:  # else it looks when it is free
+                heapq.heappush(self.events, (there, reader))
         self._busy(rank, end)
 
     def weight(self, rank: int, now: float, stage: int | None = None) -> None:

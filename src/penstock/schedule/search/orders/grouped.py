@@ -96,44 +96,45 @@ class _Groups(Clocked):
     def __init__(self, problem: Problem, laps: Laps) -> None:
         grouping = laps.grouping
         super().__init__(problem, grouping.memory, grouping.weight_time)
-        self.turn, self.patience = grouping.turn, grouping.patience * self.mean
+        self.alternate, self.forward_first = grouping.turn == "alternate", grouping.turn == "forward"
+        self.patience = grouping.patience * self.mean
         count, size = self.count, self.size
+        self.at.append(-1.0)  # of what comes after the last
+        self.needed = [*problem.takes[: 2 * size], NEVER]  # never room for that
         owned = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
-        self.forwards = [[own[stage] * count + microbatch for stage, microbatch in laps.forwards] for own in owned]
-        self.inputs = [[size + own[stage] * count + microbatch for stage, microbatch in laps.inputs] for own in owned]
-        self.forward_next, self.input_next = [0] * problem.ranks, [0] * problem.ranks
+        self.forwards, self.inputs = (
+            [[2 * size, *(first + own[stage] * count + microbatch for stage, microbatch in row[::-1])] for own in owned]
+            for first, row in ((0, laps.forwards), (size, laps.inputs))
+        )  # the next one stands last
         self.was_input = [True] * problem.ranks
 
     def step(self, rank: int, now: float) -> None:
         """Take what has the turn; what is there if that is not; a W where nothing is."""
-        forward, forward_in = self._next(self.forwards[rank], self.forward_next[rank], now)
-        backward, input_in = self._next(self.inputs[rank], self.input_next[rank], now)
-        owed = self.owed[rank]
-        room = forward >= 0 and self.fits(rank, forward)
-        forward_turn = self.turn == "forward" or (self.turn == "alternate" and self.was_input[rank])
+        forward, backward, owed = self.forwards[rank][-1], self.inputs[rank][-1], self.owed[rank]
+        arrival = self.at[forward]
+        forward_in = NEVER if arrival < 0.0 else arrival - now
+        arrival = self.at[backward]
+        input_in = NEVER if arrival < 0.0 else arrival - now
+        room = self.held[rank] + self.needed[forward] <= self.room[rank]
+        forward_turn = self.was_input[rank] if self.alternate else self.forward_first
         forward_there = forward_in <= EPSILON
-        waits_for_input = not forward_turn and EPSILON < input_in < self.patience
-        if forward_there and room and not waits_for_input and (forward_turn or input_in > EPSILON):
-            self.forward_next[rank] += 1
-            self.was_input[rank] = False
-            self.compute(rank, now, forward)
-        elif forward_there and not room and owed and (forward_turn or input_in > EPSILON):
-            self.weight(rank, now)
-        elif input_in <= EPSILON and not (forward_turn and room and EPSILON < forward_in < self.patience):
-            if not self.fits(rank, backward):
-                self.weight(rank, now)
+        if forward_there and (forward_turn or input_in > EPSILON):
+            if not room:
+                if owed:
+                    self.weight(rank, now)
+                    return
+            elif forward_turn or input_in >= self.patience:
+                self.was_input[rank] = False
+                self.compute(rank, now, self.forwards[rank].pop())
                 return
-            self.input_next[rank] += 1
-            self.was_input[rank] = True
-            self.compute(rank, now, backward)
-        elif owed and input_in > EPSILON:
+        if input_in <= EPSILON:
+            if not (forward_turn and room and EPSILON < forward_in < self.patience):
+                if self.fits(rank, backward):
+                    self.was_input[rank] = True
+                    self.compute(rank, now, self.inputs[rank].pop())
+                else:
+                    self.weight(rank, now)
+        elif owed and not (forward_there and room):
             gap = min(input_in, forward_in if room and not forward_there else NEVER)
-            if not (forward_there and room) and gap >= self.time_of_weight(owed[0]) - EPSILON:
+            if gap >= self.time_of_weight(owed[0]) - EPSILON:
                 self.weight(rank, now)
-
-    def _next(self, sequence: list[int], place: int, now: float) -> tuple[int, float]:
-        """The next of a kind, and in what time it is there; NEVER where that is not known."""
-        if place == len(sequence):
-            return -1, NEVER
-        x = sequence[place]
-        return x, NEVER if self.at[x] < 0.0 else self.at[x] - now

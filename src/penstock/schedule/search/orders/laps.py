@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.orders.evaluate import NOTHING, Candidate, Overrun, price
 from penstock.schedule.search.orders.grouped import Lap, Laps, take_laps
+from penstock.schedule.search.orders.improve import IN_TURN
 from penstock.schedule.search.problem import Problem
 
 __all__ = ["change_laps"]
 
-OVERRUNS: tuple[Overrun, ...] = ((0.0, 0.0), (0.6, 0.0), (0.8, 0.0))
+OVERRUNS: tuple[Overrun, ...] = ((0.0, 0.0), (0.6, 0.0), (0.8, 0.0), IN_TURN)
 REACH = (1, 1, 2, 3, 4, 5)  # how far a lap moves
 END = 0.35  # of the laps, at the end where most changes are made
 

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
 from penstock.schedule.placement import Placement
@@ -36,6 +37,7 @@ RHYTHMS = (
     Rhythm(slack=None),
     Rhythm(slack=None, patience=1.0, overrun=0.0),
 )
+PATIENCES = (1.0, 0.0)
 SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
 
 
@@ -55,26 +57,47 @@ def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
 
 def first_recipes(problem: Problem) -> list[Recipe]:
     """What to begin with: a few that did well on many costs, for this placement and memory."""
-    ranks, per_rank = problem.ranks, problem.placement.stages_per_rank
-    if ranks == 1 or per_rank == 1:
+    if problem.ranks == 1 or problem.stages == problem.ranks:
         return list(RULES)
-    if problem.placement == Placement.v(ranks, per_rank):
+    if _is_v(problem.placement):
         return [*RHYTHMS, *RULES]
-    if problem.placement != Placement.loop(ranks, per_rank):
-        return list(RULES)
-    return [*(Grouping(size, patience) for size in _sizes(problem) for patience in (1.0, 0.0)), *RULES]
+    lap = _lap(problem.placement)
+    return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in PATIENCES if lap > 1), *RULES]
 
 
-def _sizes(problem: Problem) -> list[int]:
-    """Group sizes to try: what memory holds, what a steady pace needs, and around it."""
-    ranks, per_rank = problem.ranks, problem.placement.stages_per_rank
-    stages = problem.placement.stages_of(0)
+def _is_v(placement: Placement) -> bool:
+    """Do stages go along all ranks, in whichever order, back again, and so on?"""
+    row = placement.by_stage[: placement.ranks]
+    turns = len(placement.by_stage) // placement.ranks
+    return placement.by_stage == tuple(rank for turn in range(turns) for rank in row[:: -1 if turn % 2 else 1])
+
+
+def _lap(placement: Placement) -> int:
+    """After how many stages a loop is back where it was: on all ranks alike, or on those of each host; 0 for others."""
+    owned = [placement.stages_of(rank) for rank in range(placement.ranks)]
+    steps = {after - before for stages in owned for before, after in pairwise(stages)}
+    return steps.pop() if len(steps) == 1 and len({*map(len, owned)}) == 1 else 0
+
+
+def _sizes(problem: Problem, ranks: int) -> list[int]:
+    """Group sizes to try on a loop of so many ranks: what memory holds, what a steady pace needs, and around it."""
+    per_rank, stages = problem.placement.stages_per_rank, problem.placement.stages_of(0)
     held = sum(problem.most[stage] for stage in stages) / per_rank
     cap = min(problem.memory)
-    fitting = ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
+    fitting = 2 * ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
     whole = ranks if cap == math.inf or not held else int(cap / held / per_rank + 1e-9)
-    wanted = (fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4)
-    return list(dict.fromkeys(min(max(1, size), ranks) for size in wanted))
+    wanted = [fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4]
+    if ranks < problem.ranks:  # host by host: what passes one host waits for no other
+        wanted = [ranks // 2, ranks, fitting]
+    elif fitting > ranks:  # with groups of fewer, a rank waits for the hops of each lap
+        wanted = [(ranks + fitting) // 2, min(fitting, _unhurried(problem, ranks)), fitting, ranks]
+    return list(dict.fromkeys(min(max(1, size), 2 * ranks) for size in wanted))
+
+
+def _unhurried(problem: Problem, ranks: int) -> int:
+    """So many that the first one is back on a rank, with all its hops, when the last one has passed."""
+    forward = problem.time[0]
+    return math.ceil(ranks * (1 + sum(problem.wires[0][:2]) / forward) - 1e-9) if forward else ranks
 
 
 def drawn(problem: Problem, like: Recipe | None, generator: random.Random) -> Recipe:
@@ -107,7 +130,7 @@ def _rule(problem: Problem, generator: random.Random) -> dict[str, Any]:
 
 def _grouping(problem: Problem, generator: random.Random) -> dict[str, Any]:
     return {
-        "size": generator.randint(max(1, problem.ranks // 5), problem.ranks),
+        "size": generator.randint(max(1, problem.ranks // 5), 3 * problem.ranks // 2),
         "patience": generator.choice((0.0, 0.3, 1.0, 1.0, generator.random())),
         "weight_time": generator.choice((1.0, 0.3, generator.uniform(0.1, 1.2))),
         "turn": generator.choice(("alternate", "alternate", "alternate", "input", "forward")),

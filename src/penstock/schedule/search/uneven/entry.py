@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
+from penstock.rules import is_float
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.found import Found, Tried
@@ -16,11 +17,10 @@ from penstock.schedule.search.request import Request
 from penstock.schedule.search.space import NoRoom, placements_for
 from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.joint import HABITS, Answer, Joint, drawn
-from penstock.schedule.search.uneven.layers import Layer, Model
+from penstock.schedule.search.uneven.layers import Layer, Model, layers_of
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
 from penstock.schedule.timing.bounds import lower_bound
-from penstock.schedule.timing.costs import Costs, is_number
 from penstock.schedule.timing.simulate import simulate
 from penstock.schedule.topology import Topology
 
@@ -72,13 +72,13 @@ def search_uneven(request: Request, budget: Budget) -> Found:
     """`search_report` for layers to cut, or microbatches that differ."""
     if request.span:
         raise UsageError("objective='span' is for costs by rank or stage; with layers or sizes it is the makespan")
-    request.costs.scale(request.microbatches)
+    request.priced.scale(request.microbatches)
     return _search_sizes(request, budget) if request.layers is None else search_cut(request, budget)
 
 
-def search_cut(request: Request, budget: Budget) -> FoundCut:
-    """The cut of the request's layers, the ranks of its stages and their order."""
-    joint = Joint(_model(request), request, budget)
+def search_cut(request: Request, budget: Budget, stages: int | None = None) -> FoundCut:
+    """The cut of the request's layers, into exactly so many stages if that is given, their ranks and their order."""
+    joint = Joint(_model(request), request, budget, stages)
     answer = joint.search(joint.shapes())
     schedule, costs = joint.schedule(answer), answer.shape.costs()
     # a rank that waited to see whether something better comes need not: the same order may be shorter than its run
@@ -107,30 +107,32 @@ def search_stages(
     request = Request(
         ranks,
         microbatches,
-        Costs(),
-        (cap,) * ranks,
-        sizes=(-(-stages // ranks),),
-        layers=tuple(layers),
-        speeds=None if speeds is None else tuple(speeds),
-        stages=stages,
+        memory=cap,
+        stages_per_rank=-(-stages // ranks),
+        layers=layers,
+        speeds=speeds,
+        effort=effort,
     )
-    return search_cut(request, Budget(0.0, effort))
+    return search_cut(request, request.budget, stages)
 
 
 def _model(request: Request) -> Model:
-    ranks, costs, layers = request.ranks, request.costs, request.layers or ()
-    speeds = (1.0,) * ranks if request.speeds is None else request.speeds
+    ranks, costs, layers = request.ranks, request.priced, layers_of(request.layers or ())
+    speeds = (1.0,) * ranks if request.speeds is None else tuple(request.speeds)
     if len(speeds) != ranks:
         raise UsageError(f"speeds has {len(speeds)} numbers for {ranks} ranks; give one for each")
-    if not all(is_number(speed) and 0 < speed < math.inf for speed in speeds):
+    if not all(is_float(speed) and 0 < speed < math.inf for speed in speeds):
         raise UsageError(f"a speed is a number above 0, such as 0.5 for half as fast; got {list(speeds)}")
     for skip in request.skips:
         ends = tuple(skip) if isinstance(skip, Sequence) else ()
         if len(ends) != 2 or not all(type(end) is int for end in ends) or not 0 <= ends[0] < ends[1] < len(layers):
             raise UsageError(f"a skip is (from layer, to a later layer), of {len(layers)} layers; got {skip!r}")
+    sums = [sum(layer.time for layer in layers) / min(speeds), sum(layer.activation + layer.state for layer in layers)]
+    if not all(math.isfinite(request.microbatches * each) for each in sums):
+        raise UsageError("times or memory of the layers are too large to be added up; give them in a larger unit")
     if request.vocabulary and len(layers) < 2:
         raise UsageError("vocabulary=True splits the last layer, but there is only one layer")
-    return Model(layers, speeds, costs, request.skips, request.caps, request.recompute)
+    return Model(layers, speeds, costs, tuple(request.skips), request.caps, request.recompute)
 
 
 def _refuse_without_layers(request: Request) -> None:
@@ -156,10 +158,12 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
     generator = random.Random(request.seed)
     tries = []
     for kind, placement in placements_for(request):
-        each = stage_costs(request.costs, placement.stages_per_rank)
+        each = stage_costs(request.priced, placement.stages_per_rank)
         instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps)
         if instance.fits:
             tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps, quick=True)))
+    if any(each_try.bound == math.inf for each_try in tries):
+        raise UsageError("the costs and sizes are too large to be added up; give them in a larger unit")
     for each_try in tries:
         for habit in HABITS:
             each_try.run(habit, budget)
@@ -168,7 +172,7 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
         leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)].run(drawn(generator), budget)
     best = min(tries, key=lambda each_try: each_try.value, default=None)
     if best is None or best.outcome is None:
-        raise NoRoom("memory is too little for the largest microbatch alone, or for any order; give more")
+        raise NoRoom("memory is too little for the largest microbatch alone, or for any order", "give more")
     schedule = best.instance.schedule(best.outcome.orders)
     best.outcome = Outcome(simulate(schedule, best.instance.costs).makespan, best.outcome.orders)
     bound = min(each_try.bound for each_try in tries)

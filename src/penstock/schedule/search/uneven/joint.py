@@ -69,8 +69,8 @@ class Answer:
 class Joint:
     """One search for the request whose layers and ranks `model` has."""
 
-    def __init__(self, model: Model, request: Request, budget: Budget) -> None:
-        self.model, self.request, self.budget = model, request, budget
+    def __init__(self, model: Model, request: Request, budget: Budget, stages: int | None = None) -> None:
+        self.model, self.request, self.budget, self.stages = model, request, budget, stages
         self.microbatches, self.memory = microbatches, memory = request.microbatches, request.caps
         self.progress, self.generator = request.progress, random.Random(request.seed)
         self.sizes = model.base.scale(microbatches)
@@ -87,7 +87,7 @@ class Joint:
     def shapes(self) -> list[Shape]:
         """Every row of ranks, cut in a few ways."""
         found: dict[tuple[object, ...], Shape] = {}
-        work, vocabulary, stages = sum(self.sizes), self.request.vocabulary, self.request.stages
+        work, vocabulary, stages = sum(self.sizes), self.request.vocabulary, self.stages
         for kind, row in rows_to_try(self.model, self.request.sizes, self.request.kinds, stages):
             for split in (True, False) if vocabulary else (False,):
                 for even in (True, False):
@@ -140,7 +140,8 @@ class Joint:
         if not self.answers:
             raise NoRoom(
                 f"memory is too little for any cut: a rank lacks at least {self.least:g} for one microbatch beside its "
-                f"layers' state; give more{'' if self.request.recompute else ', recompute=True,'} or more ranks"
+                "layers' state",
+                f"give more{'' if self.request.recompute else ', recompute=True,'} or more ranks",
             )
         self._move_layers()
         self._lengthen()

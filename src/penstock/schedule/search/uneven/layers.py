@@ -24,8 +24,9 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from penstock.errors import UsageError
+from penstock.rules import is_float
 from penstock.schedule.placement import Placement
-from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.timing.costs import Costs
 from penstock.schedule.topology import Topology
 
 __all__ = ["Hosts", "Layer", "Model", "Shape", "layers_of", "listed"]
@@ -63,7 +64,7 @@ class Layer:
                 object.__setattr__(self, name, default)
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (is_number(value) and 0 <= value < float("inf")):
+            if not (is_float(value) and 0 <= value < float("inf")):
                 raise UsageError(f"{field.name} of a layer must be a number of 0 or more, got {value!r}")
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.errors import UsageError
+from penstock.rules import is_float
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Schedule, expect_schedule
@@ -23,7 +24,7 @@ from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.layers import listed
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
-from penstock.schedule.timing.costs import Costs, is_number
+from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import simulate
 
 __all__ = ["order_microbatches"]
@@ -50,7 +51,7 @@ def order_microbatches(
         raise UsageError("order_microbatches takes a schedule without transfers: pass schedule.compute()")
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
-    if memory is not None and not (is_number(memory) and memory > 0):
+    if memory is not None and not (is_float(memory) and memory > 0):
         raise UsageError(f"memory must be one number above 0, got {memory!r}; leave it out for that of the schedule")
     priced = replace(costs or Costs(), sizes=listed("sizes", sizes, "numbers, one per microbatch"))
     scale = priced.scale(schedule.microbatches)

@@ -7,10 +7,10 @@ wrote there again), and this group says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
+from penstock.messages.clock import CLOCK
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.notes import read, write
 
@@ -23,9 +23,16 @@ class Marks:
     """One rank's view. `ask` calls the store, `fresh` is for how many seconds a count may stand still."""
 
     def __init__(
-        self, reason: str, ask: Callable[..., Any], key: Callable[[str], str], rank: int, ranks: int, fresh: float
+        self,
+        reason: str,
+        ask: Callable[..., Any],
+        key: Callable[[str], str],
+        rank: int,
+        ranks: int,
+        fresh: float,
+        now: Callable[[], float] = CLOCK.now,
     ) -> None:
-        self._ask = ask
+        self._ask, self._now = ask, now
         self._keys = [key(f"{reason}/{other}") for other in range(ranks)]
         self._own = self._keys[rank]
         self._fresh = fresh
@@ -42,7 +49,7 @@ class Marks:
 
     def anybody(self) -> bool:
         """Whether some rank here has it, as far as its count moves."""
-        now, found = time.monotonic(), False
+        now, found = self._now(), False
         for key in self._keys:
             if not self._ask("check", [key]):
                 continue
@@ -61,8 +68,10 @@ class Overdue:
     `outside` and `compiling` are the ranks that have a reason to be silent.
     """
 
-    def __init__(self, timeout: float, beat: float, outside: Marks, compiling: Marks) -> None:
-        self._timeout, self._beat = timeout, beat
+    def __init__(
+        self, timeout: float, beat: float, outside: Marks, compiling: Marks, now: Callable[[], float] = CLOCK.now
+    ) -> None:
+        self._timeout, self._beat, self._now = timeout, beat, now
         self.outside, self.compiling = outside, compiling
         self._compiled = float("-inf")  # until when some rank was seen to
         self._looks = 0  # since the main thread waits as it does now
@@ -70,7 +79,7 @@ class Overdue:
 
     def __call__(self, waiting: Waiting | None) -> bool:
         """Whether to raise an alarm that names nobody."""
-        now = time.monotonic()
+        now = self._now()
         self._looks, self._watched = self._looks + 1 if waiting == self._watched else 0, waiting
         if waiting is None or now - waiting.since < self._timeout / 2:
             return False
@@ -82,4 +91,4 @@ class Overdue:
 
     def waited(self, waiting: Waiting) -> float:
         """For how many seconds, since the last compilation."""
-        return time.monotonic() - max(waiting.since, self._compiled)
+        return self._now() - max(waiting.since, self._compiled)

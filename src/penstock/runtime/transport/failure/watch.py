@@ -30,7 +30,6 @@ What is written there (`bulletin`) is plain (`notes`); who is to blame follows f
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
@@ -39,6 +38,7 @@ from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from penstock.errors import PeerFailure, RunError
+from penstock.messages.clock import CLOCK, Clock, Event
 from penstock.messages.store import Asker, NoAnswer
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.bell import Bell
@@ -90,7 +90,9 @@ class Watch:
         timeout: float,
         cut: Callable[[int], None],
         bell: Bell | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
+        self.clock = clock
         self.waiting: Waiting | None = None
         self.call = ""  # what the user has called, where all ranks must have called the same
         self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
@@ -105,7 +107,7 @@ class Watch:
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
         self._step = 0
-        self._asker = Asker(store, f"penstock-store-{rank}") if ranks > 1 else None
+        self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
         self._slowest = 0.0  # seconds that the store took for an answer of late
         self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
         self._store_host = store_host
@@ -115,15 +117,15 @@ class Watch:
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
         fresh = min(STATE_SECONDS, timeout / 2)
-        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
-        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
-        self._overdue = Overdue(timeout, self._beat, outside, compiling)
+        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
+        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
+        self._overdue = Overdue(timeout, self._beat, outside, compiling, clock.now)
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
-        self._wake: threading.Event | Bell = bell or threading.Event()
-        self._settled = threading.Event()
+        self._wake: Event | Bell = bell or clock.event()
+        self._settled = clock.event()
         self._stopping = ranks == 1  # nobody to watch
-        self._thread = threading.Thread(target=self._run, name=f"penstock-watch-{rank}", daemon=True)
+        self._thread = clock.worker(self._run, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
 
@@ -136,7 +138,7 @@ class Watch:
         if self.verdict is None:
             self._proposal = failure
             self._wake.set()
-            begin = time.monotonic()
+            begin = self.clock.now()
             while not self._settled.wait(self._beat) and self._may_settle(begin):
                 pass
             if self.verdict is None:
@@ -146,7 +148,7 @@ class Watch:
 
     def _may_settle(self, begin: float) -> bool:
         """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
-        now = time.monotonic()
+        now = self.clock.now()
         asked = None if self._asker is None else self._asker.asked_at
         quick = now - max(begin, asked or begin) < SETTLE_SECONDS
         return self._thread.is_alive() and (now - begin < SETTLE_SECONDS or (quick and now - begin < MOST_SECONDS))
@@ -203,7 +205,7 @@ class Watch:
                         f"the store of the process group holds a {error} {STRANGER}",
                     )
                 except Exception:
-                    gone = time.monotonic()
+                    gone = self.clock.now()
             if gone is not None:
                 verdict = self._after_store(gone)
             if verdict is not None:
@@ -224,7 +226,7 @@ class Watch:
             for _ in range(int(STORE_SECONDS / nap)):
                 if self._bulletin.have_read(others):
                     break
-                time.sleep(nap)
+                self.clock.sleep(nap)
 
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
@@ -245,7 +247,7 @@ class Watch:
             for _ in range(10):
                 if self.waiting is None or self._stopping:
                     return
-                time.sleep(self._beat / 10)
+                self.clock.sleep(self._beat / 10)
             self._cut(peer)
 
     def _look(self) -> PeerFailure | None:
@@ -274,7 +276,7 @@ class Watch:
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
         patience = min(CALL_SECONDS, self._timeout / 4)
-        if waiting is None or not self.call or time.monotonic() - waiting.since < patience:
+        if waiting is None or not self.call or self.clock.now() - waiting.since < patience:
             return None
         step, call = self._step, self.call
         self._bulletin.tell_call(step, call)
@@ -299,14 +301,14 @@ class Watch:
         self._bulletin.tell_state(self._state())
         states: dict[int, State] = {}
         missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
-        begin, turns = time.monotonic(), 0
-        while len(states.keys() | missed) < self._ranks and self._is_patient(time.monotonic() - begin, turns):
+        begin, turns = self.clock.now(), 0
+        while len(states.keys() | missed) < self._ranks and self._is_patient(self.clock.now() - begin, turns):
             turns += 1
             verdict = self._bulletin.verdict()
             if verdict is not None:
                 return verdict
             states |= self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
-            time.sleep(self._beat / 50)
+            self.clock.sleep(self._beat / 50)
         failure = alarm.failure
         if failure is None:
             assert alarm.waiting is not None
@@ -326,9 +328,9 @@ class Watch:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None
-        begin = time.monotonic()
+        begin = self.clock.now()
         answer = self._asker.ask(method, *arguments, patience=self._beat, give_up=self._is_hopeless)
-        self._slowest = max(0.95 * self._slowest, time.monotonic() - begin)
+        self._slowest = max(0.95 * self._slowest, self.clock.now() - begin)
         return answer
 
     # -- without the store
@@ -353,7 +355,7 @@ class Watch:
         waiting, proposal, lost = self.waiting, self._proposal, self._host_lost()
         if lost is None or (proposal is not None and proposal.rank == self._store_host):
             return proposal
-        doomed = waiting is not None and time.monotonic() - max(gone, waiting.since) > STATE_SECONDS
+        doomed = waiting is not None and self.clock.now() - max(gone, waiting.since) > STATE_SECONDS
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:

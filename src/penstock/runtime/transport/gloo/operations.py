@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from copy import copy
 from datetime import timedelta
-from time import monotonic
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +36,7 @@ class Operations:
         self.backend = backend
         self.device_backend = device_backend
         self.watch = watch
+        self._now = watch.clock.now
         self._timeout = timeout
         self._limits = [timedelta(seconds=timeout + SLACK), timedelta(seconds=timeout + SLACK + LONGEST)]
 
@@ -57,13 +57,13 @@ class Operations:
         try:
             return self.backend.send([tensor], peer, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
+            self._lose(error, Waiting(peer, edge, microbatch, self._now()))
 
     def receive(self, tensor: Tensor, peer: int, tag: int, edge: Channel | None = None, microbatch: int = -1) -> Any:
         try:
             return self.backend.recv([tensor], peer, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
+            self._lose(error, Waiting(peer, edge, microbatch, self._now()))
 
     def send_part(self, tensor: Tensor, tag: int, edge: Channel, microbatch: int) -> Part:
         """Bytes that travel by themselves."""
@@ -81,7 +81,7 @@ class Operations:
     def wait(self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self.watch
-        watch.waiting = waiting = Waiting(peer, edge, microbatch, monotonic())
+        watch.waiting = waiting = Waiting(peer, edge, microbatch, self._now())
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)

@@ -39,7 +39,7 @@ _FORMS = "'die 3 at 12.5', 'stop 3 at 12.5 for 40', 'slow 3 at 10 by 2.5', 'fail
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """One thing that goes wrong.
 
     Args:
@@ -76,7 +76,7 @@ class Fault:
         return self.kind == "die" or (self.kind in ("stop", "stall") and self.seconds == math.inf)
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str) -> PlannedFault:
     """A fault from its text.
 
     Args:
@@ -88,21 +88,21 @@ def parse_fault(text: str) -> Fault:
     given = found.groupdict()
     kind, step = given["kind"], int(given["step"] or 0)
     if kind in MESSAGE:
-        return Fault(kind, _when(text, given["at"]), None, step)
+        return PlannedFault(kind, _when(text, given["at"]), None, step)
     seconds = math.inf if given["seconds"] is None else _number(text, given["seconds"])
     factor = 1.0 if given["by"] is None else _number(text, given["by"])
     if (given["by"] is None) != (kind != "slow"):
         raise UsageError(f"{text!r}: 'by' says how slow a rank is, such as 'slow 3 at 10 by 2.5'")
     if given["seconds"] is not None and kind not in LASTING:
         raise UsageError(f"{text!r}: 'for' is for what ends again: {', '.join(LASTING)}")
-    return Fault(kind, _when(text, given["at"]), int(given["rank"]), step, seconds, factor)
+    return PlannedFault(kind, _when(text, given["at"]), int(given["rank"]), step, seconds, factor)
 
 
-def check_fault(fault: Fault | str, program: Schedule, steps: int) -> Fault:
+def check_planned(fault: PlannedFault | str, program: Schedule, steps: int) -> PlannedFault:
     """The fault, if this program has what it is about."""
     if isinstance(fault, str):
         fault = parse_fault(fault)
-    if not isinstance(fault, Fault):
+    if not isinstance(fault, PlannedFault):
         raise UsageError(f"faults are texts, such as {_FORMS}, or Faults; got {fault!r}")
     if fault.kind not in PROCESS + MESSAGE:
         raise UsageError(f"{fault.kind!r} is no kind of fault; there are {', '.join(PROCESS + MESSAGE)}")
@@ -123,7 +123,7 @@ def check_fault(fault: Fault | str, program: Schedule, steps: int) -> Fault:
     return fault
 
 
-def _check_message(fault: Fault, program: Schedule) -> Fault:
+def _check_message(fault: PlannedFault, program: Schedule) -> PlannedFault:
     if not isinstance(fault.at, Action) or fault.at.op not in (Op.SEND_F, Op.SEND_B) or not _has(program, fault.at):
         raise UsageError(f"'{fault}': the program sends no such message; name its send, such as 0SEND_F1")
     return fault

@@ -1,9 +1,9 @@
 """The links between ranks on virtual time, and the store that all of them reach.
 
-A message occupies its link for a while (messages of one ordered pair of ranks queue for it) and is there some time later.
-Messages of one wire come in their order. When a process dies, what it has sent still comes, and then its peers see that the
-connection has closed, if they wait for that very process: as with gloo. Nothing is said about a process that
-merely stands still.
+A message occupies its link for a while (messages of one ordered pair of ranks queue for it) and is there some time
+later. Messages of one wire come in their order. When a process dies, what it has sent still comes, and then its peers
+see that the connection has closed, if they wait for that very process: as with gloo. Of a process that stands still
+nothing is seen.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import random
 from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure, PenstockError
-from penstock.rehearsal.faults import Fault
+from penstock.rehearsal.faults import PlannedFault
 from penstock.rehearsal.network import Network, Parcel, Store
 from penstock.rehearsal.stage import RehearsedStage, loss_of
 from penstock.rehearsal.transport import Message, RehearsalTransport
@@ -82,11 +82,13 @@ class RehearsedRank:
         self._setting = setting
         self._time = setting.network.time
         self._random = random.Random(setting.seed * 1_000_003 + rank)
-        self.strikes: dict[tuple[int, Op, int, int, int | None], Fault] = {}  # by step, op, stage, microbatch, peer
-        self.struck: list[Fault] = []
+        self.strikes: dict[
+            tuple[int, Op, int, int, int | None], PlannedFault
+        ] = {}  # by step, op, stage, microbatch, peer
+        self.struck: list[PlannedFault] = []
         self.factor = 1.0  # of its computations' times
         self.stalled_until = -math.inf
-        self.failing: Fault | None = None
+        self.failing: PlannedFault | None = None
         self._share = 1.0  # of the time of an overlapped pair's parts
         self._step = 0
         self._channels: tuple[Channel, ...] = ()
@@ -99,7 +101,7 @@ class RehearsedRank:
     # -- the process
 
     def live(self) -> None:
-        """Train for some steps, as a user does who catches the error of a failed step and goes on if that is possible."""
+        """Train for some steps, as a user does who catches the error of a failed step and goes on if he can."""
         setting, time, program = self._setting, self._time, self._setting.program
         placement, topology = program.placement, program.topology
         transport = RehearsalTransport(
@@ -205,7 +207,7 @@ class RehearsedRank:
 
     # -- what it lives through
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: PlannedFault) -> None:
         """The fault happens now."""
         self.struck.append(fault)
         until = self._time.now + fault.seconds

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
-from penstock.rehearsal.faults import Fault, check_fault
+from penstock.rehearsal.faults import PlannedFault, check_planned
 from penstock.rehearsal.network import Network, Store
 from penstock.rehearsal.rank import Notice, RehearsedRank, Setting
 from penstock.rehearsal.stage import plain_loop
@@ -48,7 +48,7 @@ class Rehearsal:
     makespans: tuple[float, ...]
     seconds: float
     notices: tuple[Notice, ...]
-    struck: tuple[Fault, ...]
+    struck: tuple[PlannedFault, ...]
     hung: tuple[int, ...]
     is_exact: bool
     completed: tuple[int, ...]
@@ -66,7 +66,7 @@ def rehearse(
     costs: Costs | None = None,
     *,
     seed: int = 0,
-    faults: Iterable[Fault | str] = (),
+    faults: Iterable[PlannedFault | str] = (),
     steps: int = 1,
     timeout: float = 60.0,
     jitter: float = 0.0,
@@ -122,12 +122,12 @@ def _checked(
     schedule: Schedule,
     costs: Costs | None,
     seed: int,
-    faults: Iterable[Fault | str],
+    faults: Iterable[PlannedFault | str],
     steps: int,
     timeout: float,
     jitter: float,
     store_host: int | None,
-) -> tuple[Schedule, Costs, list[Fault]]:
+) -> tuple[Schedule, Costs, list[PlannedFault]]:
     expect_schedule(schedule, "rehearse")
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=0.2, input=0.2, weight=0.1); got {costs!r}")
@@ -148,11 +148,11 @@ def _checked(
         raise UsageError(f"store_host={store_host}; there are ranks 0 to {program.ranks - 1}, or None")
     costs = costs or Costs()
     costs.check_edges(program.topology)
-    return program, costs, [check_fault(fault, program, steps) for fault in faults]
+    return program, costs, [check_planned(fault, program, steps) for fault in faults]
 
 
 def _limit(
-    program: Schedule, costs: Costs, faults: Sequence[Fault], steps: int, timeout: float, jitter: float
+    program: Schedule, costs: Costs, faults: Sequence[PlannedFault], steps: int, timeout: float, jitter: float
 ) -> float:
     """When every rank has ended, unless it hangs: what the steps take at most, and then the time to find a culprit."""
     slowest = math.prod(max(fault.factor, 1.0) for fault in faults)
@@ -187,7 +187,7 @@ def _setting(
         store=Store(network, store_host),
         timeout=timeout,
         steps=steps,
-        batch=Batch([()] * count, [{}] * count, [None] * count, [{}] * count, None, False),
+        batch=Batch([()] * count, [{}] * count, [None] * count, [{}] * count, None, True),
         times=costs.recomputed(program.stages, program.recompute).by_op(program.stages),
         sizes=costs.scale(count),
         ways=ways,
@@ -197,7 +197,7 @@ def _setting(
     )
 
 
-def _plan(faults: Sequence[Fault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule) -> None:
+def _plan(faults: Sequence[PlannedFault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule) -> None:
     """Each fault waits for its time, or for its action on its rank."""
     for fault in faults:
         at = fault.at

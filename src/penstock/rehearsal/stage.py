@@ -1,8 +1,8 @@
 """A stage that takes its stated time and computes on a number in the place of tensors.
 
-The number is a function of everything that it came from: of its stage, step and microbatch, and of the numbers that arrived.
-A message that were lost, doubled or swapped without being noticed would change the losses and gradients at the end, which
-are compared with those of a plain loop.
+The number is a function of everything that it came from: of its stage, step and microbatch, and of the numbers that
+arrived. A message that is lost, doubled or swapped without being noticed would change the losses and gradients at the
+end, which are compared with those of a plain loop.
 """
 
 from __future__ import annotations

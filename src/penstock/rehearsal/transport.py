@@ -89,7 +89,7 @@ class RehearsalOutgoing(Outgoing):
         self._put(Message(self._operations.step, self.count, microbatch, None, failure))
 
     def _put(self, message: Message) -> None:
-        parcel = self._stamp(self._number, message)
+        parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
         self._operations.send(parcel, self.edge.target_rank, self._number, self.edge, message.microbatch)
 
 
@@ -103,7 +103,7 @@ class Mail:
         return True
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
-        parcel = Parcel((step, body), 0.0, self._network.latency(self._operations.rank, peer))
+        parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._operations.rank, peer))
         self._operations.send(parcel, peer, CONTROL)
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:

@@ -1,8 +1,8 @@
 """Virtual time: tasks take turns in one thread, and the clock jumps from one event to the next.
 
 Every rank runs the blocking code that it runs in a real training, so each of its threads is a greenlet here: a wait
-puts it aside and runs whatever is due next. What is due at the same moment runs in an order that the seed draws, so a seed
-stands for one interleaving, and the same seed always gives the same one.
+puts it aside and runs whatever is due next. What is due at the same moment runs in an order that the seed draws, so a
+seed stands for one interleaving, and the same seed always gives the same one.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class RankClock(Clock):
     def now(self) -> float:  # type: ignore[override]
         return self._time.now
 
-    def sleep(self, seconds: float) -> None:  # type: ignore[override]
+    def sleep(self, seconds: float) -> None:
         self._time.sleep(seconds)
 
     def event(self) -> VirtualEvent:

@@ -45,8 +45,13 @@ class Worker(Protocol):
 class Clock:
     """The machine's time and threads."""
 
-    now = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
+    def now(self) -> float:
+        """Seconds since some moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let this much time pass."""
+        time.sleep(seconds)
 
     def event(self) -> Event:
         """What one may wait for and another set."""

@@ -169,7 +169,7 @@ class RankClock(Clock):
     def __init__(self, time: VirtualTime, rank: int) -> None:
         self._time, self._rank = time, rank
 
-    def now(self) -> float:  # type: ignore[override]
+    def now(self) -> float:
         return self._time.now
 
     def sleep(self, seconds: float) -> None:

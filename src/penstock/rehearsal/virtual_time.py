@@ -31,11 +31,12 @@ _LIMIT = -1  # in the place of a ticket: look whether the task's limit has come
 class Task:
     """What runs in turn with others: one thread of a rank, or a fault that waits for its time."""
 
-    __slots__ = ("greenlet", "has_timer", "limit", "rank", "ticket")
+    __slots__ = ("greenlet", "has_timer", "is_started", "limit", "rank", "ticket")
 
     def __init__(self, rank: int, run: greenlet) -> None:
         self.rank = rank
         self.greenlet = run
+        self.is_started = False
         self.ticket = 0  # of its present wait: what was meant to end an earlier one is void
         self.limit = math.inf  # when its present wait ends at the latest
         self.has_timer = False  # one timer serves the limits of all its waits, which hardly ever come
@@ -54,6 +55,7 @@ class VirtualTime:
         self._hub = getcurrent()
         self._tasks: list[Task] = []
         self._stopped: set[int] = set()  # ranks that stand still
+        self._unstarted: Task | None = None  # due next
         self._held: list[Task] = []  # due while their rank stood still
 
     def start(self, rank: int, function: Callable[[], object], at: float | None = None) -> Task:
@@ -81,8 +83,9 @@ class VirtualTime:
         following = self._next()
         if following is task:
             return
-        if following is None:
-            self._hub.switch()
+        if following is None or not following.is_started:
+            self._unstarted = following
+            self._hub.switch()  # which starts it: a greenlet that another starts counts that one's depth of calls too
         else:
             self.current = following
             following.greenlet.switch()
@@ -124,10 +127,11 @@ class VirtualTime:
         """Run tasks until `is_done`, which is asked whenever a task has ended, or until that time."""
         self.start(EVERYWHERE, lambda: None, until)
         while not is_done() and self.now < until:
-            task = self._next()
+            task, self._unstarted = self._unstarted or self._next(), None
             if task is None:
                 return
             self.current = task
+            task.is_started = True
             task.greenlet.switch()
 
     def close(self) -> None:

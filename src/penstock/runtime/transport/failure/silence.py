@@ -35,6 +35,7 @@ class Marks:
         self._ask, self._now = ask, now
         self._keys = [key(f"{reason}/{other}") for other in range(ranks)]
         self._own = self._keys[rank]
+        self._ever = key(f"{reason}/ever")  # whether any rank has ever had it: mostly none has, and one look tells
         self._fresh = fresh
         self._count = 0
         self._has_reason = False
@@ -43,6 +44,8 @@ class Marks:
     def tell(self, has_reason: bool) -> None:
         """At every beat: whether this rank has the reason."""
         if has_reason or self._has_reason:
+            if not self._count:
+                self._ask("set", self._ever, "yes")
             self._count += 1
             self._has_reason = has_reason
             self._ask("set", self._own, write(self._own, self._count, has_reason))
@@ -50,6 +53,8 @@ class Marks:
     def anybody(self) -> bool:
         """Whether some rank here has it, as far as its count moves."""
         now, found = self._now(), False
+        if not self._ask("check", [self._ever]):
+            return False
         for key in self._keys:
             if not self._ask("check", [key]):
                 continue
@@ -73,7 +78,7 @@ class Overdue:
     ) -> None:
         self._timeout, self._beat, self._now = timeout, beat, now
         self.outside, self.compiling = outside, compiling
-        self._compiled = float("-inf")  # until when some rank was seen to
+        self._excused = float("-inf")  # until when some rank compiled, or moved on that this one waits for
         self._looks = 0  # since the main thread waits as it does now
         self._watched: Waiting | None = None
 
@@ -84,11 +89,15 @@ class Overdue:
         if waiting is None or now - waiting.since < self._timeout / 2:
             return False
         if self.compiling.anybody():
-            self._compiled = now
+            self.excuse(now)
         waited = self.waited(waiting) - (OUTSIDE_SECONDS if self.outside.anybody() else 0.0)
         starved = self._looks < STARVED * self._timeout / self._beat
         return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
 
+    def excuse(self, until: float) -> None:
+        """Waits count from that time on: until then there was a reason to wait."""
+        self._excused = max(self._excused, until)
+
     def waited(self, waiting: Waiting) -> float:
-        """For how many seconds, since the last compilation."""
-        return self._now() - max(waiting.since, self._compiled)
+        """For how many seconds, since there was last a reason to."""
+        return self._now() - max(waiting.since, self._excused)

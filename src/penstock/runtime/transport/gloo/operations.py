@@ -7,7 +7,6 @@ group as they are.
 
 from __future__ import annotations
 
-import sys
 from copy import copy
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -24,8 +23,6 @@ from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.messages import Part
 
-SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort
-
 
 class Operations:
     """Starts transfers and waits for them. `step` is stamped on every message."""
@@ -38,7 +35,7 @@ class Operations:
         self.watch = watch
         self._now = watch.clock.now
         self._timeout = timeout
-        self._limits = [timedelta(seconds=timeout + SLACK), timedelta(seconds=timeout + SLACK + LONGEST)]
+        self._limit = timedelta(seconds=timeout + LONGEST)  # gloo's own: the last resort, where the watch ends nothing
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -85,7 +82,7 @@ class Operations:
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            work.wait(self._limits["torch._dynamo" in sys.modules])
+            work.wait(self._limit)
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise

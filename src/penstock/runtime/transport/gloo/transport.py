@@ -47,7 +47,7 @@ from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.exchange import Exchange
 from penstock.runtime.transport.failure.bell import Bell
-from penstock.runtime.transport.failure.blame import different_calls
+from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.failure.watch import Watch, held_weakly
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
@@ -116,6 +116,7 @@ class DistributedTransport(Transport):
             *(self._make_bell(), clock),
         )
         self.news = self.watch.news
+        self.watch.traffic = partial(_traffic, weakref.ref(self))  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.close)
         self._operations = Operations(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
@@ -285,6 +286,17 @@ def _member_of(group: dist.ProcessGroup, device: torch.device | str | None) -> M
         None if _has_agent() or 0 not in members else members.index(0),
         number,
     )
+
+
+def _traffic(
+    transport: weakref.ref[DistributedTransport], waiting: Waiting | None
+) -> tuple[dict[int, int], tuple[int, int] | None]:
+    """How many messages of each channel a rank has sent in this step; and which one it waits for."""
+    found = transport()
+    if found is None:
+        return {}, None
+    awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
+    return found.ends.counts()[0], awaited
 
 
 def _cut(backend: Any, tag: int, peer: int) -> None:

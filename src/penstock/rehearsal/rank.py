@@ -72,6 +72,7 @@ class Setting(NamedTuple):
     jitter: float
     seed: int
     record: bool
+    unsettled: set[int]  # ranks that have neither ended nor been struck by what they never come back from
 
 
 class RehearsedRank:
@@ -131,6 +132,7 @@ class RehearsedRank:
                 gradients = {index: stage.gradient for index, stage in stages.items()}
                 self.done[step] = StepDone(last.loss, last.losses_by_number, gradients)
         self.ended = True
+        setting.unsettled.discard(self.rank)
 
     def _given(self) -> StepInput:
         batch = self._setting.batch
@@ -210,6 +212,8 @@ class RehearsedRank:
     def strike(self, fault: PlannedFault) -> None:
         """The fault happens now."""
         self.struck.append(fault)
+        if fault.is_fatal:
+            self._setting.unsettled.discard(self.rank)
         until = self._time.now + fault.seconds
         if fault.kind == "slow":
             self.factor *= fault.factor

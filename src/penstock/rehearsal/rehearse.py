@@ -96,26 +96,16 @@ def rehearse(
     setting = _setting(program, costs, time, store_host, timeout, steps, jitter, seed, record)
     ranks = [RehearsedRank(rank, setting) for rank in range(program.ranks)]
     draw = random.Random(seed)
-    unsettled = set(range(program.ranks))
-
-    def is_done() -> bool:
-        unsettled.difference_update([rank for rank in unsettled if ranks[rank].ended or _is_gone(ranks[rank])])
-        return not unsettled
-
     with _without_collecting(program.columns.size):
         for rank in ranks:
             time.start(rank.rank, rank.live, -BEAT * draw.random())
         _plan(planned, ranks, time, program)
         try:
-            time.run(is_done, limit)
+            time.run(lambda: not setting.unsettled, limit)
             seconds = time.now
         finally:
             time.close()
     return _outcome(program, ranks, seconds, steps, setting)
-
-
-def _is_gone(rank: RehearsedRank) -> bool:
-    return any(fault.is_fatal for fault in rank.struck)
 
 
 def _checked(
@@ -194,6 +184,7 @@ def _setting(
         jitter=jitter,
         seed=seed,
         record=record,
+        unsettled=set(range(program.ranks)),
     )
 
 
@@ -240,7 +231,7 @@ def _outcome(
         seconds=seconds,
         notices=tuple(notices),
         struck=tuple(fault for rank in ranks for fault in rank.struck),
-        hung=tuple(rank.rank for rank in ranks if not rank.ended and not _is_gone(rank)),
+        hung=tuple(sorted(setting.unsettled)),
         is_exact=_is_exact(program, ranks, steps),
         completed=tuple(len(rank.done) for rank in ranks),
         order=tuple(_actions(rank) for rank in ranks),

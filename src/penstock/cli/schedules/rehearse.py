@@ -115,7 +115,8 @@ def _lines(found: Any, title: str, steps: int) -> list[str]:
     lines = [title, "", f"makespan    {number(found.makespan)}"]
     if steps > 1:
         lines.append(f"steps       {min(found.completed)} of {steps} completed by all ranks")
-    lines.append(f"results     {'those of a plain loop' if found.is_exact else 'NOT those of a plain loop'}")
+    results = "those of a plain loop" if any(found.completed) else "none: no step was completed"
+    lines.append(f"results     {results if found.is_exact else 'NOT those of a plain loop'}")
     lines.append(f"faults      {'; '.join(map(str, found.struck)) or 'none happened'}")
     if found.hung:
         lines.append(f"HUNG        ranks {', '.join(map(str, found.hung))}")

@@ -128,7 +128,7 @@ class Board:
         now = monotonic()
         others = set(self.chain(rank)[1:])
         for other in others:
-            doing = self.doing[other]()
+            doing = f"{self.doing[other]()}, waiting for {self.waiting[other]}"
             if doing != self.places[other][0]:
                 self.places[other] = doing, now
         return min((now - self.places[other][1] for other in others), default=now)

@@ -39,8 +39,8 @@ class State(NamedTuple):
     """What a rank says of itself: for whom it waits, in words what it does, at which action; and in which call it is.
 
     `step` counts the exchanges of the group: calls can only be compared between two of them. `still` is for how many
-    seconds it has been at the same action, as its watch has seen it; `sent` says how many messages of each channel it
-    has sent in this step, and `awaits` which channel it waits for, and for the how-manieth of its messages, from 0.
+    seconds it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many messages
+    of each channel it has sent in this step, and `awaits` which channel it waits for, and which of its messages, from 0.
     """
 
     waiting: Waiting | None

@@ -113,7 +113,7 @@ class Watch:
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
         self._step = 0
-        self._place: tuple[int, str] | None = None  # in which step, and what this rank was doing there at the last look
+        self._place: tuple[int, str, Waiting | None] | None = None  # where this rank was at the last look: step, action
         self._place_since = clock.now()
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
         self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
@@ -285,7 +285,7 @@ class Watch:
         return None if alarm is None else self._arbitrate(alarm)
 
     def _note_place(self) -> None:
-        place = self._step, self.doing()
+        place = self._step, self.doing(), self.waiting
         if place != self._place:
             self._place, self._place_since = place, self.clock.now()
 

@@ -124,6 +124,8 @@ class RehearsedRank:
             try:
                 reports = executor.run(program, self._given())
             except (PenstockError, InjectedError) as error:
+                if time.over:  # the rehearsal has ended, and this task with it
+                    return
                 self.notices.append(Notice(self.rank, step, time.now, error))
                 if transport.broken is not None:
                     break
@@ -172,6 +174,7 @@ class RehearsedRank:
             time.wait(self.stalled_until)
         if self.failing is not None:
             fault, self.failing = self.failing, None
+            self.struck.append(fault)
             raise InjectedError(f"as planned: {fault}")
         around = self.computes.get(self._step)
         if around is None:
@@ -210,8 +213,9 @@ class RehearsedRank:
     # -- what it lives through
 
     def strike(self, fault: PlannedFault) -> None:
-        """The fault happens now."""
-        self.struck.append(fault)
+        """The fault happens now; a computation that is to fail does so as it ends."""
+        if fault.kind != "fail":
+            self.struck.append(fault)
         if fault.is_fatal:
             self._setting.unsettled.discard(self.rank)
         until = self._time.now + fault.seconds

@@ -57,6 +57,9 @@ HELD = [  # classes that users get from a call and have no name of their own in 
     "penstock.parity_check.parity.Parity",
     "penstock.planner.ranking.Plan",
     "penstock.planner.ranking.Plans",
+    "penstock.rehearsal.faults.PlannedFault",
+    "penstock.rehearsal.rank.Notice",
+    "penstock.rehearsal.rehearse.Rehearsal",
     "penstock.runtime.engine.handlers.Context",
 ]
 

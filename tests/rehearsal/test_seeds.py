@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rehearsal_cases import draw_case, faults_of
 
-SAMPLE = 60
+SAMPLE = 120
 
 
 @pytest.mark.parametrize("first", range(0, SAMPLE, 10))

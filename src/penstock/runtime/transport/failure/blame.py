@@ -40,7 +40,7 @@ class State(NamedTuple):
 
     `step` counts the exchanges of the group: calls can only be compared between two of them. `still` is for how many
     seconds it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many messages
-    of each channel it has sent in this step, and `awaits` which channel it waits for, and which of its messages, from 0.
+    of each channel it has sent in this step, and `awaits` which channel it waits for, and which message of it, from 0.
     """
 
     waiting: Waiting | None

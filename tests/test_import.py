@@ -29,6 +29,7 @@ ROOMS = [
     "runtime.loss",
     "optim",
     "runtime.engine",
+    "rehearsal",
     "group",
     "parallel",
     "pipeline",

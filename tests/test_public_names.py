@@ -42,6 +42,7 @@ PENSTOCK = [
     "parity",
     "plan",
     "randomness",
+    "rehearse",
     "restore_batch_norm",
     "save",
 ]

@@ -58,6 +58,9 @@ HELD = [  # classes that users get from a call and have no name of their own in 
     "penstock.planner.ranking.Plan",
     "penstock.pipeline.train_steps.TrainedStep",
     "penstock.planner.ranking.Plans",
+    "penstock.rehearsal.faults.PlannedFault",
+    "penstock.rehearsal.rank.Notice",
+    "penstock.rehearsal.rehearse.Rehearsal",
     "penstock.runtime.engine.handlers.Context",
 ]
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
     from penstock.planner.plan import plan as plan
+    from penstock.rehearsal.rehearse import rehearse as rehearse
     from penstock.runtime.batch.batch_options import BatchOptions as BatchOptions
     from penstock.runtime.batch.lengths import by_tokens as by_tokens
     from penstock.runtime.batch.microbatch import Microbatches as Microbatches
@@ -76,6 +77,7 @@ _HOMES = {  # what is public, and the module that has it
     "parity": "penstock.parity_check.parity",
     "plan": "penstock.planner.plan",
     "randomness": "penstock.runtime.state.randomness",
+    "rehearse": "penstock.rehearsal.rehearse",
     "restore_batch_norm": "penstock.runtime.state.batch_norm",
     "save": "penstock.checkpoint.single",
 }

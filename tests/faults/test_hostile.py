@@ -94,7 +94,7 @@ def trains_beside_a_stranger(say: Callable[[Any], None], path: str, only: str) -
     os._exit(0)
 
 
-@pytest.mark.parametrize("key", ["verdict", "news/3", "alarm"])
+@pytest.mark.parametrize("key", ["verdict", "news/3", "alarm/0"])
 def test_a_stranger_at_the_store_can_end_a_run_but_not_run_code(key: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         endings = launch(2, trains_beside_a_stranger, f"{folder}/boom", key, tcp=True)

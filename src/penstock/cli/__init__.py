@@ -21,6 +21,7 @@ from penstock.cli.output import complain
 from penstock.cli.plan import plan
 from penstock.cli.primer import primer
 from penstock.cli.schedules.compare import compare
+from penstock.cli.schedules.rehearse import rehearse
 from penstock.cli.schedules.search import search
 from penstock.cli.schedules.show import show
 from penstock.cli.schedules.simulate import simulate
@@ -82,7 +83,7 @@ app = typer.Typer(
 )
 NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
 SETTINGS: dict[Any, dict[str, Any]] = {bench: {"allow_interspersed_args": False}}  # what follows a name is the bench's
-LOOKING = (show, verify, simulate, compare, search, view, studio, whatif)
+LOOKING = (show, verify, simulate, rehearse, compare, search, view, studio, whatif)
 for command in (train, plan, evaluate, generate, *LOOKING, primer, bench):
     short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
     app.command(NAMES.get(command), short_help=short, context_settings=SETTINGS.get(command))(command)

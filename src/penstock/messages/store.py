@@ -6,11 +6,11 @@ are made by a thread of their own, and whoever asks can stop listening.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
+
+from penstock.messages.clock import CLOCK, Clock
 
 
 class NoAnswer(Exception):
@@ -20,24 +20,25 @@ class NoAnswer(Exception):
 class Asker:
     """Makes one call at a time. `asked_at` is when the call that is under way began."""
 
-    def __init__(self, store: Any, name: str) -> None:
+    def __init__(self, store: Any, name: str, clock: Clock = CLOCK) -> None:
         self.asked_at: float | None = None
         self._store = store
-        self._questions: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._clock = clock
+        self._questions = clock.queue()  # of (method, arguments), or None: no more
+        self._answers = clock.queue()  # of (whether it went well, answer or error)
+        self._thread = clock.worker(self._run, name)
         self._thread.start()
 
     def ask(self, method: str, *arguments: Any, patience: float, give_up: Callable[[float], bool]) -> Any:
         """The answer; every `patience` seconds without one, `give_up(seconds so far)` decides whether to go on."""
-        self.asked_at = time.monotonic()
+        self.asked_at = self._clock.now()
         self._questions.put((method, arguments))
         while True:
             try:
-                well, answer = self._answers.get(timeout=patience)
+                well, answer = self._answers.get(True, patience)
                 break
             except Empty:
-                if give_up(time.monotonic() - self.asked_at):
+                if give_up(self._clock.now() - self.asked_at):
                     raise NoAnswer from None
         self.asked_at = None
         if not well:

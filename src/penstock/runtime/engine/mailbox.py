@@ -8,6 +8,7 @@ copy. The turn of a V is therefore an ordinary hand-over. All routes are worked 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -41,7 +42,10 @@ class ActionWait:
         self.ended = end
 
 
-def channels_of(placement: Placement, topology: Topology) -> tuple[list[Channel], dict[tuple[int, int, str], int]]:
+@lru_cache(maxsize=8)  # the ranks of one process ask for the same
+def channels_of(
+    placement: Placement, topology: Topology
+) -> tuple[tuple[Channel, ...], Mapping[tuple[int, int, str], int]]:
     """All channels of a pipeline, the same on every rank; and (stage, other end, direction) to their numbers."""
     channels: list[Channel] = []
     numbers: dict[tuple[int, int, str], int] = {}
@@ -51,7 +55,7 @@ def channels_of(placement: Placement, topology: Topology) -> tuple[list[Channel]
         for channel in (there, back):  # the way back always has the next number
             numbers[channel.source_stage, channel.target_stage, channel.direction] = len(channels)
             channels.append(channel)
-    return channels, numbers
+    return tuple(channels), numbers
 
 
 class Mailbox:
@@ -59,8 +63,7 @@ class Mailbox:
 
     def __init__(self, rank: int, placement: Placement, topology: Topology, transport: Transport) -> None:
         self._transport = transport
-        self._channels, self._numbers = channels_of(placement, topology)
-        self.channels = tuple(self._channels)
+        self.channels, self._numbers = channels_of(placement, topology)
         self.ends: ChannelEnds[Incoming, Outgoing] = ChannelEnds()
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
         self.fetched: dict[tuple[str, int, int], dict[int, Any]] = {}  # taken before its computation: direction, stage

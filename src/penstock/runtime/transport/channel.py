@@ -209,6 +209,13 @@ class ChannelEnds(Generic[In, Out]):
         taken = {index: end.count - len(end.posted) for index, end in self.incoming.items() if end.count}
         return sent, taken
 
+    def awaited(self, edge: Channel, microbatch: int) -> tuple[int, int] | None:
+        """Which channel that is, and which of its messages in this step, from 0, the receive of the microbatch is."""
+        for index, end in self.incoming.items():
+            if end.edge == edge and microbatch in (posted := tuple(end.posted)):
+                return index, end.count - len(posted) + posted.index(microbatch)
+        return None
+
     def end_step(self) -> None:
         """Count from 0 again."""
         for incoming in self.incoming.values():

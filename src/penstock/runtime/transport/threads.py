@@ -10,7 +10,8 @@ there is, and the one for which `verify` proves programs.
 Ranks of one process can see each other, so failure needs no wire: the group shares a board,
 and `abort` writes the failure there and wakes every waiter at once by an item in each queue.
 On a timeout the board also says who waits for whom, and the blame goes to the rank at the end
-of that chain rather than to the neighbour, which may be waiting as well.
+of that chain rather than to the neighbour, which may be waiting as well. Where somebody in the
+chain has moved on within the timeout, as in a pipeline that takes longer to fill, nobody is yet.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from penstock.runtime.transport.failure.compiling import last_compiled
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 
+LOOKS = 10  # in the time of a timeout, at whether those who are waited for move on
 IN_MEMORY = "handed over in memory, without a copy"  # how values travel here
 
 
@@ -74,6 +76,7 @@ class Board:
         self.news: list[PeerFailure] = []
         self.doing: list[Callable[[], str]] = [lambda: "nothing known"] * ranks
         self.where: list[Where] = [nowhere] * ranks
+        self.places: list[tuple[str, float]] = [("", 0.0)] * ranks  # what each rank was doing, and since when
         self.clear()
 
     def clear(self) -> None:
@@ -119,6 +122,16 @@ class Board:
         """What each rank is doing now, in words."""
         waits = ["" if peer is None else f", waiting for rank {peer}" for peer in self.waiting]
         return [doing() + wait for doing, wait in zip(self.doing, waits, strict=True)]
+
+    def still(self, rank: int) -> float:
+        """How long everybody for whom this rank waits, one through the other, has been seen doing the same."""
+        now = monotonic()
+        others = set(self.chain(rank)[1:])
+        for other in others:
+            doing = f"{self.doing[other]()}, waiting for {self.waiting[other]}"
+            if doing != self.places[other][0]:
+                self.places[other] = doing, now
+        return min((now - self.places[other][1] for other in others), default=now)
 
     def chain(self, rank: int) -> list[int]:
         """This rank, the rank it waits for, the rank that one waits for, and so on."""
@@ -255,15 +268,17 @@ class ThreadTransport(Transport):
         self.check_not_broken()
         waiting = self._board.waiting
         waiting[self.rank] = peer
-        patience = self.timeout
+        look = self.timeout / LOOKS
+        begin = monotonic()
         try:
             while True:
                 try:
-                    item = queue.get(True, patience)
+                    item = queue.get(True, look)
                     break
                 except Empty:
-                    patience = last_compiled() + self.timeout - monotonic()
-                    if patience <= 0:
+                    still = self._board.still(self.rank)
+                    waited = monotonic() - max(begin, last_compiled())
+                    if waited >= self.timeout and still >= self.timeout - 2 * look:
                         raise copy(self._board.abort(self._blame(peer, edge, microbatch))) from None
         finally:
             waiting[self.rank] = None

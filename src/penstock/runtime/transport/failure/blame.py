@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import PeerFailure
@@ -36,7 +38,9 @@ plain.record(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float
 class State(NamedTuple):
     """What a rank says of itself: for whom it waits, in words what it does, at which action; and in which call it is.
 
-    `step` counts the exchanges of the group: calls can only be compared between two of them.
+    `step` counts the exchanges of the group: calls can only be compared between two of them. `still` is for how many
+    seconds it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many messages
+    of each channel it has sent in this step, and `awaits` which channel it waits for, and which message of it, from 0.
     """
 
     waiting: Waiting | None
@@ -44,10 +48,25 @@ class State(NamedTuple):
     where: Action | None
     step: int = 0
     call: str = ""
+    still: float = math.inf
+    sent: Mapping[int, int] = {}
+    awaits: tuple[int, int] | None = None
 
 
-def judge(accuser: int, accusation: Waiting, states: Mapping[int, State], timeout: float) -> PeerFailure:
-    """The end of the chain of waits that begins at the accuser; or who makes another call than the others."""
+class Excused(NamedTuple):
+    """Nobody is to blame yet: of those for whom the accuser waits, one moved on that many seconds ago."""
+
+    still: float
+
+
+def judge(
+    accuser: int, accusation: Waiting, states: Mapping[int, State], timeout: float, beat: float = 0.0
+) -> PeerFailure | Excused:
+    """The end of the chain of waits that begins at the accuser; or who makes another call than the others.
+
+    In a deep pipeline a wait may well be longer than the timeout. So whoever is in the chain and moves on excuses all;
+    it is blamed only once everybody in it has stood still for the timeout, as far as two beats can tell.
+    """
     calls = {rank: state.call for rank, state in states.items() if state.call and state.waiting is not None}
     if len({states[rank].step for rank in calls}) == 1:
         apart = different_calls(calls)
@@ -60,12 +79,31 @@ def judge(accuser: int, accusation: Waiting, states: Mapping[int, State], timeou
         path.append(state.peer)
         if state.peer in path[:-1]:
             break
+    still = min((states[rank].still for rank in path[1:] if rank in states), default=math.inf)
+    if still < timeout - 2 * beat:
+        return Excused(still)
+    for waiter, awaited in pairwise(path):
+        lost = _lost_message(waits[waiter], states.get(waiter), states.get(awaited), timeout)
+        if lost is not None:
+            return lost
     suffix = f" ({' waits for '.join(f'rank {rank}' for rank in path)})" if len(path) > 2 else ""
     if len(set(path)) < len(path):
         return last.blame(path[-2], f"deadlock for {timeout:g} s{suffix},")
     how = "busy in its own code" if path[-1] in states else "stopped or dead"
     found = last.blame(path[-2], f"silent for {timeout:g} s, {how}{suffix},")
     return located(found, states[path[-1]].where if path[-1] in states else None)
+
+
+def _lost_message(
+    waiting: Waiting | None, waiter: State | None, awaited: State | None, timeout: float
+) -> PeerFailure | None:
+    """A message that the one has sent and the other still waits for, whatever its sender waits for now."""
+    if waiting is None or waiting.edge is None or waiter is None or awaited is None or waiter.awaits is None:
+        return None
+    channel, ordinal = waiter.awaits
+    if waiting.edge.source_rank != waiting.peer or awaited.sent.get(channel, 0) <= ordinal:
+        return None
+    return lost_source(waiting.edge, waiting.microbatch, f"it sent a message that has not come for {timeout:g} s,")
 
 
 def different_calls(calls: Sequence[str] | Mapping[int, str]) -> PeerFailure | None:

@@ -1,6 +1,7 @@
 """The part of the store in which the ranks of one transport leave notes for each other, by the names that these have.
 
-The first alarm and the first verdict stand, by the store's compare-and-set, so all ranks read the same ones.
+The first alarm and the first verdict stand, by the store's compare-and-set, so all ranks read the same ones. An alarm
+that names nobody may be called off; then there may be another.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ class Bulletin:
         self._prefix = prefix
         self._rank, self._ranks = rank, ranks
         self._said: tuple[int, str] | None = None  # about this rank's call
+        self.round = 0  # alarms that were called off, as far as this rank has heard
 
     def key(self, name: str) -> str:
         """Where a note is in the store."""
         return f"{self._prefix}/{name}"
 
-    def _read(self, kind: str, number: int | None = None) -> tuple[Any, ...] | None:
+    def _read(self, kind: str, number: int | str | None = None) -> tuple[Any, ...] | None:
         key = self.key(kind if number is None else f"{kind}/{number}")
         return read(kind, key, self._ask("get", key)) if self._ask("check", [key]) else None
 
@@ -51,12 +53,20 @@ class Bulletin:
 
     def alarm(self) -> Alarm | None:
         """The one that stands, if there is one."""
-        note = self._read("alarm")
+        note = self._read("alarm", self.round)
         return None if note is None else Alarm(*note)
 
     def raise_alarm(self, alarm: Alarm) -> None:
         """Unless there is one."""
-        self._write_first("alarm", *alarm)
+        self._write_first(f"alarm/{self.round}", *alarm)
+
+    def call_off(self) -> None:
+        """The alarm was for nothing."""
+        self._write_first(f"off/{self.round}")
+
+    def is_off(self) -> bool:
+        """Whether the alarm was called off."""
+        return self._read("off", self.round) is not None
 
     def tell_news(self, step: int, failure: PeerFailure) -> None:
         """The step has failed; the first who says so is heard."""
@@ -68,12 +78,12 @@ class Bulletin:
         return None if note is None else note[0]
 
     def tell_state(self, state: State) -> None:
-        """What this rank does."""
-        self._write(f"state/{self._rank}", *state)
+        """What this rank does, for the alarm that stands."""
+        self._write(f"state/{self.round}/{self._rank}", *state)
 
     def states(self, ranks: Iterable[int]) -> dict[int, State]:
         """What these ranks do, of those that have said it."""
-        notes = {rank: self._read("state", rank) for rank in ranks}
+        notes = {rank: self._read("state", f"{self.round}/{rank}") for rank in ranks}
         return {rank: State(*note) for rank, note in notes.items() if note is not None}
 
     def tell_call(self, step: int, call: str) -> None:

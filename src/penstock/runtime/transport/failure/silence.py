@@ -7,10 +7,10 @@ wrote there again), and this group says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
+from penstock.messages.clock import CLOCK
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.notes import read, write
 
@@ -23,11 +23,19 @@ class Marks:
     """One rank's view. `ask` calls the store, `fresh` is for how many seconds a count may stand still."""
 
     def __init__(
-        self, reason: str, ask: Callable[..., Any], key: Callable[[str], str], rank: int, ranks: int, fresh: float
+        self,
+        reason: str,
+        ask: Callable[..., Any],
+        key: Callable[[str], str],
+        rank: int,
+        ranks: int,
+        fresh: float,
+        now: Callable[[], float] = CLOCK.now,
     ) -> None:
-        self._ask = ask
+        self._ask, self._now = ask, now
         self._keys = [key(f"{reason}/{other}") for other in range(ranks)]
         self._own = self._keys[rank]
+        self._ever = key(f"{reason}/ever")  # whether any rank has ever had it: mostly none has, and one look tells
         self._fresh = fresh
         self._count = 0
         self._has_reason = False
@@ -36,13 +44,17 @@ class Marks:
     def tell(self, has_reason: bool) -> None:
         """At every beat: whether this rank has the reason."""
         if has_reason or self._has_reason:
+            if not self._count:
+                self._ask("set", self._ever, "yes")
             self._count += 1
             self._has_reason = has_reason
             self._ask("set", self._own, write(self._own, self._count, has_reason))
 
     def anybody(self) -> bool:
         """Whether some rank here has it, as far as its count moves."""
-        now, found = time.monotonic(), False
+        now, found = self._now(), False
+        if not self._ask("check", [self._ever]):
+            return False
         for key in self._keys:
             if not self._ask("check", [key]):
                 continue
@@ -61,25 +73,31 @@ class Overdue:
     `outside` and `compiling` are the ranks that have a reason to be silent.
     """
 
-    def __init__(self, timeout: float, beat: float, outside: Marks, compiling: Marks) -> None:
-        self._timeout, self._beat = timeout, beat
+    def __init__(
+        self, timeout: float, beat: float, outside: Marks, compiling: Marks, now: Callable[[], float] = CLOCK.now
+    ) -> None:
+        self._timeout, self._beat, self._now = timeout, beat, now
         self.outside, self.compiling = outside, compiling
-        self._compiled = float("-inf")  # until when some rank was seen to
+        self._excused = float("-inf")  # until when some rank compiled, or moved on that this one waits for
         self._looks = 0  # since the main thread waits as it does now
         self._watched: Waiting | None = None
 
     def __call__(self, waiting: Waiting | None) -> bool:
         """Whether to raise an alarm that names nobody."""
-        now = time.monotonic()
+        now = self._now()
         self._looks, self._watched = self._looks + 1 if waiting == self._watched else 0, waiting
         if waiting is None or now - waiting.since < self._timeout / 2:
             return False
         if self.compiling.anybody():
-            self._compiled = now
+            self.excuse(now)
         waited = self.waited(waiting) - (OUTSIDE_SECONDS if self.outside.anybody() else 0.0)
         starved = self._looks < STARVED * self._timeout / self._beat
         return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
 
+    def excuse(self, until: float) -> None:
+        """Waits count from that time on: until then there was a reason to wait."""
+        self._excused = max(self._excused, until)
+
     def waited(self, waiting: Waiting) -> float:
-        """For how many seconds, since the last compilation."""
-        return time.monotonic() - max(waiting.since, self._compiled)
+        """For how many seconds, since there was last a reason to."""
+        return self._now() - max(waiting.since, self._excused)

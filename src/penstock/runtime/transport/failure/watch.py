@@ -13,7 +13,10 @@ process group:
 - A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine so busy that this
   thread itself hardly ran meanwhile, it waits for up to three. All ranks then say what they do and for whom they wait,
   if for anybody. The chain from the alarmed rank ends at the culprit: a rank that does not answer (stopped, or gone),
-  or answers that it waits for nobody (busy in its own code); a chain that closes is a deadlock.
+  or answers that it waits for nobody (busy in its own code); a chain that closes is a deadlock. Where somebody in the
+  chain has moved on within the timeout, as in a pipeline so deep that it takes longer to fill, the alarm is called off.
+- Who raised the alarm judges; the others look on, and judge only where it does not. (With a thousand ranks, a
+  thousand judges would have the store answer a million questions.)
 - A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
   the same call, they wait in vain, and the odd one is named at once.
 - A rank that finds a verdict cuts its own connections, by a receive that times out on purpose. That frees its main
@@ -30,8 +33,7 @@ What is written there (`bulletin`) is plain (`notes`); who is to blame follows f
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from types import MethodType
@@ -39,10 +41,11 @@ from typing import Any, TypeVar
 from weakref import WeakMethod
 
 from penstock.errors import PeerFailure, RunError
+from penstock.messages.clock import CLOCK, Clock, Event
 from penstock.messages.store import Asker, NoAnswer
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.bell import Bell
-from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
+from penstock.runtime.transport.failure.blame import Excused, State, Waiting, different_calls, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.compiling import is_compiling
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
@@ -56,8 +59,10 @@ STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
 SLOW = 4  # a store is silent only where it is so many times slower than it was
 TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
+NEAR_RANKS = 16  # so many may ask the store every few milliseconds
 MOST_SECONDS = 10.0  # for what takes a busy machine longer
 Said = TypeVar("Said")
+Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | None]]  # see `State`: sent, and awaits
 
 
 def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]:
@@ -90,7 +95,9 @@ class Watch:
         timeout: float,
         cut: Callable[[int], None],
         bell: Bell | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
+        self.clock = clock
         self.waiting: Waiting | None = None
         self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same
         self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
@@ -99,13 +106,17 @@ class Watch:
         self.verdict: PeerFailure | None = None
         self.doing: Callable[[], str] = lambda: "nothing known"
         self.where: Where = nowhere
+        self.traffic: Traffic = lambda waiting: ({}, None)
         self.news: list[PeerFailure] = []
         self.far_host: PeerFailure | None = None  # what to say where the store is gone that no rank here had
         self.place: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
         self._step = 0
-        self._asker = Asker(store, f"penstock-store-{rank}") if ranks > 1 else None
+        self._place: tuple[int, str, Waiting | None] | None = None  # where this rank was at the last look: step, action
+        self._place_since = clock.now()
+        self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
+        self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
         self._slowest = 0.0  # seconds that the store took for an answer of late
         self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
         self._store_host = store_host
@@ -115,15 +126,15 @@ class Watch:
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
         fresh = min(STATE_SECONDS, timeout / 2)
-        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh)
-        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh)
-        self._overdue = Overdue(timeout, self._beat, outside, compiling)
+        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
+        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
+        self._overdue = Overdue(timeout, self._beat, outside, compiling, clock.now)
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
-        self._wake: threading.Event | Bell = bell or threading.Event()
-        self._settled = threading.Event()
+        self._wake: Event | Bell = bell or clock.event()
+        self._settled = clock.event()
         self._stopping = ranks == 1  # nobody to watch
-        self._thread = threading.Thread(target=self._run, name=f"penstock-watch-{rank}", daemon=True)
+        self._thread = clock.worker(self._run, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
 
@@ -136,7 +147,7 @@ class Watch:
         if self.verdict is None:
             self._proposal = failure
             self._wake.set()
-            begin = time.monotonic()
+            begin = self.clock.now()
             while not self._settled.wait(self._beat) and self._may_settle(begin):
                 pass
             if self.verdict is None:
@@ -146,7 +157,7 @@ class Watch:
 
     def _may_settle(self, begin: float) -> bool:
         """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
-        now = time.monotonic()
+        now = self.clock.now()
         asked = None if self._asker is None else self._asker.asked_at
         quick = now - max(begin, asked or begin) < SETTLE_SECONDS
         return self._thread.is_alive() and (now - begin < SETTLE_SECONDS or (quick and now - begin < MOST_SECONDS))
@@ -187,8 +198,11 @@ class Watch:
     def _run(self) -> None:
         gone: float | None = None  # since when there is no store
         while self.verdict is None:
+            begin = self.clock.now()
             self._wake.wait(self._beat)
             self._wake.clear()
+            if self.clock.now() - begin > self._timeout:
+                self._stood_still = self.clock.now() - begin
             if self._stopping:
                 return
             verdict = None
@@ -203,7 +217,7 @@ class Watch:
                         f"the store of the process group holds a {error} {STRANGER}",
                     )
                 except Exception:
-                    gone = time.monotonic()
+                    gone = self.clock.now()
             if gone is not None:
                 verdict = self._after_store(gone)
             if verdict is not None:
@@ -224,7 +238,7 @@ class Watch:
             for _ in range(int(STORE_SECONDS / nap)):
                 if self._bulletin.have_read(others):
                     break
-                time.sleep(nap)
+                self.clock.sleep(nap)
 
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
@@ -245,11 +259,12 @@ class Watch:
             for _ in range(10):
                 if self.waiting is None or self._stopping:
                     return
-                time.sleep(self._beat / 10)
+                self.clock.sleep(self._beat / 10)
             self._cut(peer)
 
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
+        self._note_place()
         verdict = self._bulletin.verdict()
         if verdict is not None:
             return verdict
@@ -258,6 +273,8 @@ class Watch:
         self._overdue.outside.tell(self.outside is not None or self.elsewhere())
         self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
+        if proposal is not None and self._stood_still:
+            proposal = PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
         if proposal is not None:
             self._raise_alarm(Alarm(self._rank, waiting, proposal))
         elif (apart := self._compare_calls(waiting)) is not None:
@@ -267,6 +284,11 @@ class Watch:
         alarm = self._bulletin.alarm()
         return None if alarm is None else self._arbitrate(alarm)
 
+    def _note_place(self) -> None:
+        place = self._step, self.doing(), self.waiting
+        if place != self._place:
+            self._place, self._place_since = place, self.clock.now()
+
     def _raise_alarm(self, alarm: Alarm) -> None:
         self._bulletin.raise_alarm(alarm)
         self._call_others()
@@ -275,7 +297,7 @@ class Watch:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
         patience = min(CALL_SECONDS, self._timeout / 4)
         step, call = self._step, self.call()
-        if waiting is None or not call or time.monotonic() - waiting.since < patience:
+        if waiting is None or not call or self.clock.now() - waiting.since < patience:
             return None
         self._bulletin.tell_call(step, call)
         return different_calls(self._bulletin.calls(step))
@@ -294,41 +316,66 @@ class Watch:
         if self._bell is not None:
             self._bell.call()
 
-    def _arbitrate(self, alarm: Alarm) -> PeerFailure:
-        """Say what this rank does and for whom it waits, hear the others, and judge."""
+    def _arbitrate(self, alarm: Alarm) -> PeerFailure | None:
+        """Say what this rank does and for whom it waits; then hear the others and judge, or hear the judgement."""
         self._bulletin.tell_state(self._state())
         states: dict[int, State] = {}
         missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
-        begin, turns = time.monotonic(), 0
-        while len(states.keys() | missed) < self._ranks and self._is_patient(time.monotonic() - begin, turns):
+        is_judge = alarm.rank == self._rank
+        begin, turns = self.clock.now(), 0
+        nap = self._beat / 50 * min(50.0, max(1.0, self._ranks / NEAR_RANKS))
+        while len(states.keys() | missed) < self._ranks and self._is_patient(begin, turns, is_judge):
             turns += 1
             verdict = self._bulletin.verdict()
             if verdict is not None:
                 return verdict
-            states |= self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
-            time.sleep(self._beat / 50)
+            if self._bulletin.is_off():
+                self._go_on(0.0)
+                return None
+            if is_judge:
+                states |= self._hear(states)
+            self.clock.sleep(nap)
+        if not is_judge:
+            states = self._hear(states)
         failure = alarm.failure
         if failure is None:
             assert alarm.waiting is not None
-            failure = judge(alarm.rank, alarm.waiting, states, self._timeout)
+            found = judge(alarm.rank, alarm.waiting, states, self._timeout, self._beat)
+            if isinstance(found, Excused):
+                self._bulletin.call_off()
+                self._go_on(found.still)
+                return None
+            failure = found
         doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
         return self._bulletin.pronounce(with_report(failure, doing))
 
-    def _is_patient(self, seconds: float, turns: int) -> bool:
+    def _hear(self, states: Mapping[int, State]) -> dict[int, State]:
+        """What ranks do that had not said it before."""
+        return self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
+
+    def _go_on(self, still: float) -> None:
+        """The alarm was called off: somebody had moved on so many seconds ago."""
+        self._bulletin.round += 1
+        self._overdue.excuse(self.clock.now() - still)
+
+    def _is_patient(self, begin: float, turns: int, is_judge: bool) -> bool:
         """Whether to wait on for ranks to answer: on a busy machine, where turns take long, for longer."""
-        enough = min(STATE_SECONDS, self._timeout)
-        return seconds < enough or (turns < TURNS and seconds < MOST_SECONDS)
+        seconds = self.clock.now() - begin
+        if not is_judge:  # which needs some time itself
+            return seconds < 2 * min(STATE_SECONDS, self._timeout) + self._beat
+        return seconds < min(STATE_SECONDS, self._timeout) or (turns < TURNS and seconds < MOST_SECONDS)
 
     def _state(self) -> State:
         waiting = self.waiting
         doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
-        return State(waiting, doing, self.where(), self._step, self.call())
+        still = self.clock.now() - self._place_since
+        return State(waiting, doing, self.where(), self._step, self.call(), still, *self.traffic(waiting))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None
-        begin = time.monotonic()
+        begin = self.clock.now()
         answer = self._asker.ask(method, *arguments, patience=self._beat, give_up=self._is_hopeless)
-        self._slowest = max(0.95 * self._slowest, time.monotonic() - begin)
+        self._slowest = max(0.95 * self._slowest, self.clock.now() - begin)
         return answer
 
     # -- without the store
@@ -353,7 +400,7 @@ class Watch:
         waiting, proposal, lost = self.waiting, self._proposal, self._host_lost()
         if lost is None or (proposal is not None and proposal.rank == self._store_host):
             return proposal
-        doomed = waiting is not None and time.monotonic() - max(gone, waiting.since) > STATE_SECONDS
+        doomed = waiting is not None and self.clock.now() - max(gone, waiting.since) > STATE_SECONDS
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:

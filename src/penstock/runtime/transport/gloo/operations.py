@@ -7,10 +7,8 @@ group as they are.
 
 from __future__ import annotations
 
-import sys
 from copy import copy
 from datetime import timedelta
-from time import monotonic
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +23,6 @@ from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.messages import Part
 
-SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort
-
 
 class Operations:
     """Starts transfers and waits for them. `step` is stamped on every message."""
@@ -37,8 +33,9 @@ class Operations:
         self.backend = backend
         self.device_backend = device_backend
         self.watch = watch
+        self._now = watch.clock.now
         self._timeout = timeout
-        self._limits = [timedelta(seconds=timeout + SLACK), timedelta(seconds=timeout + SLACK + LONGEST)]
+        self._limit = timedelta(seconds=timeout + LONGEST)  # gloo's own: the last resort, where the watch ends nothing
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -57,13 +54,13 @@ class Operations:
         try:
             return self.backend.send([tensor], peer, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
+            self._lose(error, Waiting(peer, edge, microbatch, self._now()))
 
     def receive(self, tensor: Tensor, peer: int, tag: int, edge: Channel | None = None, microbatch: int = -1) -> Any:
         try:
             return self.backend.recv([tensor], peer, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(peer, edge, microbatch, monotonic()))
+            self._lose(error, Waiting(peer, edge, microbatch, self._now()))
 
     def send_part(self, tensor: Tensor, tag: int, edge: Channel, microbatch: int) -> Part:
         """Bytes that travel by themselves."""
@@ -81,11 +78,11 @@ class Operations:
     def wait(self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self.watch
-        watch.waiting = waiting = Waiting(peer, edge, microbatch, monotonic())
+        watch.waiting = waiting = Waiting(peer, edge, microbatch, self._now())
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            work.wait(self._limits["torch._dynamo" in sys.modules])
+            work.wait(self._limit)
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise

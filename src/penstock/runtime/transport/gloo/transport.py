@@ -35,17 +35,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
+from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.failure.bell import Bell
-from penstock.runtime.transport.failure.blame import different_calls
+from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.failure.watch import Watch, held_weakly
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
@@ -86,25 +88,38 @@ class DistributedTransport(Transport):
             raise UsageError(f"max_sends={max_sends}; at least 1 send must be allowed under way")
         group = group if group is not None else dist.group.WORLD
         assert group is not None
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
+        if dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
         self._group = group
+        self._set_up(_member_of(group, device), timeout, max_sends, coordinator, device)
+
+    def _set_up(
+        self,
+        member: Member,
+        timeout: float,
+        max_sends: int,
+        coordinator: int,
+        device: torch.device | str | None = None,
+        clock: Clock = CLOCK,
+    ) -> None:
+        """Set up everything that hangs on the group's backend and store, whatever these are."""
+        self.rank, self.ranks = member.rank, member.ranks
         self.timeout = timeout
         self.device = None if device is None else torch.device(device)
-        backend = group._get_backend(torch.device("cpu"))
-        self._backend_name = str(dist.get_backend(group))
-        number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
-        self._tag = FIRST_TAG + number % 32 * (CHANNELS + 1) * SUBTAGS
-        self._prefix = f"penstock/{number}"
-        self._store = dist.distributed_c10d._get_process_group_store(group)
-        self.watch = _start_watch(
-            group, backend, self._tag + CONTROL_TAG, self._store, self._prefix, timeout, self._make_bell()
+        self._backend_name = member.backend_name
+        self._tag = FIRST_TAG + member.number % 32 * (CHANNELS + 1) * SUBTAGS
+        self._prefix = f"penstock/{member.number}"
+        self._store = member.store
+        cut = partial(_cut, member.backend, self._tag + CONTROL_TAG)
+        self.watch = Watch(
+            *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, cut),
+            *(self._make_bell(), clock),
         )
         self.watch.call = held_weakly(self._current_call, "")
         self.news = self.watch.news
+        self.watch.traffic = partial(_traffic, weakref.ref(self))  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.close)
-        self._operations = Operations(self.rank, backend, find_device_backend(group, self.device), self.watch, timeout)
+        self._operations = Operations(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
@@ -274,17 +289,49 @@ class DistributedTransport(Transport):
         self.ends = ChannelEnds((), self.rank)
 
 
-def _start_watch(
-    group: dist.ProcessGroup, backend: Any, tag: int, store: Any, prefix: str, timeout: float, bell: Bell | None
-) -> Watch:
-    def cut(peer: int) -> None:
-        """A receive that times out closes all connections of this rank, and so frees its main thread."""
-        with suppress(RuntimeError):
-            backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
+class Member(NamedTuple):
+    """What a transport needs of its process group, and of this rank's place in it."""
 
+    rank: int
+    ranks: int
+    backend: Any  # serves the CPU
+    device_backend: Any  # serves the device of this rank, where that is another
+    backend_name: str
+    store: Any
+    store_host: int | None  # the rank whose process has the store, if one has
+    number: int  # of this transport among those of the group, for tags and keys of its own
+
+
+def _member_of(group: dist.ProcessGroup, device: torch.device | str | None) -> Member:
+    number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
     members = dist.get_process_group_ranks(group)
-    host = None if _has_agent() or 0 not in members else members.index(0)
-    return Watch(store, host, prefix, dist.get_rank(group), len(members), timeout, cut, bell)
+    return Member(
+        dist.get_rank(group),
+        len(members),
+        group._get_backend(torch.device("cpu")),
+        find_device_backend(group, None if device is None else torch.device(device)),
+        str(dist.get_backend(group)),
+        dist.distributed_c10d._get_process_group_store(group),
+        None if _has_agent() or 0 not in members else members.index(0),
+        number,
+    )
+
+
+def _traffic(
+    transport: weakref.ref[DistributedTransport], waiting: Waiting | None
+) -> tuple[dict[int, int], tuple[int, int] | None]:
+    """How many messages of each channel a rank has sent in this step; and which one it waits for."""
+    found = transport()
+    if found is None:
+        return {}, None
+    awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
+    return found.ends.counts()[0], awaited
+
+
+def _cut(backend: Any, tag: int, peer: int) -> None:
+    """A receive that times out closes all connections of this rank, and so frees its main thread."""
+    with suppress(RuntimeError):
+        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
 
 
 def _has_agent() -> bool:

@@ -1,0 +1,145 @@
+"""`penstock rehearse`: a schedule on the real runtime of all its ranks, on virtual time, with faults by plan."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
+from penstock.cli.schedules.costs import (
+    Bandwidth,
+    Bytes,
+    Forward,
+    Hop,
+    Input,
+    Latency,
+    Overlap,
+    Weight,
+    amount,
+    read_costs,
+)
+from penstock.cli.schedules.simulate import Jitter, Seed
+from penstock.cli.source import (
+    AsJson,
+    Microbatches,
+    Ranks,
+    Source,
+    StagesPerRank,
+    described,
+    identity,
+    read_proved,
+    whole,
+)
+from penstock.view.figures import counted
+
+SHOWN = 8  # ranks whose notices are shown
+MOST_RECORDED = 1_000_000  # parts of a program whose order is compared
+
+Faults = Annotated[
+    list[str],
+    typer.Option(
+        "--fault",
+        "-f",
+        metavar="TEXT",
+        default_factory=list,
+        help="What goes wrong, such as 'die 3 at 12.5', 'stop 3 at 3B2 for 40' or 'lose 2SEND_F4'; may be repeated.",
+        show_default=False,
+    ),
+]
+Steps = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Training steps.")]
+Timeout = Annotated[str, typer.Option(metavar="SECONDS", help="How long a rank may be silent.")]
+StoreHost = Annotated[
+    int | None,
+    typer.Option(
+        parser=whole(0), metavar="RANK", help="The rank whose process has the store (default: the launcher has it)."
+    ),
+]
+
+
+@guarded
+def rehearse(
+    source: Source,
+    faults: Faults,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    steps: Steps = 1,
+    forward: Forward = "1",
+    input: Input = "1",
+    weight: Weight = "1",
+    hop: Hop = "0",
+    latency: Latency = "0",
+    bandwidth: Bandwidth = None,
+    bytes: Bytes = "0",
+    overlap: Overlap = None,
+    timeout: Timeout = "60",
+    jitter: Jitter = "0",
+    seed: Seed = 0,
+    store_host: StoreHost = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rehearse a schedule: the real runtime of every rank on virtual time, with faults.
+
+    Times are in seconds. Exit code 1 if a rank hung, or a loss or gradient was not that of a plain loop; a failure that
+    every rank was told of is no fault of the rehearsal.
+    """
+    limit, share = amount("--timeout", timeout), amount("--jitter", jitter)
+    schedule = read_proved(source, ranks, microbatches, stages_per_rank)
+    times = {"forward": forward, "input": input, "weight": weight, "hop": hop, "latency": latency, "overlap": overlap}
+    costs = read_costs(schedule.stages, times | {"bandwidth": bandwidth, "bytes": bytes})
+    from penstock.rehearsal.rehearse import rehearse as run  # loads torch and greenlet
+
+    with working(f"rehearsing {source}"):
+        found = run(
+            *(schedule, costs),
+            seed=seed,
+            faults=faults,
+            steps=steps,
+            timeout=limit,
+            jitter=share,
+            store_host=store_host,
+            record=3 * schedule.columns.size <= MOST_RECORDED,
+        )
+    if as_json:
+        write_json({**identity(schedule), "seed": seed, **_document(found)})
+    else:
+        columns = terminal_width()
+        for line in _lines(found, described(schedule, source), steps):
+            write(fold(line, columns))
+    if found.hung or not found.is_exact:
+        raise typer.Exit(1)
+
+
+def _lines(found: Any, title: str, steps: int) -> list[str]:
+    lines = [title, "", f"makespan    {number(found.makespan)}"]
+    if steps > 1:
+        lines.append(f"steps       {min(found.completed)} of {steps} completed by all ranks")
+    results = "those of a plain loop" if any(found.completed) else "none: no step was completed"
+    lines.append(f"results     {results if found.is_exact else 'NOT those of a plain loop'}")
+    lines.append(f"faults      {'; '.join(map(str, found.struck)) or 'none happened'}")
+    if found.hung:
+        lines.append(f"HUNG        ranks {', '.join(map(str, found.hung))}")
+    if found.notices:
+        lines += ["", str(found.notices[0].error).partition("\n")[0], ""]
+        lines += [_told(notice) for notice in found.notices[:SHOWN]]
+        if len(found.notices) > SHOWN:
+            last = found.notices[-1]
+            lines.append(f"{counted(len(found.notices) - SHOWN, 'notice')} more, the last at {number(last.time)}")
+    return lines
+
+
+def _told(notice: Any) -> str:
+    named = "nobody" if notice.named is None else f"rank {notice.named}"
+    return f"rank {notice.rank} knew at {number(notice.time)}, in step {notice.step}, and named {named}"
+
+
+def _document(found: Any) -> dict[str, Any]:
+    names = ("makespan", "makespans", "seconds", "is_exact", "hung", "completed", "store_requests")
+    document = {name: getattr(found, name) for name in names}
+    document["faults"] = [str(fault) for fault in found.struck]
+    document["notices"] = [
+        {"rank": each.rank, "step": each.step, "time": each.time, "named": each.named, "error": str(each.error)}
+        for each in found.notices
+    ]
+    return document

@@ -1,0 +1,145 @@
+"""The transport of a rehearsal: a `DistributedTransport` whose group, store and links are on virtual time.
+
+What is real: the ledger of every channel, the exchange that ends a step, the watch that finds out who is to blame, and
+what a rank does when it hears of that. What is not: bytes. A message carries a small value, and takes the time that the
+links are said to take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+from penstock.errors import PeerFailure
+from penstock.rehearsal.network import Backend, Network, Parcel, Store
+from penstock.rehearsal.virtual_time import RankClock
+from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, wrong_message
+from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.gloo.transport import CHANNELS, DistributedTransport, Member
+
+CONTROL = CHANNELS  # the number of the wires that carry exchanges, after those of channels
+
+Posted = Callable[[int, int], None]  # told of each receive that is posted: its channel and microbatch
+
+
+class Message(NamedTuple):
+    """What is on a wire: a value or a failure, and for which step and microbatch it is."""
+
+    step: int
+    ordinal: int
+    microbatch: int
+    value: Any
+    failure: PeerFailure | None
+
+
+Stamp = Callable[[int, Message], Parcel]  # a message of a channel, with what its way takes
+
+
+class RehearsalIncoming(QueuedIncoming[Message]):
+    """The receiving end of a channel."""
+
+    def __init__(self, edge: Channel, number: int, backend: Backend, operations: Operations, posted: Posted) -> None:
+        super().__init__(edge)
+        self._number = number
+        self._wire = backend.recv((), edge.source_rank, number)
+        self._operations = operations
+        self._posted = posted
+
+    def _post(self, microbatch: int) -> None:
+        self.due.append(microbatch)
+        self._posted(self._number, microbatch)
+
+    def receive(self, microbatch: int) -> Any:
+        message = self._take(microbatch)
+        if message.failure is not None:
+            raise copy(message.failure)
+        return message.value
+
+    def discard(self, microbatch: int) -> PeerFailure | None:
+        return self._take(microbatch).failure
+
+    def _next(self, expected: int, ordinal: int, wanted: int) -> Message:
+        operations, edge = self._operations, self.edge
+        if not self._wire.is_ready:
+            operations.wait(self._wire, edge.source_rank, edge, wanted)
+        message: Message = self._wire.take()
+        if message[:3] != (operations.step, ordinal, expected):
+            due = f"microbatch {expected}, number {ordinal} of step {operations.step}"
+            came = f"microbatch {message.microbatch}, number {message.ordinal} of step {message.step}"
+            error = wrong_message(edge, due, came)
+            operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=edge.target_stage))
+            raise error
+        return message
+
+
+class RehearsalOutgoing(Outgoing):
+    """The sending end of a channel. A send never waits: the links buffer."""
+
+    def __init__(self, edge: Channel, number: int, operations: Operations, stamp: Stamp) -> None:
+        super().__init__(edge)
+        self._number = number
+        self._operations = operations
+        self._stamp = stamp
+
+    def _send(self, microbatch: int, value: Any) -> None:
+        self._put(Message(self._operations.step, self.count, microbatch, value, None))
+
+    def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
+        self._put(Message(self._operations.step, self.count, microbatch, None, failure))
+
+    def _put(self, message: Message) -> None:
+        parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
+        self._operations.send(parcel, self.edge.target_rank, self._number, self.edge, message.microbatch)
+
+
+class Mail:
+    """What ranks say in exchanges, in the place of the sockets between ranks of one host."""
+
+    def __init__(self, network: Network, operations: Operations) -> None:
+        self._network, self._operations = network, operations
+
+    def __contains__(self, peer: object) -> bool:
+        return True
+
+    def put_exchange(self, peer: int, step: int, body: bytes) -> None:
+        parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._operations.rank, peer))
+        self._operations.send(parcel, peer, CONTROL)
+
+    def get_exchange(self, peer: int) -> tuple[int, bytes]:
+        wire = self._network.wire(peer, self._operations.rank, CONTROL)
+        self._operations.wait(wire, peer)
+        step, body = wire.take()
+        return step, body
+
+
+class RehearsalTransport(DistributedTransport):
+    """One rank's transport on virtual time. `stamp` says what each message takes; `posted` hears of receives."""
+
+    holds_interrupts = False
+
+    def __init__(
+        self, rank: int, ranks: int, network: Network, store: Store, timeout: float, stamp: Stamp, posted: Posted
+    ) -> None:
+        self._stamp, self._posted = stamp, posted
+        self._backend = Backend(network, rank)
+        member = Member(rank, ranks, self._backend, None, "virtual", store, store.host, 0)
+        self._set_up(member, timeout, max_sends=1, coordinator=0, clock=RankClock(network.time, rank))
+        self._exchanger.sockets = Mail(network, self._operations)
+
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
+        operations, rank = self._operations, self.rank
+        incoming = {
+            number: RehearsalIncoming(edge, number, self._backend, operations, self._posted)
+            for number, edge in enumerate(channels)
+            if edge.target_rank == rank
+        }
+        outgoing = {
+            number: RehearsalOutgoing(edge, number, operations, self._stamp)
+            for number, edge in enumerate(channels)
+            if edge.source_rank == rank
+        }
+        return ChannelEnds(channels, rank, incoming, outgoing)
+
+    def wire(self, source: int, target: int) -> str:
+        return "a link on virtual time"

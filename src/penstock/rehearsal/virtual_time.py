@@ -1,0 +1,265 @@
+"""Virtual time: tasks take turns in one thread, and the clock jumps from one event to the next.
+
+Every rank runs the blocking code that it runs in a real training, so each of its threads is a greenlet here: a wait
+puts it aside and runs whatever is due next. What is due at the same moment runs in an order that the seed draws, so a
+seed stands for one interleaving, and the same seed always gives the same one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from queue import Empty
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.messages.clock import Clock
+
+try:
+    from greenlet import GreenletExit, getcurrent, greenlet
+except ModuleNotFoundError as error:  # not every installation rehearses
+    raise UsageError("a rehearsal needs greenlet; install penstock[rehearsal]") from error
+
+EVERYWHERE = -1  # the rank of tasks that belong to no rank
+_LIMIT = -1  # in the place of a ticket: look whether the task's limit has come
+
+
+class Task:
+    """What runs in turn with others: one thread of a rank, or a fault that waits for its time."""
+
+    __slots__ = ("greenlet", "has_timer", "is_started", "limit", "rank", "ticket")
+
+    def __init__(self, rank: int, run: greenlet) -> None:
+        self.rank = rank
+        self.greenlet = run
+        self.is_started = False
+        self.ticket = 0  # of its present wait: what was meant to end an earlier one is void
+        self.limit = math.inf  # when its present wait ends at the latest
+        self.has_timer = False  # one timer serves the limits of all its waits, which hardly ever come
+
+
+class VirtualTime:
+    """The events that are due, and the tasks that wait for them."""
+
+    def __init__(self, seed: int, start: float = 0.0) -> None:
+        self.now = start
+        self.over = False
+        self.current: Task
+        self._due: list[tuple[float, float, int, Task, int]] = []
+        self._draw = random.Random(seed).random
+        self._number = count().__next__
+        self._hub = getcurrent()
+        self._tasks: list[Task] = []
+        self._stopped: set[int] = set()  # ranks that stand still
+        self._unstarted: Task | None = None  # due next
+        self._held: list[Task] = []  # due while their rank stood still
+
+    def start(self, rank: int, function: Callable[[], object], at: float | None = None) -> Task:
+        """Run a function as a task of a rank, from `at` on."""
+        task = Task(rank, greenlet(function, self._hub))
+        self._tasks.append(task)
+        self.wake(task, self.now if at is None else at)
+        return task
+
+    # -- from within a task
+
+    def sleep(self, seconds: float) -> None:
+        """Let this much time pass."""
+        until = self.now + seconds
+        while self.now < until:
+            self.wait(until)
+
+    def wait(self, until: float = math.inf) -> None:
+        """Run others until somebody wakes this task, or until that time; what was waited for may not have come."""
+        if self.over:
+            raise GreenletExit
+        task = self.current
+        if until < math.inf:
+            self.wake(task, until)
+        following = self._next()
+        if following is task:
+            return
+        if following is None or not following.is_started:
+            self._unstarted = following
+            self._hub.switch()  # which starts it: a greenlet that another starts counts that one's depth of calls too
+        else:
+            self.current = following
+            following.greenlet.switch()
+        if self.over:
+            raise GreenletExit
+
+    def limit(self, until: float) -> None:
+        """The waits of this task from here on end at that time; `math.inf` for no limit."""
+        task = self.current
+        task.limit = until
+        if until < math.inf and not task.has_timer:
+            task.has_timer = True
+            heapq.heappush(self._due, (until, self._draw(), self._number(), task, _LIMIT))
+
+    def wake(self, task: Task, at: float) -> None:
+        """End the present wait of a task at that time, unless something ends it before."""
+        heapq.heappush(self._due, (at, self._draw(), self._number(), task, task.ticket))
+
+    # -- from within a fault
+
+    def stop(self, rank: int) -> None:
+        """The rank stands still: none of its tasks runs from here on."""
+        self._stopped.add(rank)
+
+    def go_on(self, rank: int) -> None:
+        """The rank runs again, with everything that has become due meanwhile."""
+        self._stopped.discard(rank)
+        for task in self._held:
+            self.wake(task, self.now)
+        self._held.clear()
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether it stands still."""
+        return rank in self._stopped
+
+    # -- from outside
+
+    def run(self, is_done: Callable[[], bool], until: float) -> None:
+        """Run tasks until `is_done`, which is asked whenever a task has ended, or until that time."""
+        self.start(EVERYWHERE, lambda: None, until)
+        while not is_done() and self.now < until:
+            task, self._unstarted = self._unstarted or self._next(), None
+            if task is None:
+                return
+            self.current = task
+            task.is_started = True
+            task.greenlet.switch()
+
+    def close(self) -> None:
+        """End all tasks; nothing runs after this."""
+        self.over = True
+        self._due.clear()
+        for task in self._tasks:
+            if not task.greenlet.dead:
+                self.current = task
+                task.greenlet.throw()
+        self._tasks.clear()
+
+    def _next(self) -> Task | None:
+        """The task that is due next; the clock moves to it."""
+        due, stopped = self._due, self._stopped
+        while due:
+            at, _, _, task, ticket = heapq.heappop(due)
+            if ticket != task.ticket:
+                if ticket != _LIMIT:
+                    continue
+                task.has_timer = False
+                if task.limit > at:
+                    if task.limit < math.inf:
+                        task.has_timer = True
+                        heapq.heappush(due, (task.limit, self._draw(), self._number(), task, _LIMIT))
+                    continue
+            if stopped and task.rank in stopped:
+                self._held.append(task)
+                continue
+            task.ticket += 1
+            self.now = at
+            return task
+        return None
+
+
+class RankClock(Clock):
+    """The clock of one rank: what it starts and waits for runs on virtual time."""
+
+    def __init__(self, time: VirtualTime, rank: int) -> None:
+        self._time, self._rank = time, rank
+
+    def now(self) -> float:
+        return self._time.now
+
+    def sleep(self, seconds: float) -> None:
+        self._time.sleep(seconds)
+
+    def event(self) -> VirtualEvent:
+        return VirtualEvent(self._time)
+
+    def queue(self) -> VirtualQueue:
+        return VirtualQueue(self._time)
+
+    def worker(self, target: Callable[[], None], name: str) -> VirtualWorker:
+        return VirtualWorker(self._time, self._rank, target)
+
+
+class VirtualEvent:
+    """As `threading.Event`."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self._is_set = False
+        self._waiting: list[Task] = []
+
+    def wait(self, timeout: float) -> bool:
+        time = self._time
+        until = time.now + timeout
+        while not self._is_set and time.now < until:
+            self._waiting.append(time.current)
+            time.wait(until)
+            self._waiting.remove(time.current)
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        for task in self._waiting:
+            self._time.wake(task, self._time.now)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+
+class VirtualQueue:
+    """As `queue.SimpleQueue`, for one task that gets."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        self._time = time
+        self._items: deque[Any] = deque()
+        self._getting: Task | None = None
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._getting is not None:
+            self._time.wake(self._getting, self._time.now)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        time = self._time
+        until = math.inf if timeout is None else time.now + timeout
+        while not self._items:
+            if not block or time.now >= until:
+                raise Empty
+            self._getting = time.current
+            time.wait(until)
+            self._getting = None
+        return self._items.popleft()
+
+
+class VirtualWorker:
+    """As `threading.Thread`."""
+
+    def __init__(self, time: VirtualTime, rank: int, target: Callable[[], None]) -> None:
+        self._time, self._rank, self._target = time, rank, target
+        self._task: Task | None = None
+        self._ended = VirtualEvent(time)
+
+    def start(self) -> None:
+        self._task = self._time.start(self._rank, self._run)
+
+    def _run(self) -> None:
+        try:
+            self._target()
+        finally:
+            self._ended.set()
+
+    def is_alive(self) -> bool:
+        return self._task is not None and not self._task.greenlet.dead and not self._time.over
+
+    def join(self, timeout: float | None = None) -> None:
+        if self.is_alive():
+            self._ended.wait(math.inf if timeout is None else timeout)

@@ -26,10 +26,10 @@ from common import run_ranks
 from report import Column, Goal, add_names, bench
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.planner.candidates import Candidate
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
 from penstock.planner.here import MeasuredPricing, Setting, _Run, measure, settings_of
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.profile import profile_config
 from penstock.planner.ranking import Wanted, candidates
@@ -48,13 +48,13 @@ def config_of(width: int, batch: int) -> TrainConfig:
     return replace(config, pipeline=replace(config.pipeline, ranks=RANKS))
 
 
-def predictions(config: TrainConfig, names: list[str], rows: int) -> list[Candidate]:
+def predictions(config: TrainConfig, names: list[str], rows: int) -> list[PlanCandidate]:
     """Every schedule and number of microbatches, priced by costs that are measured now."""
     cluster = Cluster(hosts=1, devices=RANKS)
     found = profile_config(config, cluster.software)
-    layout = Layout(RANKS)
+    layout = MeshLayout(RANKS)
 
-    def priced(known: Any) -> list[Candidate]:
+    def priced(known: Any) -> list[PlanCandidate]:
         ways = []
         for count in COUNTS:
             wanted = Wanted(rows * count, 2.0, names, (False,), (rows,), (1, 2))
@@ -69,7 +69,7 @@ def predictions(config: TrainConfig, names: list[str], rows: int) -> list[Candid
 class Contestant(_Run):
     """One schedule with its own number of microbatches, open."""
 
-    def __init__(self, config: TrainConfig, candidate: Candidate, batch: Any, stack: ExitStack) -> None:
+    def __init__(self, config: TrainConfig, candidate: PlanCandidate, batch: Any, stack: ExitStack) -> None:
         (setting,) = settings_of(iter([candidate]))
         super().__init__(config, _Named(setting, candidate), batch, stack)
 
@@ -98,7 +98,7 @@ class Contestant(_Run):
 class _Named(Setting):
     """A setting with the schedule and the number of microbatches of a candidate."""
 
-    def __init__(self, setting: Setting, candidate: Candidate) -> None:
+    def __init__(self, setting: Setting, candidate: PlanCandidate) -> None:
         super().__init__(*(getattr(setting, name) for name in ("layout", "rows", "cuts", "counts", "names", "split")))
         object.__setattr__(self, "candidate", candidate)
 
@@ -130,7 +130,7 @@ def run_all(rank: int, config: TrainConfig, ways: list[Any], rounds: int, path: 
         torch.save((medians, torch.stack(gathered).T.tolist()), path)
 
 
-def measure_all(config: TrainConfig, ways: list[Candidate], rounds: int) -> tuple[list[float], list[list[float]]]:
+def measure_all(config: TrainConfig, ways: list[PlanCandidate], rounds: int) -> tuple[list[float], list[list[float]]]:
     import tempfile
     from pathlib import Path
 

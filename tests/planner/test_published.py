@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.candidates import Candidate
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile, profile_config
@@ -90,7 +90,7 @@ def published_seconds(row: Row, profile: Profile) -> float:
 def predicted_seconds(row: Row, profile: Profile) -> float:
     """The published layout with the best of its microbatch sizes and interleavings; Megatron's runs recompute."""
     cluster = cluster_of(row)
-    layout = Layout(*(int(row[name]) for name in ("pp", "dp", "tp", "cp")), sharded=row["source"] == "llama3")
+    layout = MeshLayout(*(int(row[name]) for name in ("pp", "dp", "tp", "cp")), sharded=row["source"] == "llama3")
     wanted = Wanted(
         int(row["global_batch"]),
         2.0,
@@ -100,13 +100,13 @@ def predicted_seconds(row: Row, profile: Profile) -> float:
         per_rank=(1, 2, 3, 4, 5, 8),
     )
 
-    def priced(where: Layout, rows: int) -> Pricing:
+    def priced(where: MeshLayout, rows: int) -> Pricing:
         return Pricing(profile, cluster, where, rows)
 
     memory = cluster.device.memory if row["source"] == "megatron" else float("inf")  # Llama's frees more than is known
-    best: Candidate | None = choose(candidates(layout, priced, wanted), memory).best
+    best: PlanCandidate | None = choose(candidates(layout, priced, wanted), memory).best
     assert best is not None
-    return best.priced.makespan + sum(best.around)
+    return best.seconds
 
 
 @pytest.mark.slow

@@ -3,9 +3,10 @@
     penstock bench plan [--quick] [--json] [--rounds 5] [--schedules 1f1b,...] [--widths 128,256] [--rows 2,4]
 
 For each width of a small GPT, and each number of rows per microbatch, the settings are measured as the planner measures
-them, and then every schedule with 4, 8 and 16 microbatches is run: steps of all of them in turn, from a barrier to the
-last rank's end, with clipping and the optimizer. Shown are the predicted and the measured median of each, the peak of
-live tensors, predicted and counted by torch's profiler, and for each batch how far the chosen plan is from the best.
+them, before and after the steps that they are to predict. In between, every schedule with 4, 8 and 16 microbatches is
+run: steps of all of them in turn, from a barrier to the last rank's end, with clipping and the optimizer. Shown are the
+predicted and the measured median of each, the peak of live tensors, predicted and counted by torch's profiler, and for
+each batch how far the chosen plan is from the best.
 
 Goals: step time within 5 % in the median and 10 % at the 90th percentile; memory within 10 %; the chosen plan within
 5 % of the best in 90 % of cases. Two ranks compute on two cores here: run it on a machine that does nothing else.
@@ -164,11 +165,12 @@ def compare(settings: Namespace) -> None:
         for rows in map(int, settings.rows):
             config = config_of(width, rows * max(COUNTS))
             ways = predictions(config, list(settings.schedules), rows)
-            told = [way.priced.makespan + sum(way.around) for way in ways]
             real, peaks = measure_all(config, ways, settings.rounds)
+            again = predictions(config, list(settings.schedules), rows)  # the machine may have changed meanwhile
+            told = [(one.seconds + two.seconds) / 2 for one, two in zip(ways, again, strict=True)]
             for way, one, two, held in zip(ways, told, real, peaks, strict=True):
                 errors.append(abs(one / two - 1))
-                off = [told / seen - 1 for told, seen in zip(way.priced.activations, held, strict=True) if seen]
+                off = [told / seen - 1 for told, seen in zip(way.activations, held, strict=True) if seen]
                 memory += map(abs, off)
                 table.row(
                     width,

@@ -44,6 +44,19 @@ def test_a_written_plan_is_read_back_as_the_same_configuration(layout: MeshLayou
     assert Schedule.load(schedule) == plan.schedule
 
 
+def test_a_plan_with_pipelines_inside_hosts_says_so_in_its_configuration(tmp_path: Path) -> None:
+    write_plan(planned(MeshLayout(2, 2, inner="pp")), tmp_path / "plan.toml")
+    assert load_config(tmp_path / "plan.toml").mesh.inner == "pp"
+    write_plan(planned(MeshLayout(2, 2)), tmp_path / "plan.toml")
+    assert load_config(tmp_path / "plan.toml").mesh.inner == "dp"
+
+
+def test_a_folder_that_does_not_exist_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        write_plan(planned(MeshLayout(2)), tmp_path / "none" / "plan.toml")
+    assert not list(tmp_path.iterdir())
+
+
 def test_toml_holds_texts_lists_tables_and_numbers_as_they_are() -> None:
     config = config_for("gpt", batch=8, options={"layers": 3, "dropout": 0.25, "name": 'a "quoted" \\ text'})
     import tomllib
@@ -62,8 +75,10 @@ def test_context_parallelism_is_priced_and_not_written(tmp_path: Path) -> None:
         write_plan(plan, tmp_path / "plan.toml")
 
 
-def test_a_pipeline_takes_a_plan_and_trains_as_the_plain_model() -> None:
-    plan = planned(MeshLayout(2))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zb", "zb-v"])
+def test_a_pipeline_takes_a_plan_and_trains_as_the_plain_model(schedule: str) -> None:
+    plan = planned(MeshLayout(2), schedules=[schedule])
+    assert plan.schedule.stages == 2 if schedule == "1f1b" else plan.schedule.stages >= 4
     torch.manual_seed(0)
     model = build_gpt(GPTOptions(**OPTIONS), 16).double()
     plain = build_gpt(GPTOptions(**OPTIONS), 16).double()

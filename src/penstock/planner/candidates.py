@@ -191,7 +191,8 @@ def default_families() -> tuple[str, ...]:
     for name, entry in FAMILIES.items():
         if _ops(name) & {Op.B, Op.W}:
             per_rank = entry.stages_per_rank
-            costs = Costs(*[1 / per_rank] * 3, activation=1 / per_rank, held=0.5 / per_rank)
+            one = 1 / per_rank
+            costs = Costs(one, one, one, activation=one, held=0.5 * one)
             timeline = simulate(_schedule(name, SMALL, ROUNDS * SMALL, per_rank), costs)
             kind = entry.layout, splits_backward(name)
             found[name] = kind, round(timeline.makespan, 9), round(max(timeline.peak_memory), 9)

@@ -120,7 +120,7 @@ def _config_of_module(
 
 
 def config_for(
-    model: str | Path | TrainConfig,
+    model: Any,
     batch: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,

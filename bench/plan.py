@@ -3,9 +3,10 @@
     penstock bench plan [--quick] [--json] [--rounds 5] [--schedules 1f1b,...] [--widths 128,256] [--rows 2,4]
 
 For each width of a small GPT, and each number of rows per microbatch, the settings are measured as the planner measures
-them, and then every schedule with 4, 8 and 16 microbatches is run: steps of all of them in turn, from a barrier to the
-last rank's end, with clipping and the optimizer. Shown are the predicted and the measured median of each, the peak of
-live tensors, predicted and counted by torch's profiler, and for each batch how far the chosen plan is from the best.
+them, before and after the steps that they are to predict. In between, every schedule with 4, 8 and 16 microbatches is
+run: steps of all of them in turn, from a barrier to the last rank's end, with clipping and the optimizer. Shown are the
+predicted and the measured median of each, the peak of live tensors, predicted and counted by torch's profiler, and for
+each batch how far the chosen plan is from the best.
 
 Goals: step time within 5 % in the median and 10 % at the 90th percentile; memory within 10 %; the chosen plan within
 5 % of the best in 90 % of cases. Two ranks compute on two cores here: run it on a machine that does nothing else.
@@ -26,10 +27,10 @@ from common import run_ranks
 from report import Column, Goal, add_names, bench
 from torch.profiler import ProfilerActivity, profile
 
-from penstock.planner.candidates import Candidate
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
 from penstock.planner.here import MeasuredPricing, Setting, _Run, measure, settings_of
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.profile import profile_config
 from penstock.planner.ranking import Wanted, candidates
@@ -48,13 +49,13 @@ def config_of(width: int, batch: int) -> TrainConfig:
     return replace(config, pipeline=replace(config.pipeline, ranks=RANKS))
 
 
-def predictions(config: TrainConfig, names: list[str], rows: int) -> list[Candidate]:
+def predictions(config: TrainConfig, names: list[str], rows: int) -> list[PlanCandidate]:
     """Every schedule and number of microbatches, priced by costs that are measured now."""
     cluster = Cluster(hosts=1, devices=RANKS)
     found = profile_config(config, cluster.software)
-    layout = Layout(RANKS)
+    layout = MeshLayout(RANKS)
 
-    def priced(known: Any) -> list[Candidate]:
+    def priced(known: Any) -> list[PlanCandidate]:
         ways = []
         for count in COUNTS:
             wanted = Wanted(rows * count, 2.0, names, (False,), (rows,), (1, 2))
@@ -69,7 +70,7 @@ def predictions(config: TrainConfig, names: list[str], rows: int) -> list[Candid
 class Contestant(_Run):
     """One schedule with its own number of microbatches, open."""
 
-    def __init__(self, config: TrainConfig, candidate: Candidate, batch: Any, stack: ExitStack) -> None:
+    def __init__(self, config: TrainConfig, candidate: PlanCandidate, batch: Any, stack: ExitStack) -> None:
         (setting,) = settings_of(iter([candidate]))
         super().__init__(config, _Named(setting, candidate), batch, stack)
 
@@ -98,7 +99,7 @@ class Contestant(_Run):
 class _Named(Setting):
     """A setting with the schedule and the number of microbatches of a candidate."""
 
-    def __init__(self, setting: Setting, candidate: Candidate) -> None:
+    def __init__(self, setting: Setting, candidate: PlanCandidate) -> None:
         super().__init__(*(getattr(setting, name) for name in ("layout", "rows", "cuts", "counts", "names", "split")))
         object.__setattr__(self, "candidate", candidate)
 
@@ -130,7 +131,7 @@ def run_all(rank: int, config: TrainConfig, ways: list[Any], rounds: int, path: 
         torch.save((medians, torch.stack(gathered).T.tolist()), path)
 
 
-def measure_all(config: TrainConfig, ways: list[Candidate], rounds: int) -> tuple[list[float], list[list[float]]]:
+def measure_all(config: TrainConfig, ways: list[PlanCandidate], rounds: int) -> tuple[list[float], list[list[float]]]:
     import tempfile
     from pathlib import Path
 
@@ -164,11 +165,12 @@ def compare(settings: Namespace) -> None:
         for rows in map(int, settings.rows):
             config = config_of(width, rows * max(COUNTS))
             ways = predictions(config, list(settings.schedules), rows)
-            told = [way.priced.makespan + sum(way.around) for way in ways]
             real, peaks = measure_all(config, ways, settings.rounds)
+            again = predictions(config, list(settings.schedules), rows)  # the machine may have changed meanwhile
+            told = [(one.seconds + two.seconds) / 2 for one, two in zip(ways, again, strict=True)]
             for way, one, two, held in zip(ways, told, real, peaks, strict=True):
                 errors.append(abs(one / two - 1))
-                off = [told / seen - 1 for told, seen in zip(way.priced.activations, held, strict=True) if seen]
+                off = [told / seen - 1 for told, seen in zip(way.activations, held, strict=True) if seen]
                 memory += map(abs, off)
                 table.row(
                     width,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.planner.candidates import Candidate
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile, profile_config
@@ -25,13 +25,13 @@ from penstock.train.config.settings import TrainConfig
 
 HERE = Path(__file__).parent
 CLUSTERS = {"megatron": "megatron-2021", "llama3": "llama3-2024"}
-CALIBRATED = {"megatron": 0.768, "llama3": 0.6465}  # on the 1.7 billion parameters of the one, 8,192 GPUs of the other
+CALIBRATED = {"megatron": 0.768, "llama3": 0.6465}  # on the 7.5 billion parameters of the one, 8,192 GPUs of the other
 FURTHER = """megatron,3.6,30,3072,32,2,1,1,32,64,2048,512,138
 megatron,39.1,48,8192,64,8,1,2,32,512,2048,1536,138
 megatron,310.1,96,16384,128,8,1,16,15,1920,2048,2160,155
 llama3,405,126,16384,128,8,16,16,8,16384,131072,128,380"""
 # layouts that are not among the first three, nor within 5 %: here, less tensor parallelism is priced as faster
-PRICED_LOWER = [("megatron", "7.5"), ("megatron", "18.4"), ("megatron", "39.1")]
+PRICED_LOWER = [("megatron", "18.4"), ("megatron", "39.1")]
 Row = dict[str, str]
 
 
@@ -90,7 +90,7 @@ def published_seconds(row: Row, profile: Profile) -> float:
 def predicted_seconds(row: Row, profile: Profile) -> float:
     """The published layout with the best of its microbatch sizes and interleavings; Megatron's runs recompute."""
     cluster = cluster_of(row)
-    layout = Layout(*(int(row[name]) for name in ("pp", "dp", "tp", "cp")), sharded=row["source"] == "llama3")
+    layout = MeshLayout(*(int(row[name]) for name in ("pp", "dp", "tp", "cp")), sharded=row["source"] == "llama3")
     wanted = Wanted(
         int(row["global_batch"]),
         2.0,
@@ -100,13 +100,13 @@ def predicted_seconds(row: Row, profile: Profile) -> float:
         per_rank=(1, 2, 3, 4, 5, 8),
     )
 
-    def priced(where: Layout, rows: int) -> Pricing:
+    def priced(where: MeshLayout, rows: int) -> Pricing:
         return Pricing(profile, cluster, where, rows)
 
     memory = cluster.device.memory if row["source"] == "megatron" else float("inf")  # Llama's frees more than is known
-    best: Candidate | None = choose(candidates(layout, priced, wanted), memory).best
+    best: PlanCandidate | None = choose(candidates(layout, priced, wanted), memory).best
     assert best is not None
-    return best.priced.makespan + sum(best.around)
+    return best.seconds
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import UsageError
 from penstock.planner.cluster import Cluster
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.ranking import Plan
 from penstock.planner.writing import config_of, to_toml, write_plan
@@ -24,15 +24,16 @@ from penstock.train.models.gpt import build_gpt
 OPTIONS = {"layers": 6, "width": 32, "heads": 4, "vocabulary": 300}
 
 
-def planned(layout: Layout, **more: object) -> Plan:
+def planned(layout: MeshLayout, **more: object) -> Plan:
     cluster = Cluster(hosts=1, devices=layout.world)
     return penstock.plan("gpt", cluster, batch=16, sequence=16, options=OPTIONS, layout=layout, **more).best
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(2), Layout(2, 2), Layout(2, 2, sharded=True), Layout(1, 2, 2), Layout(2, tp=2)]
+    "layout",
+    [MeshLayout(2), MeshLayout(2, 2), MeshLayout(2, 2, sharded=True), MeshLayout(1, 2, 2), MeshLayout(2, tp=2)],
 )
-def test_a_written_plan_is_read_back_as_the_same_configuration(layout: Layout, tmp_path: Path) -> None:
+def test_a_written_plan_is_read_back_as_the_same_configuration(layout: MeshLayout, tmp_path: Path) -> None:
     plan = planned(layout, schedules=["1f1b", "zb-v"])
     schedule = write_plan(plan, tmp_path / "plan.toml")
     read = load_config(tmp_path / "plan.toml")
@@ -41,6 +42,19 @@ def test_a_written_plan_is_read_back_as_the_same_configuration(layout: Layout, t
     assert (read.pipeline.ranks, read.mesh.replicas, read.mesh.tp) == (layout.pp, layout.dp, layout.tp)
     assert (read.mesh.replicate == "fsdp") == layout.sharded
     assert Schedule.load(schedule) == plan.schedule
+
+
+def test_a_plan_with_pipelines_inside_hosts_says_so_in_its_configuration(tmp_path: Path) -> None:
+    write_plan(planned(MeshLayout(2, 2, inner="pp")), tmp_path / "plan.toml")
+    assert load_config(tmp_path / "plan.toml").mesh.inner == "pp"
+    write_plan(planned(MeshLayout(2, 2)), tmp_path / "plan.toml")
+    assert load_config(tmp_path / "plan.toml").mesh.inner == "dp"
+
+
+def test_a_folder_that_does_not_exist_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no folder"):
+        write_plan(planned(MeshLayout(2)), tmp_path / "none" / "plan.toml")
+    assert not list(tmp_path.iterdir())
 
 
 def test_toml_holds_texts_lists_tables_and_numbers_as_they_are() -> None:
@@ -56,13 +70,15 @@ def test_toml_holds_texts_lists_tables_and_numbers_as_they_are() -> None:
 
 
 def test_context_parallelism_is_priced_and_not_written(tmp_path: Path) -> None:
-    plan = planned(Layout(2, cp=2))
+    plan = planned(MeshLayout(2, cp=2))
     with pytest.raises(UsageError, match="an axis cp, which Penstock does not run"):
         write_plan(plan, tmp_path / "plan.toml")
 
 
-def test_a_pipeline_takes_a_plan_and_trains_as_the_plain_model() -> None:
-    plan = planned(Layout(2))
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zb", "zb-v"])
+def test_a_pipeline_takes_a_plan_and_trains_as_the_plain_model(schedule: str) -> None:
+    plan = planned(MeshLayout(2), schedules=[schedule])
+    assert plan.schedule.stages == 2 if schedule == "1f1b" else plan.schedule.stages >= 4
     torch.manual_seed(0)
     model = build_gpt(GPTOptions(**OPTIONS), 16).double()
     plain = build_gpt(GPTOptions(**OPTIONS), 16).double()
@@ -85,6 +101,6 @@ def test_a_pipeline_takes_a_plan_and_trains_as_the_plain_model() -> None:
 def test_a_pipeline_refuses_what_a_plan_says_already() -> None:
     model = build_gpt(GPTOptions(**OPTIONS), 16)
     with pytest.raises(UsageError, match="plan= says what stages= would"):
-        penstock.Pipeline(model, plan=planned(Layout(2)), stages=2, loss_fn=F.mse_loss)
+        penstock.Pipeline(model, plan=planned(MeshLayout(2)), stages=2, loss_fn=F.mse_loss)
     with pytest.raises(UsageError, match="pass a plan of penstock"):
         penstock.Pipeline(model, plan="best", loss_fn=F.mse_loss)

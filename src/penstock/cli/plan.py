@@ -147,6 +147,8 @@ def _check(run: str, cluster: Path | None, as_json: bool) -> None:
     others = [each for each in found.plans.ranked if each.layout != found.predicted.layout] or found.plans.ranked
     write(table(rows, left=[0]))
     write(f"\nfurthest off: {worst}, by {100 * errors[worst]:+.1f} %")
+    if cluster is None:
+        write("without --cluster, the efficiency is the one that predicts this run's own step: its error says nothing")
     write(f"\nwith the efficiency that the run has shown, {found.plans.cluster.device.efficiency:.3f} of the peak:\n")
     write(ranking_table([*found.plans.ranked[:3]]))
     write(f"\nnext best: {others[0].layout}, {others[0].family}" if others else "\nno plan fits")

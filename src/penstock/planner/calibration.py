@@ -13,16 +13,16 @@ from typing import Any
 
 from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.errors import UsageError
-from penstock.planner.candidates import Candidate
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster, Device
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
-from penstock.planner.ranking import states_of
 from penstock.schedule import Schedule, Timeline, family
 from penstock.train.config.consistent import processes_of, stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
+from penstock.train.run.account import optimizer_states
 from penstock.train.run.run_folder import RunFolder
 
 STEPS = 60  # how often the range of efficiencies is halved
@@ -41,9 +41,9 @@ class RecordedRun:
     timeline: Timeline | None
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> MeshLayout:
         mesh = self.config.mesh
-        return Layout(
+        return MeshLayout(
             self.config.pipeline.ranks, mesh.replicas, mesh.tp, sharded=mesh.replicate == "fsdp" and mesh.replicas > 1
         )
 
@@ -73,10 +73,12 @@ def read_run(path: str | Path) -> RecordedRun:
     return RecordedRun(root, config, middle, spread, memory, timeline)
 
 
-def candidate_of(config: TrainConfig, profile: Profile, cluster: Cluster, counts: list[int] | None = None) -> Candidate:
+def candidate_of(
+    config: TrainConfig, profile: Profile, cluster: Cluster, counts: list[int] | None = None
+) -> PlanCandidate:
     """What a configuration runs, as a candidate with a price."""
     mesh, pipeline = config.mesh, config.pipeline
-    layout = Layout(pipeline.ranks, mesh.replicas, mesh.tp, sharded=mesh.replicate == "fsdp" and mesh.replicas > 1)
+    layout = MeshLayout(pipeline.ranks, mesh.replicas, mesh.tp, sharded=mesh.replicate == "fsdp" and mesh.replicas > 1)
     rows = max(1, config.data.batch // config.training.accumulate // mesh.replicas // pipeline.microbatches)
     pricing = Pricing(profile, cluster, layout, rows)
     stages = stages_of(config)
@@ -92,8 +94,8 @@ def candidate_of(config: TrainConfig, profile: Profile, cluster: Cluster, counts
     else:
         name = family(pipeline.schedule).name
     recompute = pipeline.recompute != "never"
-    return Candidate(
-        pricing, name, stages // pipeline.ranks, pipeline.microbatches, recompute, tuple(cuts), states_of(config)
+    return PlanCandidate(
+        pricing, name, stages // pipeline.ranks, pipeline.microbatches, recompute, tuple(cuts), optimizer_states(config)
     )
 
 
@@ -111,7 +113,7 @@ def calibrate(cluster: Cluster, profile: Profile, config: TrainConfig, seconds: 
 
     def predicted(efficiency: float) -> float:
         candidate = candidate_of(config, profile, cluster.at(efficiency))
-        return passes * candidate.priced.makespan + sum(candidate.around)
+        return candidate.seconds + (passes - 1) * candidate.priced[0]
 
     low, high = 1e-4, 1.0
     if predicted(high) > seconds:

@@ -1,29 +1,51 @@
 """One way to run a layout, priced: its schedule simulated, its memory added up.
 
-Many ways are compared, so two things are known before a simulation: a time that the way cannot beat, and bytes that it
-cannot do with less than. Long pipelines are simulated with fewer microbatches of the same number per round; what one
-more of them takes is then known, and the rest follows.
+Many ways are compared, so two things are known before a simulation: a time that the way cannot beat, and its memory,
+which follows from the order of actions alone. Long pipelines are looked at with a few rounds of microbatches; what one
+more round takes is then known, and the rest follows. What tells families apart is read from small schedules of theirs,
+so that a new family is planned like the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import TypeVar
 
-from penstock.planner.layout import Layout
-from penstock.planner.price import Memory, Pricing, StageCosts
-from penstock.schedule import Costs, Placement, Schedule, build, family, simulate
+from penstock.planner.layout import MeshLayout
+from penstock.planner.price import Pricing, StageCosts
+from penstock.schedule import FAMILIES, Costs, Op, Schedule, build, family, simulate
+from penstock.schedule.timing.simulate import peak_memory
+from penstock.train.run.memory import Memory
 
-MOST = 6_000  # computes that are simulated
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "group-interleaved")  # backwards as I and W
-SINGLE = ("1f1b", "zb-h1", "zb-h2", "gpipe")  # one stage per rank
-DOUBLE = ("zb-v", "v-half", "v-min")  # two, down and up again
-SEVERAL = ("interleaved-1f1b", "interleaved-zb", "looped-bfs")
-HELD = {"v-half": 0.5, "v-min": 0.33, "zb-h2": 1.0}  # microbatches in flight on a rank, of the ranks that there are
+ROUNDS, FEWEST = 3, 16  # as many microbatches as ranks, so often, and at least: after these a schedule repeats itself
+SMALL, SURE = 8, 0.8  # ranks of a schedule that tells what longer ones hold; the share of it that is counted on
+Found = TypeVar("Found")
+
+
+@cache
+def _ops(name: str) -> frozenset[Op]:
+    return frozenset(
+        action.op for row in build(name, 2, 2).rows for action in row if action for action in action.parts()
+    )
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a family has its backwards as I and W."""
+    return Op.I in _ops(name)
+
+
+def families_for(ranks: int, stages_per_rank: int, wanted: Sequence[str]) -> list[str]:
+    """The families among those wanted that train with so many stages per rank."""
+    if ranks == 1:
+        return ["1f1b"]
+    takes = {"block": stages_per_rank == 1, "v": stages_per_rank == 2, "loop": stages_per_rank > 1}
+    return [name for name in wanted if takes[family(name).layout] and _ops(name) & {Op.B, Op.W}]
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """A layout with the rest of what a run has to choose."""
 
     pricing: Pricing
@@ -35,82 +57,126 @@ class Candidate:
     states: float  # numbers that the optimizer keeps per parameter
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> MeshLayout:
         return self.pricing.layout
 
-    @cached_property
-    def stages(self) -> list[StageCosts]:
-        return self.pricing.stages(self.cuts, self.family in SPLIT)
+    @property
+    def split(self) -> bool:
+        return splits_backward(self.family)
 
     @property
-    def placement(self) -> Placement:
-        return family(self.family).placed(self.layout.pp, self.stages_per_rank)
+    def stages(self) -> list[StageCosts]:
+        return self.pricing.stages(self.cuts, self.split)
 
-    @cached_property
+    @property
     def own(self) -> list[list[StageCosts]]:
         """The stages of each rank."""
-        placement = self.placement
-        return [[self.stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
+        return self._once("own", self._own)
 
-    @cached_property
+    def _own(self) -> list[list[StageCosts]]:
+        stages, placement = self.stages, FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank)
+        return [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
+
+    def _once(self, what: str, find: Callable[[], Found]) -> Found:
+        """A figure that families with the same stages on each rank have in common."""
+        key = what, self.cuts, self.split, FAMILIES[self.family].layout, self.recompute
+        if key not in self.pricing.shared:
+            self.pricing.shared[key] = find()
+        found: Found = self.pricing.shared[key]
+        return found
+
+    @property
     def around(self) -> tuple[float, float]:
         """Seconds after the pipeline: what is left of the reduction, and the optimizer; on the slowest rank."""
-        known = self.pricing.measured(self.cuts, self.family in SPLIT)
+        return self._once("around", self._around)
+
+    def _around(self) -> tuple[float, float]:
+        known = self.pricing.measured(self.cuts, self.split)
         if known is not None:
             return 0.0, known.around
-        found = [self.pricing.after(own, self.microbatches) for own in self.own]
+        found = [self.pricing.after(own, self.microbatches) for own in _different(self.own)]
         return max(each[0] for each in found), max(each[1] for each in found)
 
     @cached_property
     def costs(self) -> Costs:
         """For the simulator."""
-        known = self.pricing.measured(self.cuts, self.family in SPLIT)
+        known = self.pricing.measured(self.cuts, self.split)
         priced = self.pricing.costs(self.stages, self.recompute)
         if known is None:
             return priced
         return replace(priced, latency=0.0, bandwidth=None, bytes=0.0, hop=known.costs.hop)  # as it was measured
 
-    @cached_property
+    @property
     def bound(self) -> float:
         """Seconds that a step takes at least: the work of each rank, and the way of the first microbatch to it."""
+        return self._once("bound", self._bound)
+
+    def _bound(self) -> float:
         most = fill = 0.0
         for own in self.own:
             again = [each.again if self.recompute else 0.0 for each in own]
             work = sum(each.forward + each.input + each.weight for each in own) + sum(again)
             most = max(most, fill + self.microbatches * work)
             first = own[0]
-            fill += first.forward + (0.0 if self.family in SPLIT else first.input + first.weight + again[0])
+            fill += first.forward + (0.0 if self.split else first.input + first.weight + again[0])
         return most + sum(self.around)
 
     @cached_property
-    def least_memory(self) -> Memory:
-        """What the fullest rank holds at least."""
-        share = HELD.get(self.family, 1.0)
-        rows = []
-        for rank, own in enumerate(self.own):
-            flight = min(self.microbatches, max(1.0, share * (self.layout.pp - (0 if share < 1 else rank))))
-            kept = sum(each.kept if self.recompute else each.saved for each in own)
-            rows.append(self.pricing.memory(own, flight * kept, self.states))
-        return max(rows, key=lambda each: each.total)
+    def activations(self) -> tuple[float, ...]:
+        """Bytes of each rank at its peak."""
+        peaks = _peaks(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
+        return tuple(
+            peak + max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
+            for peak, own in zip(peaks, self.own, strict=True)
+        )
 
     @cached_property
-    def priced(self) -> Priced:
-        """Simulated."""
-        return _priced(self)
+    def memory(self) -> tuple[Memory, ...]:
+        """What each rank holds."""
+        return tuple(
+            self.pricing.memory(own, held, self.states) for own, held in zip(self.own, self.activations, strict=True)
+        )
+
+    @property
+    def fullest(self) -> Memory:
+        """The memory of the fullest rank."""
+        return max(self.memory, key=lambda each: each.process)
+
+    @property
+    def static_bytes(self) -> float:
+        """What the fullest rank holds without activations."""
+        return self._once("static", self._static_bytes)
+
+    def _static_bytes(self) -> float:
+        return max(self.pricing.memory(own, 0.0, self.states).process for own in _different(self.own))
+
+    @property
+    def sure_bytes(self) -> float:
+        """What the first rank of a long pipeline holds, nearly at least; found out without building its schedule."""
+        if self.layout.pp <= SMALL:
+            return 0.0
+        flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * self.layout.pp
+        kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
+        return self.pricing.memory(self.own[0], min(self.microbatches, flight) * kept, self.states).process
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.priced[0] + sum(self.around)
+
+    @cached_property
+    def priced(self) -> tuple[float, float]:
+        """Seconds from the first action to the last, and the share of them that ranks wait; simulated."""
+        return _simulated(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
 
     def schedule(self) -> Schedule:
         """The schedule that is run."""
         return _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
 
 
-@dataclass(frozen=True)
-class Priced:
-    """What a simulation says of a candidate."""
-
-    makespan: float
-    idle: float
-    activations: tuple[float, ...]  # by rank
-    memory: tuple[Memory, ...]
+def _different(owned: list[list[StageCosts]]) -> list[list[StageCosts]]:
+    """Ranks of which no other has the very same stages."""
+    return list({tuple(map(id, own)): own for own in owned}.values())
 
 
 @lru_cache(maxsize=512)
@@ -118,35 +184,59 @@ def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     return build(name, ranks, microbatches, stages_per_rank)
 
 
-@lru_cache(maxsize=4096)
-def simulated(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs
-) -> tuple[float, float, tuple[float, ...]]:
-    """(makespan, idle share, peak memory by rank) of a family's schedule with so many microbatches."""
-    few = max(MOST // (ranks * stages_per_rank), 3 * ranks)
+@cache
+def default_families() -> tuple[str, ...]:
+    """The families that train, but for those that another one of the same kind beats in both time and memory."""
+    found = {}
+    for name, entry in FAMILIES.items():
+        if _ops(name) & {Op.B, Op.W}:
+            per_rank = entry.stages_per_rank
+            one = 1 / per_rank
+            costs = Costs(one, one, one, activation=one, held=0.5 * one)
+            timeline = simulate(_schedule(name, SMALL, ROUNDS * SMALL, per_rank), costs)
+            kind = entry.layout, splits_backward(name)
+            found[name] = kind, round(timeline.makespan, 9), round(max(timeline.peak_memory), 9)
+    return tuple(
+        name
+        for name, (kind, time, memory) in found.items()
+        if not any(
+            kind == other[0] and other[1] <= time and other[2] <= memory and other[1:] != (time, memory)
+            for other in found.values()
+        )
+    )
+
+
+@cache
+def _in_flight(name: str, stages_per_rank: int) -> float:
+    """Microbatches that the first of a few ranks holds between forward and backward, as a share of the ranks."""
+    costs = Costs(activation=1 / stages_per_rank / SMALL, held=0.0)
+    return peak_memory(_schedule(name, SMALL, ROUNDS * SMALL, stages_per_rank), costs)[0]
+
+
+def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
+    """How many microbatches are looked at: all, or two numbers of them that are one round apart."""
+    few = max(ROUNDS * ranks, FEWEST)
     if microbatches <= few + ranks:
-        timeline = simulate(_schedule(name, ranks, microbatches, stages_per_rank), costs)
-        return timeline.makespan, timeline.bubble, timeline.peak_memory
+        return (microbatches,)
     small = few - (few - microbatches) % ranks
-    one, two = (simulate(_schedule(name, ranks, count, stages_per_rank), costs) for count in (small - ranks, small))
-    rounds = (microbatches - small) / ranks
-    makespan = two.makespan + rounds * (two.makespan - one.makespan)
-    busy = (1 - two.bubble) * two.makespan * microbatches / small
-    peaks = tuple(b + rounds * (b - a) for a, b in zip(one.peak_memory, two.peak_memory, strict=True))
-    return makespan, 1 - busy / makespan, peaks
+    return small - ranks, small
 
 
-def _priced(candidate: Candidate) -> Priced:
-    costs = candidate.costs
-    makespan, idle, peaks = simulated(
-        candidate.family, candidate.layout.pp, candidate.microbatches, candidate.stages_per_rank, costs
-    )
-    activations = tuple(
-        peak + max(each.extra + (each.burst if candidate.recompute else 0.0) for each in own)
-        for peak, own in zip(peaks, candidate.own, strict=True)
-    )
-    memory = tuple(
-        candidate.pricing.memory(own, held, candidate.states)
-        for own, held in zip(candidate.own, activations, strict=True)
-    )
-    return Priced(makespan, idle, activations, memory)
+@lru_cache(maxsize=4096)
+def _peaks(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs) -> tuple[float, ...]:
+    """The peak memory of each rank of a family's schedule with so many microbatches."""
+    counts = _few(ranks, microbatches)
+    found = [peak_memory(_schedule(name, ranks, count, stages_per_rank), costs) for count in counts]
+    rounds = (microbatches - counts[-1]) / ranks
+    return tuple(b + rounds * (b - a) for a, b in zip(found[0], found[-1], strict=True))
+
+
+@lru_cache(maxsize=4096)
+def _simulated(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs) -> tuple[float, float]:
+    """(makespan, idle share) of a family's schedule with so many microbatches."""
+    counts = _few(ranks, microbatches)
+    found = [simulate(_schedule(name, ranks, count, stages_per_rank), costs) for count in counts]
+    last, rounds = found[-1], (microbatches - counts[-1]) / ranks
+    makespan = last.makespan + rounds * (last.makespan - found[0].makespan)
+    busy = (1 - last.bubble) * last.makespan * microbatches / counts[-1]
+    return makespan, 1 - busy / makespan

@@ -20,6 +20,9 @@ class Device:
     """One GPU, or the cores that one rank has."""
 
     memory: float = key(80e9, "bytes that a rank may use", above=0)
+    headroom: float = key(
+        0.1, "share of the memory that plans leave free: allocators leave gaps, and predictions err", least=0, most=0.9
+    )
     peak: float = key(312e12, "floating-point operations per second at most, in the precision of the run", above=0)
     efficiency: float = key(0.6, "share of the peak that large products reach", above=0, most=1)
     attention: float = key(0.7, "share of that efficiency that attention as one kernel reaches", above=0, most=1)
@@ -29,7 +32,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Wire:
+class Interconnect:
     """What connects two devices: what one device sends, and receives, per second."""
 
     bandwidth: float = key(25e9, "bytes per second, per device and direction", above=0)
@@ -69,14 +72,19 @@ class Cluster:
     devices: int = key(8, "devices per host", least=1)
     error: float = key(0.1, "how far predictions may be off, as a share: the error bar", least=0, most=1)
     device: Device = field(default_factory=Device)
-    inside: Wire = field(default_factory=lambda: Wire(bandwidth=235e9, latency=8e-6))
-    between: Wire = field(default_factory=Wire)
+    inside: Interconnect = field(default_factory=lambda: Interconnect(bandwidth=235e9, latency=8e-6))
+    between: Interconnect = field(default_factory=Interconnect)
     software: Software = field(default_factory=Software)
 
     @property
     def world(self) -> int:
         """Devices in all."""
         return self.hosts * self.devices
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that a plan may fill: its memory without the headroom."""
+        return self.device.memory * (1 - self.device.headroom)
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -88,10 +96,10 @@ class Cluster:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: {error}") from None
         found = checked(cls, document, str(path))
-        if found.device.reserved >= found.device.memory:
+        if found.device.reserved >= found.room:
             raise UsageError(
-                f"{path}: device.reserved is {found.device.reserved:g} bytes of the {found.device.memory:g} that a "
-                f"device has (device.memory), so nothing is left for a model"
+                f"{path}: device.reserved is {found.device.reserved:g} bytes of the {found.room:g} that a plan may "
+                f"fill (device.memory without device.headroom), so nothing is left for a model"
             )
         return found
 

@@ -47,7 +47,7 @@ class Amount:
 
 
 @dataclass
-class Counted:
+class OperationCounts:
     """What was counted between two marks."""
 
     flops: Amount = field(default_factory=Amount)
@@ -66,7 +66,7 @@ class Counted:
     peak_divided: float = 0.0  # and how many of them were divided then
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations inside its `with` block; `mark` ends one part of it and begins the next.
 
     `styles` gives the parameters that a tensor plan divides, by the address of their memory: "colwise", "gathered",
@@ -84,11 +84,11 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._read: set[int] = set()  # inputs of colwise layers
         self._second: set[int] = set()  # parameters of further layers that read one of them
         self._deferred: set[int] = set()
-        self.part = Counted()
+        self.part = OperationCounts()
 
-    def mark(self) -> Counted:
+    def mark(self) -> OperationCounts:
         """What was counted since the last mark."""
-        part, self.part = self.part, Counted()
+        part, self.part = self.part, OperationCounts()
         part.live = Amount(self._live.common, self._live.divided)
         self.part.peak, self.part.peak_divided = self._live.common + self._live.divided, self._live.divided
         return part

@@ -28,9 +28,8 @@ from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from penstock.errors import RunError
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
-from penstock.planner.candidates import SPLIT
 from penstock.planner.cluster import Cluster, Device
-from penstock.planner.layout import Layout
+from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
 from penstock.planner.profile import Profile
 from penstock.schedule import Costs, simulate
@@ -53,7 +52,7 @@ ERROR = 0.05  # of predictions, at least
 class Setting:
     """What is measured: everything but the schedule's order and its number of microbatches."""
 
-    layout: Layout
+    layout: MeshLayout
     rows: int
     cuts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -73,12 +72,12 @@ class Setting:
         return max(4, 2 * self.layout.pp)
 
     @property
-    def key(self) -> tuple[Layout, int, tuple[int, ...], bool]:
+    def key(self) -> tuple[MeshLayout, int, tuple[int, ...], bool]:
         return self.layout, self.rows, self.cuts, self.split
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """The costs of one setting."""
 
     costs: Costs
@@ -90,16 +89,25 @@ class MeasuredPricing(Pricing):
     """Prices with times that were measured; bytes are counted as ever."""
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, layout: Layout, rows: int, known: dict[Any, Measured] | None = None
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        layout: MeshLayout,
+        rows: int,
+        known: dict[Any, MeasuredCosts] | None = None,
     ) -> None:
         super().__init__(profile, cluster, layout, rows)
         self.known = known or {}
 
-    def measured(self, cuts: Sequence[int], split: bool) -> Measured | None:
+    @property
+    def work(self) -> float:
+        return 0.0  # only stages are measured
+
+    def measured(self, cuts: Sequence[int], split: bool) -> MeasuredCosts | None:
         return self.known.get((self.layout, self.rows, tuple(cuts), split))
 
-    def stages(self, cuts: Sequence[int], split: bool = False) -> list[StageCosts]:
-        found, counted = self.measured(cuts, split), super().stages(cuts)
+    def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
+        found, counted = self.measured(cuts, split), super()._find_stages(cuts, split)
         if found is None:
             return counted
         times = zip(
@@ -123,7 +131,7 @@ def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     peak = peak_flops(config)
     reserved = process_bytes(libraries_of(config))
     device = Device(
-        memory=0.9 * available_memory() / count,
+        memory=available_memory() / count,
         peak=peak[0] if peak else 1e12,
         reserved=float(reserved),
         holds_checkpoints=True,
@@ -131,7 +139,7 @@ def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     return Cluster(name="this machine", hosts=1, devices=count, device=device, error=ERROR)
 
 
-def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUNDS) -> dict[Any, Measured]:
+def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUNDS) -> dict[Any, MeasuredCosts]:
     """Run every setting on as many processes as its layout has, and return its costs by its key."""
     if not settings:
         return {}
@@ -152,7 +160,7 @@ def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUN
                 process.join()
         found = json.loads((path / "measured.json").read_text())
     return {
-        setting.key: Measured(Costs(**costs), around, spread)
+        setting.key: MeasuredCosts(Costs(**costs), around, spread)
         for setting, (costs, around, spread) in zip(settings, found, strict=True)
     }
 
@@ -291,8 +299,6 @@ def settings_of(found: Iterator[Any]) -> list[Setting]:
         bounds = [0, *candidate.cuts, len(units)]
         counts = tuple(sum(a <= number < b for number in named) for a, b in pairwise(bounds))
         names = tuple(units[place].name for place in candidate.cuts)
-        setting = Setting(
-            candidate.layout, candidate.pricing.rows, candidate.cuts, counts, names, candidate.family in SPLIT
-        )
+        setting = Setting(candidate.layout, candidate.pricing.rows, candidate.cuts, counts, names, candidate.split)
         known.setdefault(setting.key, setting)
     return list(known.values())

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-from penstock.planner.cluster import Cluster, Wire
+from penstock.planner.cluster import Cluster, Interconnect
 
 
 @dataclass(frozen=True)
-class Layout:
+class MeshLayout:
     """The axes of a run: pp x dp x cp x tp processes.
 
     Attributes:
@@ -57,18 +57,18 @@ class Layout:
         """How many of the ranks along an axis are on one host."""
         return max(1, gcd(self.size(axis), devices // self.stride(axis))) if self.stride(axis) < devices else 1
 
-    def wire(self, axis: str, cluster: Cluster) -> Wire:
+    def wire(self, axis: str, cluster: Cluster) -> Interconnect:
         """What connects neighbours along an axis at the slowest place."""
         inside = self.per_host(axis, cluster.devices) == self.size(axis)
         return cluster.inside if inside else cluster.between
 
 
-def all_reduce(size: float, layout: Layout, axis: str, cluster: Cluster) -> float:
+def all_reduce(size: float, layout: MeshLayout, axis: str, cluster: Cluster) -> float:
     """Seconds to add up `size` bytes over an axis: within hosts, then between them each device with its part."""
     return 2 * gather(size, layout, axis, cluster)
 
 
-def gather(size: float, layout: Layout, axis: str, cluster: Cluster) -> float:
+def gather(size: float, layout: MeshLayout, axis: str, cluster: Cluster) -> float:
     """Seconds to gather `size` bytes, in all, over an axis; to scatter sums of them takes as long."""
     ranks, near = layout.size(axis), layout.per_host(axis, cluster.devices)
     if ranks == 1 or not size:
@@ -82,7 +82,7 @@ def gather(size: float, layout: Layout, axis: str, cluster: Cluster) -> float:
     return seconds
 
 
-def layouts(cluster: Cluster, *, most_stages: int, heads: int, batch: int, divisible: bool) -> Iterator[Layout]:
+def layouts(cluster: Cluster, *, most_stages: int, heads: int, batch: int, divisible: bool) -> Iterator[MeshLayout]:
     """Every way to use all devices: pp x dp x tp, replicas plain and sharded, and which axis is inside hosts."""
     world = cluster.world
     for tp in _divisors(world):
@@ -93,15 +93,15 @@ def layouts(cluster: Cluster, *, most_stages: int, heads: int, batch: int, divis
             if pp > most_stages or batch % dp:
                 continue
             for sharded in (False, True) if dp > 1 and cluster.software.sharding else (False,):
-                yield Layout(pp, dp, tp, sharded=sharded)
-                other = Layout(pp, dp, tp, sharded=sharded, inner="pp")
+                yield MeshLayout(pp, dp, tp, sharded=sharded)
+                other = MeshLayout(pp, dp, tp, sharded=sharded, inner="pp")
                 if (
                     cluster.software.name == "penstock"  # others have one order
                     and pp > 1
                     and dp > 1
                     and (
                         other.per_host("pp", cluster.devices) > 1
-                        or Layout(pp, dp, tp).per_host("dp", cluster.devices) > 1
+                        or MeshLayout(pp, dp, tp).per_host("dp", cluster.devices) > 1
                     )
                 ):
                     yield other

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
 from penstock.errors import UsageError
 from penstock.planner.calibration import RecordedRun, candidate_of, cluster_of, from_run, read_run
+from penstock.planner.candidates import default_families
 from penstock.planner.cluster import Cluster
 from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
-from penstock.planner.layout import Layout, layouts
-from penstock.planner.profile import Profile, profile_config
-from penstock.planner.ranking import SCHEDULES, Plan, Plans, Wanted, candidates, make_plan, rank_plans, states_of
+from penstock.planner.layout import MeshLayout
+from penstock.planner.profile import IN_MEMORY, Profile, profile_config, profile_module
+from penstock.planner.ranking import Plan, Plans, Wanted, candidates, layouts_of, make_plan, rank_plans
 from penstock.rules import check_count
 from penstock.schedule import family
 from penstock.train.config.read import checked, load_config
 from penstock.train.config.settings import TrainConfig
+from penstock.train.run.account import optimizer_states
 from penstock.train.run.flops import peak_flops
 
 FEW_ROWS = 3  # sizes of microbatches that are measured here, the largest that fit
@@ -25,7 +31,7 @@ HERE_PER_RANK = (1, 2)
 
 
 def plan(
-    model: str | Path | TrainConfig,
+    model: str | Path | TrainConfig | nn.Module | Callable[[], nn.Module],
     cluster: Cluster | str | Path | None = None,
     *,
     batch: int | None = None,
@@ -33,8 +39,9 @@ def plan(
     precision: str | None = None,
     optimizer: str | None = None,
     options: dict[str, Any] | None = None,
-    layout: Layout | None = None,
-    schedules: Sequence[str] = SCHEDULES,
+    example: tuple[Any, ...] | dict[str, Any] | None = None,
+    layout: MeshLayout | None = None,
+    schedules: Sequence[str] | None = None,
     recompute: bool | None = None,
     run: str | Path | None = None,
     devices: int | None = None,
@@ -46,15 +53,18 @@ def plan(
 
     Args:
         model: What is trained: `"gpt"`, `"huggingface:FOLDER"` or `"huggingface:NAME"`, `"module:function"`; the path
-            of a configuration of `penstock train`; or a `TrainConfig`.
+            of a configuration of `penstock train`; a `TrainConfig`; a module; or a function that builds one, which
+            is called without memory.
         cluster: The cluster, or the path of its TOML file.
         batch: Rows of a step, over all replicas.
         sequence: Tokens of a row.
         precision: `"fp32"`, `"bf16"` or `"fp16"`.
         optimizer: `"adamw"`, `"adam"`, `"sgd"` or `"adamw8bit"`.
         options: Keyword arguments of the model.
+        example: With a module or a function: its inputs, a tuple of positional or a dict of keyword ones. Their
+            first dimension is rows.
         layout: The only layout to look at.
-        schedules: The families to choose from.
+        schedules: The families to choose from. By default, all that no other one beats in both time and memory.
         recompute: Whether forwards run again in the backward. By default, where that is needed or faster.
         run: The folder of a recorded run that calibrates the cluster's efficiency.
         devices: Without a cluster: how many processes to plan for. By default, one per core.
@@ -62,11 +72,16 @@ def plan(
     Returns:
         The plans, the fastest first; `plans.best` is one for `Pipeline(plan=...)`.
     """
-    config = config_for(model, batch, sequence, precision, optimizer, options)
+    if not isinstance(model, (str, Path, TrainConfig)) and callable(model):
+        config = _config_of_module(example, cluster, options, batch, precision, optimizer)
+    else:
+        if example is not None:
+            raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
+        config = config_for(model, batch, sequence, precision, optimizer, options)
     wanted = Wanted(
         config.data.batch,
-        states_of(config),
-        [family(name).name for name in schedules],
+        optimizer_states(config),
+        default_families() if schedules is None else [family(name).name for name in schedules],
         (False, True) if recompute is None else (recompute,),
     )
     among = None if layout is None else [layout]
@@ -76,11 +91,36 @@ def plan(
     known = cluster_for(cluster, recorded, config)
     if recorded is not None:
         known = from_run(recorded, profile_config(recorded.config, known.software), known)
-    return rank_plans(config, profile_config(config, known.software), known, among=among, wanted=wanted)
+    if config.model.source == IN_MEMORY:
+        profile = profile_module(model, example, config, known.software)  # type: ignore[arg-type]
+    else:
+        profile = profile_config(config, known.software)
+    return rank_plans(config, profile, known, among=among, wanted=wanted)
+
+
+def _config_of_module(
+    example: Any, cluster: Any, options: Any, batch: int | None, precision: str | None, optimizer: str | None
+) -> TrainConfig:
+    """What can be said of a module that no configuration names."""
+    if not isinstance(example, (tuple, dict)) or not example:
+        raise UsageError("plan() of a module or a function also needs example=, its inputs: a tuple or a dict of them")
+    if cluster is None:
+        raise UsageError(
+            "plan() of a module or a function needs cluster=; to measure on this machine, other processes must be able "
+            'to build the model: pass "module:function"'
+        )
+    if options is not None:
+        raise UsageError("options= are for a model that is named; pass functools.partial(function, ...) instead")
+    first = next((each for each in pytree.tree_leaves(example) if isinstance(each, torch.Tensor)), None)
+    if first is None or not first.dim():
+        raise UsageError("example= has no tensor with rows; its tensors' first dimension is rows")
+    tokens = first.shape[1] if first.dim() > 1 and not first.is_floating_point() else 1
+    named = replace(TrainConfig(), model=replace(TrainConfig().model, source=IN_MEMORY))
+    return config_for(named, batch, tokens, precision, optimizer)
 
 
 def config_for(
-    model: str | Path | TrainConfig,
+    model: Any,
     batch: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,
@@ -96,8 +136,8 @@ def config_for(
         config = replace(TrainConfig(), model=replace(TrainConfig().model, source=model))
     else:
         raise UsageError(
-            f'plan() takes "gpt", "huggingface:FOLDER", "huggingface:NAME", "module:function" or a configuration, got '
-            f"{model!r}"
+            f'plan() takes "gpt", "huggingface:FOLDER", "huggingface:NAME", "module:function", a configuration, a '
+            f"module or a function that builds one; got {model!r}"
         )
     changes: dict[str, dict[str, Any]] = {
         "data": {"batch": batch, "sequence": sequence},
@@ -123,10 +163,10 @@ def cluster_for(cluster: Cluster | str | Path | None, run: RecordedRun | None, c
         return Cluster.load(cluster)
     assert run is not None
     peak = peak_flops(config)
-    return cluster_of(run, 0.9 * available_memory(), 4 * peak[0] if peak else 1e12)  # a peak that no run exceeds
+    return cluster_of(run, available_memory(), 4 * peak[0] if peak else 1e12)  # a peak that no run exceeds
 
 
-def _plan_here(config: TrainConfig, wanted: Wanted, among: Sequence[Layout] | None, devices: int | None) -> Plans:
+def _plan_here(config: TrainConfig, wanted: Wanted, among: Sequence[MeshLayout] | None, devices: int | None) -> Plans:
     """Measure the settings that fit, and rank by what was measured."""
     cluster = this_machine(config, devices)
     profile = profile_config(config, cluster.software)
@@ -134,25 +174,16 @@ def _plan_here(config: TrainConfig, wanted: Wanted, among: Sequence[Layout] | No
 
 
 def plan_measured(
-    config: TrainConfig, profile: Profile, cluster: Cluster, wanted: Wanted, among: Sequence[Layout] | None = None
+    config: TrainConfig, profile: Profile, cluster: Cluster, wanted: Wanted, among: Sequence[MeshLayout] | None = None
 ) -> Plans:
     """Plans for this machine, by costs that are measured on it."""
     wanted = replace(wanted, per_rank=HERE_PER_RANK, recompute=tuple(each for each in wanted.recompute))
-    places = sum(1 for unit in profile.one if unit.name)
-    every = among or list(
-        layouts(
-            cluster,
-            most_stages=places,
-            heads=profile.attention,
-            batch=wanted.batch,
-            divisible=any(unit.parameters.divided for unit in profile.one),
-        )
-    )
+    every = among or layouts_of(profile, cluster, wanted.batch)
     guessed = [
         candidate
         for each in every
         for candidate in candidates(each, lambda layout, rows: MeasuredPricing(profile, cluster, layout, rows), wanted)
-        if candidate.least_memory.total <= cluster.device.memory
+        if candidate.fullest.process <= cluster.room
     ]
     fitting = sorted({candidate.pricing.rows for candidate in guessed})[-FEW_ROWS:]
     known = measure(config, settings_of(each for each in guessed if each.pricing.rows in fitting))
@@ -160,7 +191,7 @@ def plan_measured(
     cluster = replace(cluster, error=max(cluster.error, min(1.0, spread)))
     wanted = replace(wanted, rows=fitting)
 
-    def priced(layout: Layout, rows: int) -> MeasuredPricing:
+    def priced(layout: MeshLayout, rows: int) -> MeasuredPricing:
         return MeasuredPricing(profile, cluster, layout, rows, known)
 
     return rank_plans(config, profile, cluster, among=every, pricing_of=priced, wanted=wanted)
@@ -191,10 +222,10 @@ def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -
     candidate = candidate_of(run.config, profile, before)
     told = make_plan(run.config, candidate, profile, before)
     passes = run.config.training.accumulate
-    measured, expected = {"step": run.seconds}, {"step": told.seconds + (passes - 1) * candidate.priced.makespan}
+    measured, expected = {"step": run.seconds}, {"step": told.seconds + (passes - 1) * candidate.priced[0]}
     if run.timeline is not None:
         measured |= {"makespan": run.timeline.makespan, "idle": run.timeline.bubble}
-        expected |= {"makespan": candidate.priced.makespan, "idle": told.idle}
+        expected |= {"makespan": candidate.priced[0], "idle": told.idle}
     for kind in ("weights", "gradients", "optimizer", "activations"):
         held = [each[kind] for each in run.memory if each.get(kind) is not None]
         if held:

@@ -19,29 +19,15 @@ from typing import Any
 
 from penstock.model.balance.partition import partition
 from penstock.planner.cluster import Cluster
-from penstock.planner.counting import Counted
-from penstock.planner.layout import Layout, all_reduce, gather
+from penstock.planner.counting import OperationCounts
+from penstock.planner.layout import MeshLayout, all_reduce, gather
 from penstock.planner.profile import Profile, Unit
 from penstock.schedule import Costs
+from penstock.train.run.account import exchanged_bytes, rank_memory
+from penstock.train.run.memory import Memory
 
 UPDATE_READS = 2  # times that an optimizer reads and writes each of its numbers
 BUCKET = 25 * 2**20  # bytes of gradients that travel together
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one rank, by kind."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float  # messages on their way, and gradients that are being added up
-    process: float  # what the process takes by itself
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.process
 
 
 @dataclass(frozen=True)
@@ -67,9 +53,10 @@ class StageCosts:
 class Pricing:
     """The units of a model on the devices of a cluster, under one layout and one size of microbatches."""
 
-    def __init__(self, profile: Profile, cluster: Cluster, layout: Layout, rows: int) -> None:
+    def __init__(self, profile: Profile, cluster: Cluster, layout: MeshLayout, rows: int) -> None:
         self.profile, self.cluster, self.layout, self.rows = profile, cluster, layout, rows
         self.units = profile.units(rows / layout.cp)
+        self.shared: dict[Any, Any] = {}  # what candidates have in common
 
     def shares(self) -> tuple[float, float, float]:
         """Seconds of one microbatch on the whole model: products, other traffic, links between the ranks of a stage."""
@@ -81,6 +68,11 @@ class Pricing:
         products = flops / (device.peak * device.efficiency)
         traffic = sum(part.traffic.at(tp, divides) for part in parts) / device.bandwidth
         return products, traffic, max(0.0, sum(map(sum, self.seconds)) - products - traffic)
+
+    @property
+    def work(self) -> float:
+        """Seconds of one microbatch that a rank of the pipeline has on average, nothing recomputed."""
+        return sum(map(sum, self.seconds)) / self.layout.pp
 
     @cached_property
     def seconds(self) -> list[tuple[float, float, float]]:
@@ -109,7 +101,7 @@ class Pricing:
         ]
         return times[0], max(0.0, times[1]), times[2]
 
-    def _links(self, unit: Unit, part: Counted) -> float:
+    def _links(self, unit: Unit, part: OperationCounts) -> float:
         """What ranks of the tensor-parallel axis tell each other, and of the context-parallel one keys and values."""
         layout, cluster = self.layout, self.cluster
         seconds = all_reduce(part.summed, layout, "tp", cluster) + gather(part.gathered, layout, "tp", cluster)
@@ -129,8 +121,8 @@ class Pricing:
             starts.pop(0)  # nothing is before it that could be a stage
         if stages - 1 > len(starts):
             return None
-        unit = max(times) / 20 or 1.0  # what differs less is alike, so that cuts can be used again
-        return _cuts(tuple(round(each / unit, 1) for each in times), tuple(starts), stages)
+        unit = max(times) / 50 or 1.0  # what differs less is alike, so that cuts can be used again
+        return _cuts(tuple(round(each / unit) for each in times), tuple(starts), stages)
 
     def _equal_cut(self, stages: int) -> tuple[int, ...] | None:
         """As many layers in each stage, or one less in the first and in the last; what is around them stays there."""
@@ -209,16 +201,20 @@ class Pricing:
         """What was measured of these stages, with backwards that are split or whole; None where nothing was."""
         return None
 
-    def stages(self, cuts: Sequence[int], split: bool = False) -> list[StageCosts]:
+    def stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
         """The costs of the stages between cuts; `split`: with backwards as I and W."""
+        key = "stages", cuts, split
+        if key not in self.shared:
+            self.shared[key] = self._find_stages(cuts, split)
+        found: list[StageCosts] = self.shared[key]
+        return found
+
+    def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
         known: dict[tuple[object, ...], StageCosts] = {}
         found = []
         for begin, end in pairwise([0, *cuts, len(self.units)]):
-            key = (
-                begin == 0,
-                end == len(self.units),
-                *(id(unit.forward) for unit in self.units[max(0, begin - 1) : end]),
-            )
+            kinds = [id(unit.forward) for unit in self.units[max(0, begin - 1) : end]]
+            key = (begin == 0, end == len(self.units), *kinds)
             if key not in known:
                 known[key] = self.stage(begin, end)
             found.append(known[key])
@@ -247,45 +243,51 @@ class Pricing:
     def after(self, own: Sequence[StageCosts], microbatches: int) -> tuple[float, float]:
         """Seconds of the gradients' reduction that nothing hides, and of the optimizer, on a rank with these stages.
 
-        Each stage's gradients leave when its last backward has ended, while other stages still compute.
+        Each stage's gradients leave when its last backward has ended, while other stages still compute. Without a
+        pipeline, Megatron has torch's DDP, which sends them bucket by bucket during the last backward.
         """
         layout, element = self.layout, self._element
         sizes = [each.trained * element.gradient for each in own]
         moved = gather if layout.sharded else all_reduce
         reduce = sum(moved(size, layout, "dp", self.cluster) for size in sizes)
         if layout.sharded:  # the parameters are gathered before the first forward
-            reduce += sum(gather(each.numbers * element.gathered, layout, "dp", self.cluster) for each in own)
+            reduce += sum(gather(each.numbers * element.weight, layout, "dp", self.cluster) for each in own)
         hidden = min(layout.pp, microbatches) * sum(each.input + each.weight for each in own[1:])
         last = reduce / len(own)
+        if self.cluster.software.name == "megatron" and layout.pp == 1 and reduce:
+            hidden = sum(each.input + each.weight + each.again for each in own)
+            last *= min(1.0, BUCKET / sum(sizes))
         shares = layout.dp if layout.sharded else 1
-        state = sum(each.trained for each in own) / shares * (element.optimizer + 2 * element.weight)
+        state = sum(each.trained for each in own) / shares * (2 * element.state + element.master + 2 * element.weight)
         return max(last, reduce - hidden), UPDATE_READS * state / self.cluster.device.bandwidth
 
     def memory(self, own: Sequence[StageCosts], activations: float, states: float) -> Memory:
         """What a rank with these stages holds; `states`: numbers that the optimizer keeps per parameter."""
         layout, element, device = self.layout, self._element, self.cluster.device
         shares = layout.dp if layout.sharded else 1
-        numbers, trained = sum(each.numbers for each in own), sum(each.trained for each in own)
-        whole = numbers * element.weight + sum(each.copies for each in own)
-        master = trained * (4 if self.cluster.software.master_weights else 0) / shares
-        activations = max(activations, trained * element.update / shares)
-        weights = whole + (numbers * element.weight / shares if shares > 1 else 0.0)
-        gradients = trained * element.gradient
-        optimizer = trained * element.state * states / shares + master
-        buffers = 2 * max(each.output + each.taken for each in own) if layout.pp > 1 else 0.0
-        buffers += min(BUCKET, gradients) if layout.dp > 1 else 0.0
-        process = device.reserved
-        if device.holds_checkpoints:
-            process += numbers * element.weight / shares + optimizer
-        return Memory(weights, gradients, optimizer, activations, buffers, process)
+        weights = sum(each.numbers for each in own) * element.weight
+        trained = sum(each.trained for each in own)
+        optimizer = trained / shares * (states * element.state + element.master)
+        alone = device.reserved + (2 * max(each.output + each.taken for each in own) if layout.pp > 1 else 0.0)
+        activations += sum(each.copies for each in own)
+        if self.cluster.software.master_weights:  # replicas share what the optimizer has, and no gradients
+            gradients = trained * element.gradient
+            activations = max(activations, trained / shares * element.update)  # which are gone by then
+            alone += min(BUCKET, gradients) if layout.dp > 1 else 0.0
+            weights += weights / shares if layout.sharded else 0.0
+        else:
+            weights, gradients = weights / shares, trained / shares * element.gradient
+            activations += exchanged_bytes(weights, gradients, layout.dp, layout.sharded)
+        copy = weights + optimizer if device.holds_checkpoints else 0.0
+        return rank_memory(weights, gradients, optimizer, activations, alone=alone, copy=copy)
 
     @cached_property
     def _element(self) -> _Element:
         if self.cluster.software.master_weights:
             gradient = self.cluster.software.gradient_bytes
-            return _Element(2, gradient, 4, 12, 2, update=0 if gradient == 4 else 4)
+            return _Element(2, gradient, 4, master=4, update=0 if gradient == 4 else 4)
         size = self.profile.element
-        return _Element(size, size, size, 2 * size, size)
+        return _Element(size, size, size)
 
 
 @dataclass(frozen=True)
@@ -294,9 +296,8 @@ class _Element:
 
     weight: int
     gradient: int
-    state: int
-    optimizer: int
-    gathered: int
+    state: int  # of each number that the optimizer keeps
+    master: int = 0  # a copy in 32 bits
     update: int = 0  # gradients in 32 bits, when activations are gone and the optimizer runs
 
 

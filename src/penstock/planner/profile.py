@@ -8,9 +8,11 @@ one row and on two, which tells what grows with the rows of a microbatch (produc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
 from penstock.planner.cluster import Software
-from penstock.planner.counting import Amount, Counted, Counter, key_of, on_line
+from penstock.planner.counting import Amount, OperationCounter, OperationCounts, key_of, on_line
 from penstock.train.build import build_model, gpt_options
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function
@@ -32,6 +34,7 @@ from penstock.train.models.freeze import freeze
 from penstock.train.models.huggingface import folder_of, tensor_plan_of
 
 BUILT = 4  # of layers that repeat
+IN_MEMORY = "a module in memory"  # the source of a model that no configuration can name
 PENSTOCK = Software()
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -41,8 +44,8 @@ class Unit:
     """One piece of a model that is never cut apart: figures of one microbatch, forward and backward."""
 
     name: str  # the module that it begins with
-    forward: Counted
-    backward: Counted
+    forward: OperationCounts
+    backward: OperationCounts
     saved: Amount  # bytes that a forward leaves for the backward, its own output included
     rise: Amount  # the most bytes that a forward adds while it runs
     fall: Amount  # the most bytes that a backward adds to what there was when it began; gradients are not counted
@@ -75,6 +78,15 @@ class Profile:
 
     def units(self, rows: float) -> tuple[Unit, ...]:
         """Figures for a microbatch of so many rows; a part of a row is what context parallelism leaves to a rank."""
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._units(rows)
+        return self._by_rows[rows]
+
+    @cached_property
+    def _by_rows(self) -> dict[float, tuple[Unit, ...]]:
+        return {}
+
+    def _units(self, rows: float) -> tuple[Unit, ...]:
         known: dict[tuple[int, int], Unit] = {}  # layers that repeat are one object
         for one, two in zip(self.one, self.two, strict=True):
             if (id(one.forward), id(two.forward)) not in known:
@@ -110,6 +122,40 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
         plan = _tensor_plan(config, model)
         found = profile_model(model, train, plan=plan, software=software, half=half, sequence=config.data.sequence)
     return _lengthened(found, real)
+
+
+def profile_module(
+    model: nn.Module | Callable[[], nn.Module], example: Any, config: TrainConfig, software: Software
+) -> Profile:
+    """The profile of a module, or of what a function builds; rows are as `example` shows them."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    half = HALVES.get(config.pipeline.precision)
+    with fake:
+        built = _without_memory(model, fake) if isinstance(model, nn.Module) else model()
+        if not isinstance(built, nn.Module):
+            raise UsageError(f"plan(): the function returned a {type(built).__name__}; return an nn.Module")
+
+        def train(rows: int) -> Any:
+            given = pytree.tree_map(lambda each: _rows_like(each, rows), example)
+            return built(**given) if isinstance(given, dict) else built(*given)
+
+        return profile_model(built, train, software=software, half=half, sequence=config.data.sequence)
+
+
+def _rows_like(value: Any, rows: int) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    return torch.zeros(rows, *value.shape[1:], dtype=value.dtype, requires_grad=False)
+
+
+def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters and buffers have shapes only."""
+    known: dict[int, Any] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        shape = fake.from_tensor(each.detach())
+        trained = each.requires_grad
+        known[id(each)] = nn.Parameter(shape, trained) if isinstance(each, nn.Parameter) else shape
+    return copy.deepcopy(model, known)
 
 
 def profile_model(
@@ -152,7 +198,7 @@ def _counted(
 ) -> Iterator[Unit]:
     """Run one microbatch and count."""
     trained = {key_of(each): each.requires_grad for each in model.parameters()}
-    counter = Counter(trained, styles, shares=software.name != "penstock")
+    counter = OperationCounter(trained, styles, shares=software.name != "penstock")
     watch = _Watch(model, names, counter)
     with ExitStack() as stack:
         if not software.fused_attention:
@@ -204,12 +250,12 @@ def _heads(model: nn.Module) -> int:
 class _Watch:
     """Marks where units begin and end, forward and backward."""
 
-    def __init__(self, model: nn.Module, names: list[str], counter: Counter) -> None:
+    def __init__(self, model: nn.Module, names: list[str], counter: OperationCounter) -> None:
         self._modules = [model.get_submodule(name) for name in names]
         self._all = {id(module): name for name, module in model.named_modules() if name}
         self._counter = counter
-        self.forward: list[Counted] = []
-        self.backward: dict[int, Counted] = {}
+        self.forward: list[OperationCounts] = []
+        self.backward: dict[int, OperationCounts] = {}
         self.outputs: list[float] = []
         self.after = ""  # the first module that runs after the last unit
         self._begun = -1  # the unit that runs backward
@@ -274,9 +320,11 @@ def _units(watch: _Watch, model: nn.Module, names: list[str], styles: dict[int, 
     held = [early, *owned, late]
     live = Amount()
     for number, (forward, name) in enumerate(zip(watch.forward, ["", *names, watch.after], strict=True)):
-        backward = watch.backward.get(number, Counted())
+        backward = watch.backward.get(number, OperationCounts())
         before, live = live, forward.live
-        start = forward.live if number == len(watch.forward) - 1 else watch.backward.get(number + 1, Counted()).live
+        start = (
+            forward.live if number == len(watch.forward) - 1 else watch.backward.get(number + 1, OperationCounts()).live
+        )
         every, learned = Amount(), Amount()
         for parameter in held[number].values():
             every.add(parameter.numel(), key_of(parameter) in styles)
@@ -295,7 +343,7 @@ def _units(watch: _Watch, model: nn.Module, names: list[str], styles: dict[int, 
         )
 
 
-def _above(part: Counted, start: Amount) -> Amount:
+def _above(part: OperationCounts, start: Amount) -> Amount:
     """How far a part rose above what was alive at its start."""
     return Amount(max(0.0, part.peak - part.peak_divided - start.common), max(0.0, part.peak_divided - start.divided))
 

@@ -7,27 +7,28 @@ can be better than the best one found. So the ranking is that of pricing everyth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from math import inf
 
 from penstock.errors import UsageError
-from penstock.model.balance.profile import OPTIMIZERS
-from penstock.planner.candidates import DOUBLE, SEVERAL, SINGLE, Candidate
+from penstock.planner.candidates import PlanCandidate, default_families, families_for
 from penstock.planner.cluster import Cluster
-from penstock.planner.layout import Layout, layouts
-from penstock.planner.price import Memory, Pricing
+from penstock.planner.layout import MeshLayout, layouts
+from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
-from penstock.schedule import Schedule, search_report, simulate
+from penstock.schedule import Schedule, family, search_report, simulate
 from penstock.train.config.settings import TrainConfig
+from penstock.train.run.account import optimizer_states
+from penstock.train.run.memory import Memory
 
-SCHEDULES = ("1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v", "v-half", "v-min")
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
 RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
 WORTH = 0.01  # of the makespan: what a searched schedule must save
-PricingOf = Callable[[Layout, int], Pricing]
+PricingOf = Callable[[MeshLayout, int], Pricing]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Plan:
         by_position: Whether the model is a sequence that is cut by counts.
     """
 
-    layout: Layout
+    layout: MeshLayout
     family: str
     schedule: Schedule
     rows: int
@@ -73,7 +74,7 @@ class Plan:
     @property
     def peak(self) -> Memory:
         """The memory of the fullest rank."""
-        return max(self.memory, key=lambda each: each.total)
+        return max(self.memory, key=lambda each: each.process)
 
     @property
     def microbatches(self) -> int:
@@ -95,7 +96,7 @@ class Plan:
 class Rejected:
     """A layout that was left out, and why."""
 
-    layout: Layout
+    layout: MeshLayout
     why: str
 
 
@@ -142,13 +143,13 @@ class Wanted:
 
     batch: int
     states: float
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = field(default_factory=default_families)
     recompute: Sequence[bool] = (False, True)
     rows: Sequence[int] = ROWS
     per_rank: Sequence[int] = PER_RANK
 
 
-def candidates(layout: Layout, pricing_of: PricingOf, wanted: Wanted) -> Iterator[Candidate]:
+def candidates(layout: MeshLayout, pricing_of: PricingOf, wanted: Wanted) -> Iterator[PlanCandidate]:
     """Every way to run a layout."""
     share = wanted.batch // layout.dp
     for rows in wanted.rows:
@@ -159,57 +160,61 @@ def candidates(layout: Layout, pricing_of: PricingOf, wanted: Wanted) -> Iterato
             cuts = pricing.cut(layout.pp * per_rank)
             if cuts is None:
                 continue
-            for name in _families(layout, per_rank, wanted.schedules):
+            for name in families_for(layout.pp, per_rank, wanted.schedules):
                 for recompute in wanted.recompute:
-                    yield Candidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), wanted.states)
-
-
-def _families(layout: Layout, per_rank: int, wanted: Sequence[str]) -> list[str]:
-    known = SINGLE if per_rank == 1 else (*SEVERAL, *(DOUBLE if per_rank == 2 else ()))
-    if layout.pp == 1:
-        return ["1f1b"]
-    return [name for name in known if name in wanted]
+                    yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), wanted.states)
 
 
 @dataclass
 class _Choice:
     """The best candidate of a layout, or the one that came closest to fitting."""
 
-    best: Candidate | None
-    seconds: float
-    nearest: tuple[float, Candidate] | None  # bytes too many
-    blocked: float  # seconds that a candidate would take at least for which memory is short
-    short: float  # by so many bytes
+    best: PlanCandidate | None = None
+    seconds: float = inf
+    least: float = inf  # seconds that the fastest one takes at least that could fit
+    nearest: tuple[float, PlanCandidate] | None = None  # bytes too many
+    blocked: float = inf  # seconds that a candidate would take at least for which memory is short
+    short: float = 0.0  # by so many bytes
+
+    def miss(self, candidate: PlanCandidate, over: float) -> None:
+        """A candidate that needs so many bytes too many."""
+        if self.nearest is None or over < self.nearest[0]:
+            self.nearest = over, candidate
+        if candidate.bound < self.blocked:
+            self.blocked, self.short = candidate.bound, over
 
 
-def choose(found: Iterable[Candidate], memory: float) -> _Choice:
-    """The fastest candidate that fits."""
-    choice = _Choice(None, inf, None, inf, 0.0)
-    fitting: list[Candidate] = []
+def choose(found: Iterable[PlanCandidate], room: float, limit: float = inf) -> _Choice:
+    """The fastest candidate that fits into `room` bytes, if one can take less than `limit` seconds."""
+    choice = _Choice()
+    fitting: list[PlanCandidate] = []
     for candidate in found:
-        over = candidate.least_memory.total - memory
-        if over <= 0:
-            fitting.append(candidate)
+        least = candidate.microbatches * candidate.pricing.work
+        over = 0.0 if least >= limit else candidate.static_bytes - room
+        if least >= limit:
+            choice.least = min(choice.least, least)
+        elif over > 0:
+            choice.miss(candidate, over)
         else:
-            _miss(choice, candidate, over)
+            fitting.append(candidate)
+    without: set[tuple[object, ...]] = set()  # what fits without recomputing, and is not slower then
     for candidate in sorted(fitting, key=lambda each: each.bound):
-        if candidate.bound >= choice.seconds:
+        if candidate.bound >= (1 - 1e-9) * min(choice.seconds, limit):
+            choice.least = min(choice.least, candidate.bound)
             break
-        over = max(each.total for each in candidate.priced.memory) - memory
-        if over > 0:
-            _miss(choice, candidate, over)
+        key = candidate.pricing, candidate.family, candidate.stages_per_rank
+        if key in without:
             continue
-        seconds = candidate.priced.makespan + sum(candidate.around)
-        if seconds < choice.seconds:
-            choice.best, choice.seconds = candidate, seconds
+        over = candidate.sure_bytes - room
+        if over <= 0:
+            over = candidate.fullest.process - room
+        if over > 0:
+            choice.miss(candidate, over)
+            continue
+        without.add(key)
+        if candidate.seconds < choice.seconds:
+            choice.best, choice.seconds = candidate, candidate.seconds
     return choice
-
-
-def _miss(choice: _Choice, candidate: Candidate, over: float) -> None:
-    if choice.nearest is None or over < choice.nearest[0]:
-        choice.nearest = over, candidate
-    if candidate.bound < choice.blocked:
-        choice.blocked, choice.short = candidate.bound, over
 
 
 def rank_plans(
@@ -217,44 +222,36 @@ def rank_plans(
     profile: Profile,
     cluster: Cluster,
     *,
-    among: Iterable[Layout] | None = None,
+    among: Iterable[MeshLayout] | None = None,
     pricing_of: PricingOf | None = None,
     wanted: Wanted | None = None,
 ) -> Plans:
     """All plans, the fastest first."""
-    wanted = wanted or Wanted(config.data.batch, states_of(config))
-    pricing_of = pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows))
-    places = sum(1 for unit in profile.one if unit.name)
-    divisible = any(unit.parameters.divided for unit in profile.one)
-    every = list(
-        among
-        if among is not None
-        else layouts(cluster, most_stages=places, heads=profile.attention, batch=wanted.batch, divisible=divisible)
-    )
-    if not every:
-        raise UsageError(
-            f"a batch of {wanted.batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that "
-            f"product has a dp that divides it, and a pp of at most {places} pieces of the model"
-        )
-    ways: dict[Layout, list[Candidate]] = {}
-    for layout in every:  # one entry for both placements on hosts
-        ways.setdefault(replace(layout, inner="dp"), []).extend(candidates(layout, pricing_of, wanted))
-    room = cluster.device.memory
+    wanted = wanted or Wanted(config.data.batch, optimizer_states(config))
+    pricing_of = cache(pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows)))
+    groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
+    for layout in layouts_of(profile, cluster, wanted.batch) if among is None else among:
+        groups.setdefault(replace(layout, inner="dp"), []).append(layout)
     least = {
-        layout: min((each.bound for each in found if each.least_memory.total <= room), default=0.0)
-        for layout, found in ways.items()
+        layout: min(
+            (wanted.batch / layout.dp / rows * pricing_of(each, rows).work for each in group for rows in wanted.rows),
+            default=0.0,
+        )
+        for layout, group in groups.items()
     }
-    chosen: list[tuple[float, Layout, _Choice]] = []
+    chosen: list[tuple[float, MeshLayout, _Choice]] = []
     rejected: list[Rejected] = []
-    for layout in sorted(ways, key=lambda each: least[each]):
-        if len(chosen) >= RANKED and least[layout] >= sorted(each[0] for each in chosen)[RANKED - 1]:
-            rejected.append(Rejected(layout, f"takes {least[layout]:.4g} s at least, longer than the plans above"))
-            continue
-        choice = choose(ways[layout], room)
-        if choice.best is None:
-            rejected.append(Rejected(layout, _why_not(layout, choice, cluster, wanted)))
-        else:
+    for layout in sorted(groups, key=lambda each: least[each]):
+        limit = sorted(each[0] for each in chosen)[RANKED - 1] if len(chosen) >= RANKED else inf
+        ways = (way for each in groups[layout] for way in candidates(each, pricing_of, wanted))
+        choice = _Choice(least=least[layout]) if least[layout] >= limit else choose(ways, cluster.room, limit)
+        if choice.best is not None:
             chosen.append((choice.seconds, layout, choice))
+        elif choice.least < inf:
+            why = f"takes {choice.least:.4g} s at least, longer than the plans above"
+            rejected.append(Rejected(layout, why))
+        else:
+            rejected.append(Rejected(layout, _why_not(layout, choice, cluster, wanted)))
     chosen.sort(key=lambda each: each[0])
     for seconds, layout, _ in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {seconds:.4g} s, longer than the plans above"))
@@ -266,24 +263,38 @@ def rank_plans(
     return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
 
 
-def _why_not(layout: Layout, choice: _Choice, cluster: Cluster, wanted: Wanted) -> str:
+def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayout]:
+    """Every layout that a model can have on a cluster."""
+    places = sum(1 for unit in profile.one if unit.name)
+    divisible = any(unit.parameters.divided for unit in profile.one)
+    found = list(layouts(cluster, most_stages=places, heads=profile.attention, batch=batch, divisible=divisible))
+    if not found:
+        raise UsageError(
+            f"a batch of {batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that product "
+            f"has a dp that divides it, and a pp of at most {places} pieces of the model"
+        )
+    return found
+
+
+def _why_not(layout: MeshLayout, choice: _Choice, cluster: Cluster, wanted: Wanted) -> str:
     if choice.nearest is None:
         return f"no rows per microbatch divide its {wanted.batch // layout.dp} rows per replica, or too few layers"
     over, candidate = choice.nearest
-    memory = candidate.least_memory
+    memory = candidate.fullest
+    room = f"{cluster.room / 1e9:.1f} GB that a plan may fill"
     parts = ", ".join(
         f"{name} {getattr(memory, name) / 1e9:.1f}" for name in ("weights", "gradients", "optimizer", "activations")
     )
     return (
-        f"needs {(cluster.device.memory + over) / 1e9:.1f} GB of {cluster.device.memory / 1e9:.1f} per device at best "
+        f"needs {(cluster.room + over) / 1e9:.1f} GB per device at best, of {room} "
         f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
     )
 
 
-def make_plan(config: TrainConfig, candidate: Candidate, profile: Profile, cluster: Cluster) -> Plan:
+def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, cluster: Cluster) -> Plan:
     """The plan of a candidate; of a short pipeline the schedule is searched for as well."""
-    layout, priced = candidate.layout, candidate.priced
-    schedule, name, makespan, idle = candidate.schedule(), candidate.family, priced.makespan, priced.idle
+    layout, (makespan, idle) = candidate.layout, candidate.priced
+    schedule, name = candidate.schedule(), candidate.family
     seconds = makespan + sum(candidate.around)
     rows = candidate.pricing.rows
     batch = rows * candidate.microbatches * layout.dp
@@ -317,14 +328,14 @@ def make_plan(config: TrainConfig, candidate: Candidate, profile: Profile, clust
         batch * profile.sequence / seconds,
         batch * profile.model_flops / seconds / (cluster.world * cluster.device.peak),
         idle,
-        priced.memory,
+        candidate.memory,
         shares,
         config,
         profile.by_position,
     )
 
 
-def _searched(plan: Plan, candidate: Candidate | None) -> Plan:
+def _searched(plan: Plan, candidate: PlanCandidate | None) -> Plan:
     """The same with a schedule that is searched for within the family's memory, where that is clearly faster."""
     if candidate is None or candidate.layout.pp == 1 or plan.schedule.stages * plan.microbatches > SEARCHED:
         return plan
@@ -335,7 +346,7 @@ def _searched(plan: Plan, candidate: Candidate | None) -> Plan:
         candidate.costs,
         memory=list(before.peak_memory),
         stages_per_rank=candidate.stages_per_rank,
-        placements="v" if candidate.family in DOUBLE else "loop",
+        placements="v" if family(candidate.family).layout == "v" else "loop",
         effort=EFFORT,
     )
     after = simulate(found.schedule, candidate.costs)
@@ -357,7 +368,7 @@ def _searched(plan: Plan, candidate: Candidate | None) -> Plan:
     )
 
 
-def _advice(best: Plan, chosen: Sequence[tuple[float, Layout, _Choice]]) -> Iterator[str]:
+def _advice(best: Plan, chosen: Sequence[tuple[float, MeshLayout, _Choice]]) -> Iterator[str]:
     """What limits the best plan."""
     kind, seconds = max(((name, each) for name, each in best.shares.items() if name != "products"), key=lambda e: e[1])
     products = best.shares["products"]
@@ -368,11 +379,3 @@ def _advice(best: Plan, chosen: Sequence[tuple[float, Layout, _Choice]]) -> Iter
             f"memory: with {blocked.short / 1e9:.1f} GB more per device a step could take {blocked.blocked:.4g} s at "
             f"best, {1 - blocked.blocked / best.seconds:.0%} less"
         )
-
-
-def states_of(config: TrainConfig) -> float:
-    """Numbers that the optimizer keeps per parameter that is trained."""
-    if config.optimizer.name == "adamw8bit":
-        return OPTIMIZERS["adamw"] / 4
-    momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
-    return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from penstock.planner.price import Memory
 from penstock.planner.ranking import Plan, Plans, no_plan
+from penstock.train.run.memory import Memory, memory_document
 from penstock.view.figures import percent, table, time_text
 
 KINDS = tuple(field.name for field in fields(Memory))
@@ -18,7 +18,8 @@ def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
     cluster = plans.cluster
     lines = [
         f"{plans.parameters / 1e9:.3g} billion parameters on {cluster.hosts} x {cluster.devices} devices "
-        f"({cluster.name}), {cluster.device.memory / 1e9:.3g} GB each",
+        f"({cluster.name}), {cluster.device.memory / 1e9:.3g} GB each, of which "
+        f"{cluster.device.headroom:.0%} stay free",
         "",
     ]
     if not plans.ranked:
@@ -65,7 +66,7 @@ def ranking_table(plans: Sequence[Plan]) -> str:
                 f"{plan.tokens_per_second:,.0f}",
                 percent(plan.mfu),
                 percent(plan.idle),
-                _bytes(plan.peak.total),
+                _bytes(plan.peak.process),
             )
         )
     return table(rows, left=[1, 2])
@@ -73,9 +74,9 @@ def ranking_table(plans: Sequence[Plan]) -> str:
 
 def memory_table(plans: Sequence[Plan]) -> str:
     """What the fullest rank of each plan holds, by kind."""
-    rows = [("", *KINDS, "in all")]
+    rows = [("", *KINDS)]
     for number, plan in enumerate(plans, 1):
-        rows.append((str(number), *(_bytes(getattr(plan.peak, kind)) for kind in KINDS), _bytes(plan.peak.total)))
+        rows.append((str(number), *(_bytes(getattr(plan.peak, kind)) for kind in KINDS)))
     return table(rows)
 
 
@@ -100,7 +101,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "mfu": plan.mfu,
         "idle": plan.idle,
         "shares": plan.shares,
-        "memory": [{**asdict(each), "total": each.total} for each in plan.memory],
+        "memory": memory_document(plan.memory),
     }
 
 

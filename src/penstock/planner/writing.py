@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.planner.profile import IN_MEMORY
 from penstock.planner.ranking import Plan
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
@@ -20,6 +21,11 @@ def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:
     layout = plan.layout
     if layout.cp > 1:
         raise UsageError(f"{layout} has an axis cp, which Penstock does not run; plan with cp=1 to get a configuration")
+    if plan.config.model.source == IN_MEMORY:
+        raise UsageError(
+            "a plan of a module in memory has no configuration; pass it to Pipeline(plan=...), or plan the function "
+            'that builds the module by its name, "module:function"'
+        )
     before = plan.config
     cut: dict[str, Any] = {"balance": list(plan.counts)} if plan.by_position else {"split_at": list(plan.cuts)}
     if plan.schedule.stages == 1:
@@ -47,8 +53,10 @@ def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:
 def write_plan(plan: Plan, path: Path) -> Path:
     """Write the configuration to `path`, TOML, and the schedule beside it; returns the path of the schedule."""
     schedule = path.with_suffix(".schedule.json")
-    plan.schedule.save(schedule)
     config = config_of(plan, str(schedule) if plan.family == "searched" else None)
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} to write {path.name} into")
+    plan.schedule.save(schedule)
     title = f"# {plan.layout}, {plan.family}: {plan.seconds:.4g} s per step predicted, within {plan.error:.0%}\n"
     path.write_text(title + "\n" + to_toml(config), encoding="utf-8")
     return schedule

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PenstockError
-from penstock.model.balance.profile import OPTIMIZERS, Weight
+from penstock.model.balance.profile import Weight
 from penstock.model.cut import cut_model
 from penstock.model.lazy import is_lazy
 from penstock.model.staged_model import Holding
@@ -27,6 +27,7 @@ from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
 from penstock.train.data.vocabulary import check_vocabulary
 from penstock.train.models.huggingface import left_out, tensor_plan_of
+from penstock.train.run.account import exchanged_bytes, optimizer_states, rank_memory
 from penstock.train.run.activations import measure_activations
 from penstock.train.run.baseline import process_bytes
 from penstock.train.run.memory import Memory, memory_table
@@ -101,23 +102,17 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
     for rank in range(ranks):
         own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained, average = _weights(own, config, divided)
-        state = trained * _states(config) + (0.0 if config.training.ema is None else average)
-        active = None if activations is None else activations[rank] + _exchanged(config, weights, trained)
-        copy = 0.0  # of a checkpoint, while it is written
+        state = trained * optimizer_states(config) + (0.0 if config.training.ema is None else average)
+        sharded = config.mesh.replicate == "fsdp"
+        exchanged = exchanged_bytes(weights, trained, config.mesh.replicas, sharded)
+        active = None if activations is None else activations[rank] + exchanged
+        copy = 0.0
         if config.checkpoint.async_save:
             copy = (trained if left_out(config) else weights) + state
-        rows.append(Memory(weights, trained, state, active, weights + trained + state + copy + (active or 0)))
+        rows.append(rank_memory(weights, trained, state, active, alone=0.0, copy=copy))
     if config.pipeline.workers == "threads":
         rows = [_together(rows)]
     return tuple(replace(row, process=base + row.process) for row in rows)
-
-
-def _exchanged(config: TrainConfig, weights: float, trained: float) -> float:
-    """What replicas need in a step besides: a copy of the gradients, or whole weights and gradients of shards."""
-    replicas = config.mesh.replicas
-    if replicas == 1:
-        return 0.0
-    return (weights + trained) * replicas if config.mesh.replicate == "fsdp" else trained
 
 
 def _code_of(pipe: Pipeline) -> list[str]:
@@ -135,14 +130,6 @@ def _together(rows: list[Memory]) -> Memory:
         sum(getattr(row, kind) for row in rows) for kind in ("weights", "gradients", "optimizer", "process")
     )
     return Memory(weights, gradients, state, active, process)
-
-
-def _states(config: TrainConfig) -> float:
-    """How often as many bytes as the trained parameters the optimizer keeps."""
-    if config.optimizer.name == "adamw8bit":
-        return OPTIMIZERS["adamw"] / 4  # a byte for four
-    momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
-    return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
 
 
 def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float, float]:

@@ -80,7 +80,7 @@ def simulate(
         raise ScheduleError(stuck_faults(schedule.rows, stuck_at(columns, table, needs, stuck)))
     with np.errstate(over="ignore", invalid="ignore"):
         times = _Times(schedule, columns, outcome.ends, own)
-        memory = _peak_memory(schedule, columns, costs)
+        memory = peak_memory(schedule, costs, columns)
     _check_sums(schedule.ranks * times.makespan, max(memory))
     return Timeline.simulated(
         schedule,
@@ -195,9 +195,11 @@ class _Arrivals:
         return float(self.at[base + need.reader.microbatch])
 
 
-def _peak_memory(schedule: Schedule, columns: Columns, costs: Costs) -> tuple[float, ...]:
+def peak_memory(schedule: Schedule, costs: Costs, columns: Columns | None = None) -> tuple[float, ...]:
+    """The most memory that each rank holds: the order of its actions says it, whatever they take."""
     import numpy as np
 
+    columns = schedule.columns.opened() if columns is None else columns
     by_op = np.zeros((len(Op), schedule.stages, 2))
     by_op[: Op.W + 1] = memory_by_op(costs, schedule.stages, schedule.recompute)
     scale = np.array(costs.scale(schedule.microbatches))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -80,3 +81,45 @@ def test_the_sender_is_named_in_time(kind: str, how: int, timeout: float, most: 
     ((culprit, told),) = receiver.said
     assert culprit == 0
     assert told - fault < most
+
+
+def takes_half(say: Callable[[Any], None], timeout: float) -> None:
+    del sys.modules["torch._dynamo"]  # where something may be compiling, a send may take an hour
+    transport = DistributedTransport(timeout=timeout)
+    transport.open([Channel(0, 1, "F", 0, 1)])
+
+    def message(number: int) -> float:
+        transport.exchange(None)
+        begin = time.monotonic()
+        if transport.rank == 0:
+            transport.send(0, number, torch.zeros(MANY, dtype=torch.uint8))
+            transport.flush()
+        else:
+            transport.receive(0, number)
+        return time.monotonic() - begin
+
+    took = min([message(number) for number in range(3)][1:])
+    try:
+        for number in range(3, 1000):
+            if transport.rank == 1 and number == 3:
+                threading.Timer(0.5 * took, end_here, [say]).start()
+            message(number)
+    except PeerFailure as failure:
+        say((failure.rank, time.monotonic()))
+    os._exit(0)
+
+
+def end_here(say: Callable[[Any], None]) -> None:
+    say(("fault", time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_receiver_is_named_too_though_only_by_the_timeout() -> None:
+    """Nothing but gloo's own limit ends a send that has left in half: 10 s after ours, where it was an hour."""
+    sender, receiver = launch(2, takes_half, 8.0, limit=120)
+    ((_, fault),) = receiver.said
+    ((culprit, told),) = sender.said
+    assert culprit == 1
+    assert told - fault < 8 + 10 + 20

@@ -35,7 +35,7 @@ BAD_USAGE = {
     "show folder/": "ends in .csv or .json",
     "show 1f1b --ranks 0": "0 is too small; give 1 or more",
     "show 1f1b --ranks four": "'four' is not a whole number",
-    "show 1f1b --ranks 1000000000": "10,000,000 at most",
+    "show 1f1b --ranks 1000000000": "15,000,000 are the most",
     "show zb-v --stages-per-rank 3": "zb-v has 2 stages on each rank",
     "show 1f1b --width 3": "give 20 or more",
     "show 1f1b --save x.txt": ".csv or .json",

@@ -7,6 +7,7 @@ group as they are.
 
 from __future__ import annotations
 
+import sys
 from copy import copy
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -23,6 +24,7 @@ from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.messages import Part
 
+SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 
 class Operations:
     """Starts transfers and waits for them. `step` is stamped on every message."""
@@ -35,7 +37,8 @@ class Operations:
         self.watch = watch
         self._now = watch.clock.now
         self._timeout = timeout
-        self._limit = timedelta(seconds=timeout + LONGEST)  # gloo's own: the last resort, where the watch ends nothing
+        self._of_a_send = timedelta(seconds=timeout + SLACK)  # the watch cannot end one that has left in half
+        self._of_a_receive = timedelta(seconds=timeout + SLACK + LONGEST)  # as long as other ranks go on
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -82,7 +85,8 @@ class Operations:
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            work.wait(self._limit)
+            is_send = edge is not None and edge.source_rank == self.rank and "torch._dynamo" not in sys.modules
+            work.wait(self._of_a_send if is_send else self._of_a_receive)
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise

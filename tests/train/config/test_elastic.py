@@ -32,8 +32,8 @@ def layouts(*settings: str) -> dict[int, tuple[int, int, int, int]]:
 def test_replicas_are_given_up_first_and_microbatches_keep_their_rows() -> None:
     found = layouts("pipeline.ranks=2", "mesh.replicas=4", "pipeline.microbatches=2", "data.batch=32")
     assert found == {8: (2, 4, 2, 2), 4: (2, 2, 2, 4), 2: (2, 1, 2, 8), 1: (1, 1, 2, 8)}  # 3 do not divide 32 rows
-    (whole, *_), (*_, half) = ((32 // shape[1] / shape[3] for shape in found.values()) for _ in range(2))
-    assert whole == half == 4  # rows of a microbatch, whose random numbers follow its number among all of the batch
+    rows = {32 // replicas / microbatches for _, replicas, _, microbatches in found.values()}
+    assert rows == {4}  # in every microbatch, whose random numbers follow its number among all of the batch
     odd = layouts("pipeline.ranks=1", "mesh.replicas=3", "pipeline.microbatches=3", "data.batch=24")
     assert odd[2] == (1, 2, 1, 5)  # 4.5 would be as before: rounded up, so that none has more rows
 

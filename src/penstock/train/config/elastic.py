@@ -51,10 +51,15 @@ def describe_layouts(config: TrainConfig) -> str:
 def describe_layout(config: TrainConfig) -> str:
     """What the processes of a run are, in words."""
     ranks, replicas, tp = config.pipeline.ranks, config.mesh.replicas, config.mesh.tp
-    parts = [f"{ranks} rank{'s' if ranks > 1 else ''}"]
-    parts += [f"{replicas} replicas"] if replicas > 1 else []
+    parts = [_count(ranks, "rank")]
+    parts += [_count(replicas, "replica")] if replicas > 1 else []
     parts += [f"tp {tp}"] if tp > 1 else []
-    return f"{' x '.join(parts)}, {stages_of(config)} stages, {config.pipeline.microbatches} microbatches"
+    pieces = [_count(stages_of(config), "stage"), _count(config.pipeline.microbatches, "microbatch", "es")]
+    return ", ".join([" x ".join(parts), *pieces])
+
+
+def _count(number: int, what: str, many: str = "s") -> str:
+    return f"{number} {what}{many if number > 1 else ''}"
 
 
 def _smaller(config: TrainConfig, ranks: int, replicas: int) -> Iterator[TrainConfig]:

@@ -72,13 +72,16 @@ class Host:
         self.number, self.holder = number, holder
         self.address = f"10.77.0.{number + 1}"
         self._switch, self._relayed = switch, relayed
+        self._started: list[subprocess.Popen[bytes]] = []
         self._namespace = os.readlink(f"/proc/{holder}/ns/net")
 
     def start(self, command: list[str], log: IO[bytes] | int | None = None, **options: Any) -> subprocess.Popen[bytes]:
         """A program on this host; its output goes to `log`."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": CABLE, **options.pop("env", {})}
         whole = [*_inside(self.holder), *command]
-        return subprocess.Popen(whole, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, **options)
+        started = subprocess.Popen(whole, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, **options)
+        self._started.append(started)
+        return started
 
     def processes(self) -> list[int]:
         """Every process of this host, but for the one that holds it."""
@@ -97,6 +100,8 @@ class Host:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
+        for started in self._started:
+            started.wait()
 
     def unplug(self) -> None:
         """Pull the cable at the switch: packets of both directions are lost, and the host's own end stays up."""

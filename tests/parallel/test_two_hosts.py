@@ -1,22 +1,15 @@
-"""Two network namespaces as two hosts: torchrun on each, a rendezvous between them, a mesh over both.
-
-Nothing but a virtual cable joins the two: processes of one cannot reach the loopback or abstract sockets of the other.
-Made with user namespaces, so no rights are needed, and all of it is gone when the first process ends.
-"""
+"""Two network namespaces as two hosts: torchrun on each, a rendezvous between them, a mesh over both."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hosts.network import network
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,34 +51,6 @@ with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
     json.dump(found, file)
 """
 
-HOSTS = """
-set -e
-unshare --net sleep 300 &
-other=$!
-until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
-ip link add cable0 type veth peer name cable1
-ip link set cable1 netns $other
-ip addr add 10.77.0.1/24 dev cable0; ip link set cable0 up; ip link set lo up
-nsenter --target $other --net sh -c 'ip addr add 10.77.0.2/24 dev cable1; ip link set cable1 up; ip link set lo up'
-cd FOLDER
-run="TORCHRUN --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29577 --rdzv-id penstock"
-GLOO_SOCKET_IFNAME=cable0 $run --local-addr 10.77.0.1 --rdzv-conf is_host=1 train.py . > first.txt 2>&1 &
-first=$!
-status=0
-GLOO_SOCKET_IFNAME=cable1 nsenter --target $other --net \\
-    $run --local-addr 10.77.0.2 --rdzv-conf is_host=0 train.py . > second.txt 2>&1 || status=$?
-wait $first || status=$?
-kill $other
-exit $status
-"""
-
-
-def can_make_hosts() -> bool:
-    if not all(map(shutil.which, ("unshare", "nsenter", "ip"))):
-        return False
-    probe = "ip link add cable0 type veth peer name cable1"
-    return subprocess.run(["unshare", "-rn", "sh", "-c", probe], capture_output=True).returncode == 0
-
 
 def plain() -> list[float]:
     torch.manual_seed(0)
@@ -104,22 +69,19 @@ def plain() -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # four processes load torch, and on a busy machine that takes its time
-@pytest.mark.skipif(not can_make_hosts(), reason="needs unshare, nsenter and ip, and the right to make namespaces")
 def test_a_mesh_over_two_hosts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    torchrun = f"{sys.executable} -m torch.distributed.run"
-    script = HOSTS.replace("TORCHRUN", torchrun).replace("FOLDER", str(tmp_path))
-    process = subprocess.Popen(
-        ["unshare", "-rn", "bash", "-c", script], start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    try:
-        code = process.wait(270)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    said = "".join((tmp_path / name).read_text()[-3000:] for name in ("first.txt", "second.txt"))
-    assert code == 0, said
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=penstock"]
+    with network(2) as hosts:
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:29577"]
+        agents = []
+        for host in hosts:
+            own = [f"--local-addr={host.address}", "--rdzv-conf", f"is_host={int(host.number == 0)}", "train.py", "."]
+            with (tmp_path / f"host{host.number}.txt").open("wb") as log:
+                agents.append(host.start([*torchrun, *own], log, cwd=tmp_path))
+        codes = [agent.wait(270) for agent in agents]
+    said = "".join((tmp_path / f"host{number}.txt").read_text()[-3000:] for number in range(2))
+    assert codes == [0, 0], said
     found: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert len({each["namespace"] for each in found}) == 2  # two hosts, two ranks on each
     assert all(each["wire"].startswith("torch.distributed (gloo)") for each in found)

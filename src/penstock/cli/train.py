@@ -14,6 +14,7 @@ import typer
 from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent
+from penstock.train.config.elastic import describe_layouts
 from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
@@ -92,6 +93,8 @@ def _dry_run(config: TrainConfig, trust: bool) -> int:
 
         plan = make_plan(config)
     write(plan.text(terminal_width()))
+    if config.launch.elastic:
+        write(f"\nelastic: numbers of processes that the run can go on with: {describe_layouts(config)}")
     return 0
 
 
@@ -108,7 +111,7 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
         from penstock.train.worker import Job
 
         if verbose:
-            write(f"on several hosts, on each with its NUMBER from 0: {torchrun_command(config, items)}\n")
+            write(f"{torchrun_command(config, items)}\n")
         return launch(Job(config, resume_command, resume), _say)
     finally:
         lock.free()

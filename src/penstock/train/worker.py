@@ -38,6 +38,7 @@ from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import stages_of
+from penstock.train.config.elastic import describe_layout, layout_for
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatches
@@ -138,8 +139,11 @@ def _leave_note(path: Path, rank: int, error: BaseException, final: bool) -> Non
 def train_here(job: Job, stop: Stop) -> int:
     """Train in this process, as one rank or as all of them; the exit code."""
     began = monotonic()
+    count = int(os.environ.get("WORLD_SIZE", "1"))
     config, folder = job.config, RunFolder(Path(job.config.output))
-    processes = config.pipeline.workers == "processes" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if config.launch.elastic and "WORLD_SIZE" in os.environ:
+        config = layout_for(config, count)
+    processes = config.pipeline.workers == "processes" and count > 1
     rank = int(os.environ.get("RANK", "0")) if processes else 0
     with _group(config, processes):
         seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
@@ -173,9 +177,11 @@ def train_here(job: Job, stop: Stop) -> int:
             start, extra, notes = loaded.step, loaded.extra, _changed(loaded.config, config)
         first = rank == 0
         if first:  # a configuration that the checkpoint does not fit has been refused by now
-            folder.keep_config(config)
+            folder.keep_config(job.config)
         metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
         progress = Progress(sys.stdout if first else None, config.logging.every)
+        if config != job.config:
+            progress.say(f"elastic: {describe_layout(config)}, of {describe_layout(job.config)}")
         for line in _first_lines(job, pipe, data, peak if share is not None else "", checkpointer, start, notes):
             progress.say(line)
         trainer = Trainer(config, pipe, optimizer, rate, data, checkpointer, scaler, folder, metrics, progress, average)

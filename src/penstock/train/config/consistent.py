@@ -37,7 +37,7 @@ def stages_of(config: TrainConfig) -> int:
         return len(pipeline.balance)
     if pipeline.split_at:
         return len(pipeline.split_at) + 1
-    if _is_file(pipeline.schedule):
+    if is_schedule_file(pipeline.schedule):
         return Schedule.load(Path(pipeline.schedule)).stages
     return pipeline.ranks * family(pipeline.schedule).stages_per_rank
 
@@ -47,7 +47,8 @@ def processes_of(config: TrainConfig) -> int:
     return config.pipeline.ranks * config.mesh.replicas * config.mesh.tp
 
 
-def _is_file(schedule: str) -> bool:
+def is_schedule_file(schedule: str) -> bool:
+    """Whether pipeline.schedule names a file, and not a family."""
     return schedule.lower().endswith((".csv", ".json"))
 
 
@@ -68,6 +69,8 @@ def _rows(config: TrainConfig) -> Iterator[str]:
     for name in ("replicas", "tp"):
         if getattr(config.mesh, name) > 1 and config.pipeline.workers == "threads":
             yield f'mesh.{name} are processes; set pipeline.workers to "processes", or mesh.{name} to 1'
+    if config.launch.elastic and config.pipeline.workers == "threads":
+        yield 'launch.elastic is about processes under torchrun; set pipeline.workers to "processes", or leave it out'
     if config.mesh.tensor_plan is not None and config.mesh.tp == 1:
         yield "mesh.tensor_plan says how tensors are spread over mesh.tp processes, and mesh.tp is 1"
     if config.lora.alpha is not None and not config.lora.rank:
@@ -77,7 +80,7 @@ def _rows(config: TrainConfig) -> Iterator[str]:
 def _cut(config: TrainConfig) -> Iterator[str]:
     pipeline = config.pipeline
     try:
-        if _is_file(pipeline.schedule):
+        if is_schedule_file(pipeline.schedule):
             loaded = Schedule.load(Path(pipeline.schedule))
             if (loaded.ranks, loaded.microbatches) != (pipeline.ranks, pipeline.microbatches):
                 yield (

@@ -244,6 +244,11 @@ class Launch:
     """How ranks are started, and started again."""
 
     max_restarts: int = key(3, "how often a failed run starts again from its newest checkpoint", least=0)
+    elastic: bool = key(
+        False,
+        "whether a run under torchrun --nnodes=MIN:MAX that loses hosts goes on with fewer replicas or ranks, and "
+        "grows again",
+    )
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
 from penstock.train.config.consistent import processes_of
+from penstock.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
@@ -43,6 +44,7 @@ from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else torchrun's agents keep the address of a store that has moved
 LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -246,20 +248,31 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
 
 
 def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
-    """How the same run starts on several hosts; torchrun's c10d rendezvous would unpickle what anybody sends it."""
+    """How the same run starts on several hosts, in words.
+
+    Static where that is possible: torchrun's c10d rendezvous, which elastic runs need, unpickles what anybody sends it.
+    """
     ranks = processes_of(config)
     hosts = 2 if ranks % 2 == 0 else ranks
+    each = ranks // hosts
+    fewest = hosts
+    if config.launch.elastic:
+        fewest = min(count // each for count in elastic_layouts(config) if count % each == 0)
+    meeting = ["--node-rank=NUMBER", "--master-addr=FIRST_HOST", "--master-port=29400"]
+    if fewest < hosts:
+        meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=FIRST_HOST:29400", "--rdzv-id=RUN"]
     parts = [
         "torchrun",
-        f"--nnodes={hosts}",
-        f"--nproc-per-node={ranks // hosts}",
+        f"--nnodes={hosts}" if fewest == hosts else f"--nnodes={fewest}:{hosts}",
+        f"--nproc-per-node={each}",
         f"--max-restarts={config.launch.max_restarts}",
-        "--node-rank=NUMBER",
-        "--master-addr=FIRST_HOST",
-        "--master-port=29400",
+        *meeting,
         "-m",
         "penstock",
         "train",
         *arguments,
     ]
-    return shlex.join(parts)
+    command = shlex.join(parts)
+    if fewest == hosts:
+        return f"on several hosts, on each with its NUMBER from 0: {command}"
+    return f"on several hosts, on each: {FRESH_STORE}=1 {command}\nelastic: {describe_layouts(config)} processes"

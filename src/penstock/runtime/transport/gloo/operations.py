@@ -26,6 +26,7 @@ from penstock.runtime.transport.gloo.messages import Part
 
 SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 
+
 class Operations:
     """Starts transfers and waits for them. `step` is stamped on every message."""
 

@@ -34,11 +34,11 @@ def assert_clean(pipe: penstock.Pipeline, **expected: Any) -> None:
     """No half gradient is there, and the next step is that of the plain loop, bit for bit."""
     assert [name for name, parameter in pipe.named_parameters() if parameter.grad is not None] == []
     x, y = batch()
-    for part in pipe.deployment.split.parts:
+    for part in pipe.deployment.staged.parts:
         if isinstance(trap := part.module[3], Trap):  # type: ignore[index]
             trap.reset()
     result = pipe.step(x, target=y)
-    assert differing(pipe, plain_gradients(pipe.deployment.split.stages, M)) == []
+    assert differing(pipe, plain_gradients(pipe.deployment.staged.stages, M)) == []
     assert len(result.losses) == M
     pipe.zero_grad()
 

@@ -55,7 +55,7 @@ def make(pipe: penstock.Pipeline, folder: Path) -> dict[str, Callable[[], Any]]:
 
     def apply() -> None:
         pipe.zero_grad()
-        before = tuple(pipe.deployment.split.cuts)
+        before = tuple(pipe.deployment.staged.cuts)
         pipe.apply(Proposal(before, (before[0] + 1, *before[1:]), (1.0,) * 7, (2.0,), (1.0,)), optimizer)
 
     def unscale() -> None:

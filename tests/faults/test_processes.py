@@ -65,7 +65,7 @@ def exact(pipe: penstock.Pipeline) -> str:
     left = [name for name, parameter in pipe.named_parameters() if parameter.grad is not None]
     x, y = batch()
     pipe.step(x, target=y)
-    wrong = differing(pipe, plain_gradients(pipe.deployment.split.stages, M))
+    wrong = differing(pipe, plain_gradients(pipe.deployment.staged.stages, M))
     pipe.zero_grad()
     return f"left {left}, wrong {wrong}" if left or wrong else "exact"
 

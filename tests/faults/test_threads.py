@@ -80,7 +80,7 @@ def test_an_error_while_weight_gradients_are_added_names_that_action(family: str
                     if fired[-1] == wanted:
                         boom()
 
-                handle = pipe.deployment.split.parts[stage].module[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
+                handle = pipe.deployment.staged.parts[stage].module[0].weight.register_hook(hook)  # type: ignore[index, union-attr]
                 try:
                     splits = any(part.op is Op.W and part.stage == stage for _, _, part in pipe.schedule.parts())
                     assert_told(fail(pipe), pipe, stage, "BW" if splits else "B", microbatch)
@@ -130,7 +130,7 @@ def test_an_error_after_the_last_action_is_told_too(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
 def test_an_error_in_a_module_hook_is_told(kind: str) -> None:
     with pipeline() as pipe:
-        register = getattr(pipe.deployment.split.parts[1].module[0], f"register_{kind}")  # type: ignore[index]
+        register = getattr(pipe.deployment.staged.parts[1].module[0], f"register_{kind}")  # type: ignore[index]
         handle = register(lambda *_: boom())
         assert_told(fail(pipe), pipe, 1, "F" if "forward" in kind else "B", 0)
         handle.remove()
@@ -190,7 +190,7 @@ def test_a_rank_that_computes_on_and_on_hears_of_the_failure_before_it_needs_a_m
         pipe.step(x, target=y)
         pipe.zero_grad()
         trap_of(pipe, 2).set("forward", 0)
-        handle = pipe.deployment.split.parts[0].module.register_forward_hook(slow)
+        handle = pipe.deployment.staged.parts[0].module.register_forward_hook(slow)
         with pytest.raises(PeerFailure, match="rank 2 failed"):
             pipe.step(x, target=y)
         assert len(ran) < 60

@@ -99,7 +99,7 @@ def trapped(stages: int, dropout: float = 0.0) -> list[nn.Module]:
 
 
 def trap_of(pipe: Any, stage: int) -> Trap:
-    trap = pipe.deployment.split.parts[stage].module[3]
+    trap = pipe.deployment.staged.parts[stage].module[3]
     assert isinstance(trap, Trap)
     return trap
 

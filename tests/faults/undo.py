@@ -157,7 +157,7 @@ def state(pipe: penstock.Pipeline) -> dict[str, Any]:
     found["torch"] = torch.get_rng_state()
     found["python"] = repr(random.getstate())
     found["numpy"] = repr(numpy.random.get_state())
-    found["clock"] = (pipe.deployment.clock.step, pipe.deployment.clock.evaluations)
+    found["clock"] = (pipe.deployment.counter.step, pipe.deployment.counter.evaluations)
     return found
 
 

@@ -115,7 +115,7 @@ def test_pieces_are_counted_in_one_way_that_can_be_fed_back() -> None:
     )
     first, second = whole.describe().splitlines()[1:3]
     assert [first.split()[2], second.split()[2]] == list(map(str, pipe.balance))
-    assert list(whole.deployment.split.balance) == pipe.balance
+    assert list(whole.deployment.staged.balance) == pipe.balance
     whole.close()
 
 

@@ -110,7 +110,7 @@ def test_layers_of_a_sequential_are_named_without_an_example() -> None:
     model = nn.Sequential(*layers(), nn.Sequential(), nn.Tanh())  # an empty layer is a layer
     x = torch.randn(6, WIDTH)
     with penstock.Pipeline(model, split_at=["1", "3"], microbatches=2, loss_fn=F.mse_loss) as pipe:
-        assert pipe.deployment.split.how == "nn.Sequential by position, layers per stage: 1, 2, 3"
+        assert pipe.deployment.staged.how == "nn.Sequential by position, layers per stage: 1, 2, 3"
         assert torch.equal(pipe.predict(x), torch.cat([model(half) for half in x.split(3)]))
         assert pipe.step(x, target=x).loss is not None
 

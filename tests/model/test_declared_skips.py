@@ -56,7 +56,7 @@ def test_a_u_net_trains_as_in_a_plain_loop(schedule: str, stages: int, recompute
         model, stages=stages, microbatches=CHUNKS, schedule=schedule, loss_fn=F.mse_loss, recompute=recompute, **ranks
     )
     edges = {4: ((0, 2), (0, 3)), 8: ((0, 6), (1, 5), (2, 4))}[stages]
-    assert pipe.deployment.split.topology.skips == edges
+    assert pipe.deployment.staged.topology.skips == edges
     assert losses(model, pipe) == pytest.approx(losses(plain, None), rel=1e-12)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

@@ -87,9 +87,9 @@ def test_the_cut_is_that_of_the_model_in_memory(stages: int) -> None:
     with penstock.lazy():
         model = Tied()
     with piped(Tied(), ids(), stages=stages) as eager, piped(model, ids(), stages=stages) as lazily:
-        names = [[sorted(part.names.values()) for part in pipe.deployment.split.parts] for pipe in (eager, lazily)]
+        names = [[sorted(part.names.values()) for part in pipe.deployment.staged.parts] for pipe in (eager, lazily)]
         assert names[0] == names[1]
-        assert eager.deployment.split.topology == lazily.deployment.split.topology
+        assert eager.deployment.staged.topology == lazily.deployment.staged.topology
 
 
 @pytest.mark.parametrize(

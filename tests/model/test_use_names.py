@@ -64,7 +64,7 @@ def test_a_stage_may_begin_with_a_later_use(split: Any, place: str) -> None:
         cut_options=penstock.CutOptions(method=split),
         loss_fn=nn.functional.mse_loss,
     )
-    assert [set(part.names.values()) >= {"block.weight"} for part in pipe.deployment.split.parts] == [True, True]
+    assert [set(part.names.values()) >= {"block.weight"} for part in pipe.deployment.staged.parts] == [True, True]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain)]
     for _ in range(2):
         pipe.step(x, target=y)

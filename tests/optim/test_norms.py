@@ -80,8 +80,8 @@ def by_value() -> dict[str, Tensor]:
 def poor() -> dict[str, Any]:
     """Optimizers, groups and schedulers where a rank owns nothing; the norm has the others' dtype there too."""
     with penstock.Pipeline(sparse_stages(), microbatches=2, loss_fn=F.mse_loss, timeout=20) as pipe:
-        pipe.deployment.split.parts[0].module.double()
-        pipe.deployment.split.parts[2].module.double()
+        pipe.deployment.staged.parts[0].module.double()
+        pipe.deployment.staged.parts[2].module.double()
         x = torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         plain = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
         grouped = torch.optim.AdamW(pipe.parameter_groups({"*.bias": {"weight_decay": 0.0, "lr": 0.5}}), lr=0.1)

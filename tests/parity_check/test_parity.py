@@ -17,7 +17,7 @@ from penstock.parity_check.parity import Parity
 from penstock.parity_check.uncut import check_close
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.loss.shares import BatchShares
-from penstock.runtime.state.randomness import Clock
+from penstock.runtime.state.randomness import StepCounter
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
 FAMILIES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2, "looped-bfs": 2}
@@ -206,12 +206,12 @@ def test_a_dropped_weight_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_random_numbers_of_another_seed_are_found(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Clock.seed_for
+    right = StepCounter.seed_for
 
-    def wrong(self: Clock, microbatch: int, stage: int) -> int:
+    def wrong(self: StepCounter, microbatch: int, stage: int) -> int:
         return right(self, microbatch, stage) + int((microbatch, stage) == (1, 1))
 
-    monkeypatch.setattr(Clock, "seed_for", wrong)
+    monkeypatch.setattr(StepCounter, "seed_for", wrong)
     assert mistake(recompute=recompute).startswith("step 0, stage 1, microbatch 1, output tensor 0: ")
 
 

@@ -135,7 +135,7 @@ def mistakes_with_one_batch(rank: int) -> Any:
             args, kwargs = (first, other)[rank] if rank else first
             found.append(attempt(pipe.step, *args, **kwargs))
             found.append(seen(pipe, pipe.step(*good[0], **good[1])))
-            pipe.deployment.clock.step = 0
+            pipe.deployment.counter.step = 0
         args, kwargs = (((x,), {"mask": mask, "colour": x}), ((), {}))[rank]
         found.append(attempt(pipe.evaluate, *args, **kwargs))
         return found
@@ -151,7 +151,7 @@ def mistakes_with_a_batch_each(rank: int) -> Any:
         ]:
             found.append(attempt(pipe.step, *args, **kwargs))
             found.append(seen(pipe, pipe.step(x, target=y, mask=mask)))
-            pipe.deployment.clock.step = 0
+            pipe.deployment.counter.step = 0
         rows = (2, 1)[rank]
         found.append(attempt(pipe.evaluate, x[:rows], target=y[:rows], mask=mask[:rows]))
         return found

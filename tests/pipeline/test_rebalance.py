@@ -72,10 +72,10 @@ def losses(net: nn.Module, move_after: int | None, stages: int, schedule: str = 
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 == move_after:
-            cuts = tuple(cut + 1 for cut in pipe.deployment.split.cuts)
-            weights = tuple(1.0 for _ in pipe.deployment.split.weights)
-            pipe.apply(Proposal(pipe.deployment.split.cuts, cuts, weights, (2.0,), (1.0,)), optimizer)
-            assert pipe.deployment.split.cuts == cuts
+            cuts = tuple(cut + 1 for cut in pipe.deployment.staged.cuts)
+            weights = tuple(1.0 for _ in pipe.deployment.staged.weights)
+            pipe.apply(Proposal(pipe.deployment.staged.cuts, cuts, weights, (2.0,), (1.0,)), optimizer)
+            assert pipe.deployment.staged.cuts == cuts
     names = [name for name, _ in pipe.named_parameters()]
     assert len(names) == len(set(names))
     state = pipe.state_dict()
@@ -171,7 +171,7 @@ def test_a_slow_stage_is_proposed_to_shrink() -> None:
         before = copy.deepcopy(model.state_dict())
         pipe.apply(proposal)
         assert all(torch.equal(before[name], value) for name, value in pipe.state_dict().items())
-        assert [len(part.module) for part in pipe.deployment.split.parts] == [2, 4]
+        assert [len(part.module) for part in pipe.deployment.staged.parts] == [2, 4]
         x = torch.randn(4, 8)
         assert pipe.step(x, target=x).loss.item() == pytest.approx(F.mse_loss(model(x), x).item())
 

@@ -142,7 +142,7 @@ def test_what_a_rank_waits_is_its_wait_and_not_its_work() -> None:
     x, y = batch()
     with pipeline("gpipe", transport="threads") as pipe:
         pipe.step(x, target=y)
-        pipe.deployment.split.parts[0].module.register_forward_hook(lambda *_: time.sleep(0.2))
+        pipe.deployment.staged.parts[0].module.register_forward_hook(lambda *_: time.sleep(0.2))
         with pipe.record() as timeline:
             pipe.step(x, target=y)
     slow, quick = ([span for span in row if span.action.op.name == "F"] for row in timeline.by_rank)
@@ -172,7 +172,7 @@ def test_a_failed_step_leaves_the_record_of_the_one_before() -> None:
     with pipeline(transport="threads") as pipe, pipe.record() as timeline:
         pipe.step(x, target=y)
         kept = timeline.spans
-        hook = pipe.deployment.split.parts[1].module.register_forward_hook(lambda *_: 1 / 0)
+        hook = pipe.deployment.staged.parts[1].module.register_forward_hook(lambda *_: 1 / 0)
         with pytest.raises(PeerFailure):
             pipe.step(x, target=y)
         hook.remove()

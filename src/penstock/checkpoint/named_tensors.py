@@ -132,7 +132,7 @@ def class_of(optimizers: Optimizers) -> str:
 
 def section_of(pipe: Pipeline, name: str) -> str:
     """Of which part of a checkpoint a name is: the model, which other programs may want, or the loss function."""
-    loss = pipe.deployment.split.loss
+    loss = pipe.deployment.staged.loss
     return "loss" if loss is not None and name in loss.names.values() else "model"
 
 

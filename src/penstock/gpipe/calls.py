@@ -26,7 +26,7 @@ from penstock.runtime.batch.result import merge
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.report import StepInput
 from penstock.runtime.loss.shares import Shares
-from penstock.runtime.state.randomness import Clock
+from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
 from penstock.schedule.lowering.gather import gather
@@ -49,13 +49,13 @@ class Calls:
     ) -> None:
         self.split, self.chunks, self.checkpoint, self.batch_dims = split, chunks, checkpoint, dict(batch_dims)
         self._devices = dict(enumerate(devices or ()))
-        self._clock = Clock(0)
+        self._counter = StepCounter(0)
         transports = ThreadTransport.group(split.stages, None, timeout, devices)
         self.turn = threading.RLock()  # of a model that several threads call, such as two stages of another
         self._programs: dict[tuple[int, frozenset[int]], tuple[Schedule, Schedule]] = {}
         self.stages: list[AttachedStage] = []
         placement = self.programs(chunks)[0].placement
-        self.ranks = LocalRanks(split, placement, transports, self._clock, self._devices, AttachedStage)
+        self.ranks = LocalRanks(split, placement, transports, self._counter, self._devices, AttachedStage)
         for executor in self.ranks.executors.values():
             for stage in executor.stages.values():
                 assert isinstance(stage, AttachedStage)
@@ -126,7 +126,7 @@ class ForwardCall:
         calls = self.calls
         inputs = self._inputs(attached)
         calls.ranks.wait_for_late_ranks()
-        calls._clock.seed = self._seed
+        calls._counter.seed = self._seed
         for rank, stage in enumerate(calls.stages):
             self._parameters.append([p for p in stage.module.parameters() if p.requires_grad] if attached else [])
             stage.begin(self._parameters[rank], self._pieces[rank])
@@ -136,7 +136,7 @@ class ForwardCall:
         outputs: list[Any] = last.computations.output()
         if calls.ranks.thread_randomness.draw:
             torch.rand(())  # the next call shall have other random numbers
-        calls.ranks.commit()
+        calls.ranks.end_batch()
         if attached:
             self._keep()
         for stage in calls.stages:
@@ -221,7 +221,7 @@ class ForwardCall:
         by_microbatch = [[next(waiting) for _ in range(size)] for size in self._sizes]
         inputs = {rank: self._input(self._batch, True, by_microbatch) for rank in range(len(stages))}
         calls.ranks.wait_for_late_ranks()
-        calls._clock.seed = self._seed
+        calls._counter.seed = self._seed
         for rank, stage in enumerate(stages):
             stage.begin([p for p in self._parameters[rank] if p.requires_grad], self._pieces[rank], keep_graph)
             stage.records = dict(self._records[rank]) if keep_graph else self._records[rank]

@@ -22,7 +22,7 @@ from penstock.group.agreement import agree
 from penstock.group.facts import compared
 from penstock.messages.collective import all_gather
 from penstock.runtime.engine.recorder import host_name, offsets
-from penstock.runtime.state.randomness import Clock
+from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.gloo.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
@@ -148,18 +148,18 @@ class World:
                 self.transport.close()
             raise
 
-    def agree(self, facts: Mapping[str, tuple[str, str]], clock: Clock) -> None:
+    def agree(self, facts: Mapping[str, tuple[str, str]], counter: StepCounter) -> None:
         """Check on processes that all have the same schedule, stages and options, and take the first rank's seed."""
         if self.transport is None:
             return
         self._informed = True
-        answers = self.transport.exchange((dict(facts), clock.seed, host_name()))
+        answers = self.transport.exchange((dict(facts), counter.seed, host_name()))
         _check_built(answers)
         faults = compared([theirs for theirs, _, _ in answers], "rank")
         if faults:
             raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
         self._informed = False
-        clock.seed = answers[0][1]
+        counter.seed = answers[0][1]
         self._one_host = len({host for _, _, host in answers}) == 1
 
     def built(self) -> None:

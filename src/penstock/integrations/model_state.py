@@ -25,7 +25,7 @@ def load_own(pipe: Pipeline, state: Mapping[str, Any]) -> Misfits:
     first = pipe.state.first_names()
     known = {first.get(name, name): value for name, value in state.items()}
     own = pipe.state_dict()
-    every = {name for holding in pipe.deployment.split.holdings() for name in holding.names.values()}
+    every = {name for holding in pipe.deployment.staged.holdings() for name in holding.names.values()}
     every |= {first.get(name, name) for name in every}
     pipe.load_state_dict({name: known.get(first.get(name, name), value) for name, value in own.items()})
     missing = [name for name in own if first.get(name, name) not in known]

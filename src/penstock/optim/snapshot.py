@@ -44,7 +44,8 @@ class UpdateSnapshot:
             self._states.append((key, [_kept(leaf) for leaf in leaves], spec))
         inside = (leaf for _, leaves, _ in self._states for leaf in leaves if isinstance(leaf, Tensor))
         gradients = (gradient for _, gradient in self._gradients if gradient is not None)
-        for tensor in (*parameters, *gradients, *inside):
+        options = (each for group in optimizer.param_groups for _, each in _options(group) if isinstance(each, Tensor))
+        for tensor in (*parameters, *gradients, *inside, *options):
             self._keep(tensor, before)
         self._groups = [{name: _kept(option) for name, option in _options(group)} for group in optimizer.param_groups]
         self._schedule = None if self._scheduler is None else deepcopy(self._scheduler.state_dict())
@@ -52,7 +53,12 @@ class UpdateSnapshot:
 
     def _keep(self, tensor: Tensor, before: dict[int, tuple[Tensor, Tensor]]) -> None:
         known = before.get(id(tensor))
-        if known is not None and known[0] is tensor and known[1].shape == tensor.shape:
+        if (
+            known is not None
+            and known[0] is tensor
+            and known[1].shape == tensor.shape
+            and known[1].dtype == tensor.dtype
+        ):
             self._copies[id(tensor)] = known[0], known[1].copy_(tensor)
         else:
             self._copies[id(tensor)] = tensor, tensor.detach().clone()

@@ -51,11 +51,22 @@ class Updates:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.clip = None if clip is None else check_limit("clip", clip)
         self.skip_nonfinite = skip_nonfinite
+        if self.depends_on_all and scheduler is not None and not hasattr(scheduler, "load_state_dict"):
+            raise UsageError(
+                f"scheduler={scheduler!r} has no state_dict() and load_state_dict(), by which an update that was made "
+                "too early is taken back; write them, or train without clip and skip_nonfinite"
+            )
 
     @property
     def depends_on_all(self) -> bool:
         """Whether no rank can know by itself what the right update is."""
         return self.clip is not None or self.skip_nonfinite
+
+    @property
+    def can_be_taken_back(self) -> bool:
+        """Whether an update changes nothing but what a snapshot has; a user's hooks may do anything."""
+        optimizer = self.optimizer
+        return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
     def judge(self, parts: Sequence[PartialNorm | None], loss: float | None) -> Verdict:
         """What to do, from every rank's part of the norm and the loss of the batch."""

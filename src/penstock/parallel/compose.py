@@ -82,7 +82,7 @@ def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[
     values = None
     if composition.plan is not None and "tp" in links:
         local = {index: stage.part for index, stage in stages.items()}
-        spread(pipe.deployment.split.parts, local, composition.plan, axes.mesh["tp"])
+        spread(pipe.deployment.staged.parts, local, composition.plan, axes.mesh["tp"])
     if "tp" in links and (composition.plan is not None or spread_already):
         values = SpreadValues(lambda key: axes.mesh["tp"])
         for stage in stages.values():
@@ -91,7 +91,7 @@ def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[
     now = {id(parameter) for module in held.values() for parameter in module.parameters()}
     replaced = [(name, index, parameter) for name, index, parameter in before if id(parameter) not in now]
     mark_replaced(parameter for _, _, parameter in replaced)
-    pipe.deployment.clock.first = axes.index("dp") * pipe.microbatches
+    pipe.deployment.counter.first = axes.index("dp") * pipe.microbatches
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     last = pipe.deployment.ranks.last is not None
     replicas = Replicas(
@@ -225,8 +225,8 @@ def _agree(pipe: Pipeline, link: AxisLink, composition: Composition) -> None:
     facts["replicate"] = (str(composition.replicate), "")
     facts["window"] = (str(composition.window), "")
     facts["shard_precision"] = (str(composition.precision), "")
-    answers = link.exchange((facts, pipe.deployment.clock.seed))
+    answers = link.exchange((facts, pipe.deployment.counter.seed))
     faults = compared([theirs for theirs, _ in answers], link.word)
     if faults:
         raise UsageError(f"the {link.word}s were given different pipelines; pass the same on every rank\n  {faults}")
-    pipe.deployment.clock.seed = answers[0][1]
+    pipe.deployment.counter.seed = answers[0][1]

@@ -117,12 +117,12 @@ def parity(
         for each in (own, single):
             prepare_batch_norm(each, pipe.batches.options.batch_norm)
         plain = cut_model(own, pipeline.get("stages"), **cut)
-        if plain.recut is not None and plain.cuts != pipe.deployment.split.cuts:  # the pipeline's placement had a say
-            plain = plain.recut(pipe.deployment.split.cuts)
+        if plain.recut is not None and plain.cuts != pipe.deployment.staged.cuts:  # the pipeline's placement had a say
+            plain = plain.recut(pipe.deployment.staged.cuts)
         batch = pipe.batches.microbatches_of(
             Call("step()", args, kwargs, target, loss_kwargs or {}, outputs=False, training=True)
         )
-        expected, found = TensorTrace(plain), TensorTrace(pipe.deployment.split)
+        expected, found = TensorTrace(plain), TensorTrace(pipe.deployment.staged)
         whole = uncut(plain, single, cut)
         _run_plain(pipe, plain, batch, expected, own_loss_fn)
         if whole is not None:
@@ -209,7 +209,7 @@ def _plain_forward(
     result: Tensor | None = None
     for part in split.parts:
         arrived = {stage: payloads[stage, part.index] for stage in split.topology.producers(part.index)}
-        stream = randomness(pipe.deployment.clock.seed, step, number, part.stream)
+        stream = randomness(pipe.deployment.counter.seed, step, number, part.stream)
         phase = Phase("forward", number, statistics)
         with stream, phase, nullcontext() if precision is None else precision():
             emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
@@ -228,7 +228,7 @@ def _plain_forward(
 def _compare(pipe: Pipeline, plain: TensorTrace, piped: TensorTrace, tolerance: float | None) -> Parity:
     expected, found = plain.tensors, piped.tensors
     worst = dict.fromkeys(("output", "loss", "gradient", "buffer"), 0.0)
-    in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.deployment.split.stages)]
+    in_order = [_adds_in_order(pipe, stage) for stage in range(pipe.deployment.staged.stages)]
     scale = largest(tensor for place, tensor in expected.items() if place.kind in ("gradient", "tied"))
     for place in sorted({*expected, *found}, key=lambda each: (*each[:4], KINDS.index(each.kind), each.name)):
         want, have = expected.get(place), found.get(place)

@@ -160,7 +160,7 @@ class Batches:
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,
-                steps=deployment.clock.step,
+                steps=deployment.counter.step,
                 sampled=sampled,
                 readers=self._readers if self.options.inputs == "every" else None,
             )
@@ -185,8 +185,8 @@ class Batches:
     def _needed_by(self, call: Call, rank: int) -> tuple[Any, ...]:
         """What the stages of a rank need of a call: arguments, keyword arguments, target, those of the loss."""
         deployment = self.deployment
-        parts = [deployment.split.parts[stage] for stage in deployment.placement.stages_of(rank)]
-        is_last = parts[-1].index == deployment.split.stages - 1
+        parts = [deployment.staged.parts[stage] for stage in deployment.placement.stages_of(rank)]
+        is_last = parts[-1].index == deployment.staged.stages - 1
         weighed = is_last and any(map(self.weighing.looks_at, range(len(call.args))))
         args = call.args if weighed or any(part.reads_inputs for part in parts) else ()
         kwargs = {
@@ -207,7 +207,7 @@ class Batches:
 
     def _readers(self, name: Key) -> set[int]:
         """The ranks whose stages read this argument of a step."""
-        parts = self.deployment.split.parts
+        parts = self.deployment.staged.parts
         if name == "target" or isinstance(name, tuple):
             read = [parts[-1]]
         elif isinstance(name, int):
@@ -250,7 +250,7 @@ class Batches:
         def find() -> LengthPlan | None:
             if call.args or call.kwargs:
                 self._check_keywords(call.kwargs)
-                takes = [part.takes for part in deployment.split.parts]
+                takes = [part.takes for part in deployment.staged.parts]
                 by_tokens.check_labels(call.args, [*call.kwargs, *call.loss_kwargs], takes)
             return by_tokens.plan(call.args, call.kwargs, least, fixed)
 
@@ -296,7 +296,7 @@ class Batches:
             each.requires_grad for module in self.deployment.ranks.modules().values() for each in module.parameters()
         ):
             return
-        holdings = self.deployment.split.holdings()  # other ranks may train
+        holdings = self.deployment.staged.holdings()  # other ranks may train
         if not any(each.requires_grad for holding in holdings for each in holding.module.parameters()):
             raise UsageError("no parameter of the model requires grad, so step() would train nothing; call evaluate()")
 
@@ -310,9 +310,9 @@ class Batches:
         if call.training:
             check_is_data(args, kwargs, call.target, loss_kwargs)
         if self.dims:
-            filled = positional(self.deployment.split.parts[0].module.forward)[: len(args)]
+            filled = positional(self.deployment.staged.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
-            optional = [name for part in self.deployment.split.parts for name in part.takes or ()] + positional(
+            optional = [name for part in self.deployment.staged.parts for name in part.takes or ()] + positional(
                 self.loss_fn
             )[2:]
             known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
@@ -339,8 +339,8 @@ class Batches:
             read = self.weighing.looks_at(name) or (
                 self.options.split is not None and self.options.split.lengths == name
             )
-            if not read and not any(part.takes is None or name in part.takes for part in self.deployment.split.parts):
-                known = sorted({known for part in self.deployment.split.parts for known in part.takes or ()})
+            if not read and not any(part.takes is None or name in part.takes for part in self.deployment.staged.parts):
+                known = sorted({known for part in self.deployment.staged.parts for known in part.takes or ()})
                 raise ModelError(
                     f"no stage takes the keyword argument {name!r}; stages take {', '.join(known) or 'none'} (what "
                     f"loss_fn needs goes by target= or in loss_kwargs={{...}})"

@@ -24,7 +24,7 @@ from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.loss.module import loss_holding
 from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
-from penstock.runtime.state.randomness import Clock
+from penstock.runtime.state.randomness import StepCounter
 from penstock.schedule import Schedule, Topology
 
 
@@ -83,15 +83,15 @@ class Construction:
         chosen = self._choose(cut.topology, self._count)
         programs = Programs(
             chosen,
-            lambda count: self._choose(deployment.split.topology, count),
+            lambda count: self._choose(deployment.staged.topology, count),
             composition.lowered,
             lambda always: whole_stages(cut.parts, always=always),
         )
-        clock = Clock(torch.initial_seed() if asked.seed is None else asked.seed)
+        counter = StepCounter(torch.initial_seed() if asked.seed is None else asked.seed)
         places = {rank: torch.device(device) for rank, device in enumerate(asked.devices or ())}
         transports = self.world.transports(chosen.ranks, asked.devices)
-        local = LocalRanks(cut, chosen.placement, transports, clock, places)
+        local = LocalRanks(cut, chosen.placement, transports, counter, places)
         local.precision = self._precision
         local.keeps_casts = composition.replicate != "fsdp"
-        deployment = Deployment(self.world, cut, programs, local, clock, places)
+        deployment = Deployment(self.world, cut, programs, local, counter, places)
         return deployment

@@ -13,7 +13,7 @@ from penstock.optim.tied import TiedParameters
 from penstock.pipeline.programs import Programs
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.state.randomness import Clock
+from penstock.runtime.state.randomness import StepCounter
 from penstock.schedule import Placement, Schedule
 
 
@@ -22,10 +22,10 @@ class Deployment:
     """The stages, the programs that run them, and the ranks; a new cut replaces the stages and the ranks."""
 
     world: World
-    split: StagedModel
+    staged: StagedModel
     programs: Programs
     ranks: LocalRanks
-    clock: Clock
+    counter: StepCounter
     devices: dict[int, torch.device]
     replication: Replication = field(default_factory=Replication)
     tied: TiedParameters = field(init=False)
@@ -52,7 +52,7 @@ class Deployment:
     def holdings(self) -> list[Holding]:
         """What the stages of this process hold."""
         local = self.ranks.executors
-        return [each for each in self.split.holdings() if self.placement.rank_of(each.stage) in local]
+        return [each for each in self.staged.holdings() if self.placement.rank_of(each.stage) in local]
 
     def put_on_devices(self) -> None:
         """The local stages go where they belong."""

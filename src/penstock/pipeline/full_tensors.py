@@ -27,7 +27,7 @@ class WholeValues:
     def __init__(self, state: ModelState) -> None:
         self._deployment = deployment = state.deployment
         self.first = state.first_names()
-        loss = deployment.split.loss
+        loss = deployment.staged.loss
         apart = set() if loss is None else set(loss.names.values())
         self.every = {name: value for name, value in state.state_dict().items() if name not in apart}
         self.own = {self.first.get(name, name): value for name, value in self.every.items()}
@@ -70,7 +70,7 @@ class WholeModel:
                 there[name] = None
                 sources.setdefault(first.get(name, name), source)
                 self._sizes[first.get(name, name)] = size
-        order = dict.fromkeys((*state.deployment.split.order, *there))
+        order = dict.fromkeys((*state.deployment.staged.order, *there))
         self._names = [name for name in order if name in there]  # with every name of what has several
         self.sources = {name: sources[name] for name in dict.fromkeys(first.get(name, name) for name in self._names)}
 

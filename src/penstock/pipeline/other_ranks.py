@@ -60,16 +60,16 @@ class OtherRanks:
         self.whole = False
         placement, here = deployment.placement, {holding.stage for holding in deployment.holdings()}
         own = {id(held) for holding in deployment.holdings() for _, held in _held_by(holding)}
-        own |= {id(buffer) for stage in here for buffer in deployment.split.parts[stage].reads()}
+        own |= {id(buffer) for stage in here for buffer in deployment.staged.parts[stage].reads()}
         gone = mark_kept if self._keep else let_go
-        for holding in deployment.split.holdings():
+        for holding in deployment.staged.holdings():
             for name, held in _held_by(holding):
                 if isinstance(held, Tensor) and id(held) not in own:
                     gone(held, Home(name, placement.rank_of(holding.stage), holding.stage))
         for name, stage, old in deployment.replication.replaced:
             gone(old, Home(name, placement.rank_of(stage), stage, sharded=True))
         for stage in here:
-            deployment.split.parts[stage].settle()
+            deployment.staged.parts[stage].settle()
 
     def moved(self, deployment: Deployment) -> None:
         """The pipeline has a new cut: this process holds other stages than before."""
@@ -96,18 +96,18 @@ class OtherRanks:
             )
         if transport is None:
             return
-        own = held_on(deployment.split, deployment.placement, transport.rank)
+        own = held_on(deployment.staged, deployment.placement, transport.rank)
         owners: dict[str, list[int]] = {}  # as each rank says: a forward may have made buffers, which are on one only
         for source, names in enumerate(deployment.world.all_gather(call, list(own))):
             for name in names:
                 owners.setdefault(name, []).append(source)
-        every = {name: held for holding in deployment.split.holdings() for name, held in _held_by(holding)}
+        every = {name: held for holding in deployment.staged.holdings() for name, held in _held_by(holding)}
 
         def take(name: str, value: Any) -> None:
             held = every.get(name)
             if held is None:
                 holder, _, place = name.rpartition(".")
-                _module_at(deployment.split, holder).register_buffer(place, copy_like(value))
+                _module_at(deployment.staged, holder).register_buffer(place, copy_like(value))
             elif isinstance(held, nn.Module):
                 held.set_extra_state(value)
             elif home_of(held) is not None:

@@ -136,7 +136,7 @@ class Pipeline:
             )
             self.state.materialise(model, init)
             deployment.put_on_devices()
-            world.agree(self.facts(), deployment.clock)
+            world.agree(self.facts(), deployment.counter)
             tied = tied_places(cut)  # before anything takes the place of a parameter
             deployment.replication = self.composition.build(self, tied)
             world.built()
@@ -159,16 +159,16 @@ class Pipeline:
         """
         deployment = self.deployment
         transport = deployment.world.transport
-        deployment.tied = TiedParameters(deployment.split, deployment.placement, transport, tied)
+        deployment.tied = TiedParameters(deployment.staged, deployment.placement, transport, tied)
         if transport is not None:
             (executor,) = deployment.ranks.executors.values()
             replicated = deployment.replication.replicas > 1
-            watch_leaves(executor.stages, deployment.split, deployment.placement, self.loss_fn, replicated)
+            watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
         self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
 
     def facts(self) -> dict[str, tuple[str, str]]:
         """Facts about model, schedule and settings that must be equal on every rank."""
-        return facts_of(self.schedule, self.deployment.split, self._settings)
+        return facts_of(self.schedule, self.deployment.staged, self._settings)
 
     # -- what it is
 
@@ -258,8 +258,8 @@ class Pipeline:
                         given = self.batches.resolve(call, program.microbatches)
                         reports = deployment.ranks.run(program, given, record=begun)
                     replica.end(reports)
-                deployment.ranks.commit()
-                deployment.clock.step += 1
+                deployment.ranks.end_batch()
+                deployment.counter.step += 1
             if self.state.other_ranks.whole:
                 self.state.other_ranks.let_go(deployment)
             if self._recorder is not None:
@@ -387,7 +387,7 @@ class Pipeline:
                     replica.end(reports)
                 deployment.ranks.give_back()
                 before.put_back_buffers()
-                deployment.clock.evaluations += 1
+                deployment.counter.evaluations += 1
             return self.batches.result(call, reports)
 
     @collective("predict()")
@@ -585,7 +585,7 @@ class Pipeline:
         Args:
             timeline: A measured step. By default, the last one from `record()`.
         """
-        return propose_cut(self.deployment.split, self._recorded if timeline is None else timeline)
+        return propose_cut(self.deployment.staged, self._recorded if timeline is None else timeline)
 
     @collective("apply()")
     def apply(

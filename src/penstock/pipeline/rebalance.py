@@ -146,7 +146,7 @@ def _give_up(groups: Groups, tensor: Tensor) -> None:
 def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool:
     """Give a pipeline another cut, between two steps; whether it has one now."""
     deployment = pipe.deployment
-    before = deployment.split
+    before = deployment.staged
     if before.recut is None or not proposal.changes:
         return False
     if any(parameter.grad is not None for parameter in pipe.parameters()):
@@ -157,7 +157,7 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool
     after = replace(before.recut(proposal.cuts), loss=before.loss)
     schedule = deployment.schedule.compute().replace(topology=after.topology)
     move_state(before, after, schedule.placement, deployment.world.transport, optimizer)
-    deployment.split = after
+    deployment.staged = after
     deployment.programs = deployment.programs.successor(
         align(schedule), lambda always: whole_stages(after.parts, always=always)
     )

@@ -53,7 +53,7 @@ class _Saving:
     def __init__(self, state: ModelState, goal: Path, tokenizer: Any, merge: bool) -> None:
         self._state, self._deployment, self._goal = state, state.deployment, goal
         self._tokenizer, self._merge = tokenizer, merge
-        self._origin = state.deployment.split.origin or {}
+        self._origin = state.deployment.staged.origin or {}
         self.only_adapters = "adapter" in self._origin and not merge
         self._temporary = goal
         self._weight_map: dict[str, str] = {}
@@ -91,7 +91,7 @@ class _Saving:
             raise UsageError("merge_adapters=True, but no adapters of peft are in this model; leave it out")
         if not self._origin:
             raise UsageError(
-                f"{type(self._deployment.split.model).__name__} is no model of transformers, so there is no "
+                f"{type(self._deployment.staged.model).__name__} is no model of transformers, so there is no "
                 f"config.json to write; use full_state_dict() or a checkpoint"
             )
         if self._first:

@@ -45,7 +45,7 @@ class ModelState:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     full = holding.names[name]
-                    yield self.deployment.split.aliases.get(full, full), parameter
+                    yield self.deployment.staged.aliases.get(full, full), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What to give to the optimizer of this process.
@@ -71,7 +71,7 @@ class ModelState:
         """The parameters of the whole model by their first names; those of other ranks may have no values here."""
         aliases = self.first_names()
         every: dict[str, nn.Parameter] = {}
-        for holding in self.deployment.split.holdings():
+        for holding in self.deployment.staged.holdings():
             for name, parameter in holding.module.named_parameters(remove_duplicate=False):
                 full = holding.names.get(name, name)
                 every.setdefault(aliases.get(full, full), parameter)
@@ -81,7 +81,7 @@ class ModelState:
         """Of every parameter that stands in several places of the whole model: other name -> first name."""
         first: dict[int, str] = {}
         others: dict[str, str] = {}
-        aliases, holdings = self.deployment.split.aliases, self.deployment.split.holdings()
+        aliases, holdings = self.deployment.staged.aliases, self.deployment.staged.holdings()
         for holding in holdings:
             for name, parameter in holding.module.named_parameters(remove_duplicate=False):
                 full = holding.names[name]
@@ -114,7 +114,7 @@ class ModelState:
             for holding in self.deployment.holdings()
             for name, value in holding.module.state_dict().items()
         }
-        return state | {name: state[own] for name, own in self.deployment.split.repeated.items() if own in state}
+        return state | {name: state[own] for name, own in self.deployment.staged.repeated.items() if own in state}
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
         """The state of the whole model, under its own names, as a copy on the CPU; called on every rank.
@@ -145,9 +145,9 @@ class ModelState:
         A state without the loss function's own leaves that as it is.
         """
         self.deployment.ranks.wait_for_late_ranks()
-        holdings, loss = self.deployment.holdings(), self.deployment.split.loss
-        known = {name for holding in self.deployment.split.holdings() for name in holding.names.values()} | set(
-            self.deployment.split.repeated
+        holdings, loss = self.deployment.holdings(), self.deployment.staged.loss
+        known = {name for holding in self.deployment.staged.holdings() for name in holding.names.values()} | set(
+            self.deployment.staged.repeated
         )
         if loss is None:  # a state that was saved with one
             state = {name: value for name, value in state.items() if name in known or not name.startswith(f"{LOSS}.")}
@@ -233,7 +233,7 @@ class ModelState:
 
     def train(self, mode: bool = True) -> None:
         """Put the model into training mode, or out of it, as its own `train` does."""
-        model = self.deployment.split.model
+        model = self.deployment.staged.model
         whole = [model] if isinstance(model, nn.Module) else model
         for module in (*whole, *(holding.module for holding in self.deployment.holdings())):
             module.train(mode)
@@ -241,7 +241,7 @@ class ModelState:
     def materialise(self, model: nn.Module | Sequence[nn.Module], init: Init | None) -> None:
         """Parameters that were built under `lazy()` get memory on their rank, and values if `init` has some."""
         deployment = self.deployment
-        built = [holding for holding in deployment.split.holdings() if is_lazy(holding.module)]
+        built = [holding for holding in deployment.staged.holdings() if is_lazy(holding.module)]
         if not built:
             if init is not None:
                 raise UsageError(
@@ -260,7 +260,7 @@ class ModelState:
                     others.setdefault(id(parameter), Home(holding.names[name], rank, holding.stage))
         roots = [
             *([model] if isinstance(model, nn.Module) else model),
-            *(each.module for each in deployment.split.holdings()),
+            *(each.module for each in deployment.staged.holdings()),
         ]
         self.without_values = set(materialise(roots, mine, others, deployment.devices.get(min(ranks), cpu), init))
 

@@ -38,6 +38,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.optim.scaler import GradScaler
@@ -148,15 +149,16 @@ class StepLoop:
 
     def settle(self) -> None:
         """Wait until all ranks are done with the steps so far, and see that the weights are the right ones."""
-        before, self._uncollected = self._uncollected, None
-        if before is None:
+        if self._uncollected is None:
             return
-        try:
-            self._collect(before)
-        except _Abandoned as abandoned:
-            if abandoned.error is not None:
-                raise abandoned.error from abandoned.error.__cause__
-            self._correct(before)
+        with self._parts.deployment.ranks.in_call("settle()"):
+            before, self._uncollected = self._uncollected, None
+            try:
+                self._collect(before)
+            except _Abandoned as abandoned:
+                if abandoned.error is not None:
+                    raise abandoned.error from abandoned.error.__cause__
+                self._correct(before)
 
     def _call(self, batch: Any) -> Call:
         """What `step` would be given. (The training command's batches are calls already.)"""
@@ -182,6 +184,7 @@ class StepLoop:
             and type(deployment.replication) is Replication
             and not deployment.tied.groups
             and self._scaler() is None
+            and (self._updates.can_be_taken_back or not self._updates.depends_on_all)
             and options.split is None
             and options.inputs != "first"
             and not self._parts.is_recording()
@@ -221,7 +224,9 @@ class StepLoop:
             mine, waited = self._run(call, before)
         except _Abandoned as abandoned:
             if abandoned.error is not None or before is None:
-                raise (abandoned.error or abandoned) from None
+                error = abandoned.error or abandoned
+                raise error from error.__cause__
+            self._parts.deployment.ranks.reset()  # what the abandoned run left behind, if it failed
             self._correct(before)
             mine, waited = self._run(call, None)
         if waited:
@@ -246,7 +251,9 @@ class StepLoop:
             program = self._program()
             try:
                 with parts.transaction():
-                    mine = _Uncollected(self._number, self._run_to_end(call, program, before), program.microbatches)
+                    mine = _Uncollected(
+                        self._number, self._run_without_exchange(call, program, before), program.microbatches
+                    )
                     if before is not None:
                         self._collect(before, runs=True)
                     if mine.ended.failure is None and self._updates.depends_on_all:
@@ -257,8 +264,8 @@ class StepLoop:
                         mine.ended.post()
                     if mine.ended.failure is not None:
                         raise _FailedHere
-                    deployment.ranks.commit()
-                    deployment.clock.step += 1
+                    deployment.ranks.end_batch()
+                    deployment.counter.step += 1
             except _FailedHere:
                 pass
         return mine, waits
@@ -270,12 +277,12 @@ class StepLoop:
             self._proved = program
         return program
 
-    def _run_to_end(self, call: Call, program: Schedule, before: _Uncollected | None) -> EndedStep:
+    def _run_without_exchange(self, call: Call, program: Schedule, before: _Uncollected | None) -> EndedStep:
         deployment = self._parts.deployment
         failed = None if before is None else before.ended.failure
         with deployment.replication.step(program, training=True), deployment.ranks.step():
             given = self._parts.batches.resolve(call, program.microbatches) if failed is None else Refused(failed)
-            return deployment.ranks.run_to_end(program, given)
+            return deployment.ranks.run_without_exchange(program, given)
 
     def _collect(self, before: _Uncollected, runs: bool = False) -> None:
         """Read the reports of a step that is past. Raises `_Abandoned` if it failed, or was updated wrongly.
@@ -308,8 +315,10 @@ class StepLoop:
 
     def _correct(self, step: _Uncollected) -> None:
         """Take the update of a step back, and make the right one."""
+        generator = torch.get_rng_state()  # batches were drawn from it since
         self._snapshot.put_back()
         self._update(step.verdict)
+        torch.set_rng_state(generator)
 
 
 def _trained(result: StepResult, verdict: Verdict, updated: bool) -> TrainedStep:

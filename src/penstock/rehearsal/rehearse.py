@@ -39,7 +39,7 @@ class Rehearsal:
         hung: Ranks that neither ended nor were told to stand still.
         is_exact: Whether all losses and gradients of the steps that were completed are those of a plain loop.
         completed: How many steps each rank completed.
-        order: For each rank, what it did in its first step, as far as that was recorded.
+        order: For each rank, what it did, all steps in order, as far as that was recorded.
         store_requests: How many questions the ranks asked their store.
     """
 

@@ -75,9 +75,9 @@ def make_plan(config: TrainConfig) -> DryRun:
     pipe = build_pipeline(config, model, loss, batch, ranks=config.pipeline.ranks, transport="threads", values=_zeros)
     with pipe:
         table = pipe.describe().split("\n\n")[0]
-        how = f"split     {pipe.deployment.split.how}"
+        how = f"split     {pipe.deployment.staged.how}"
         stages = _measured(config, pipe, example_of(batch, config.pipeline.microbatches))
-        schedule, split = pipe.schedule, pipe.deployment.split
+        schedule, split = pipe.schedule, pipe.deployment.staged
         counts = list(split.balance) if split.cuts else None
         activations = None if stages is None else measure_activations(config, schedule, counts, batch, _zeros)
         timeline = simulate(schedule)
@@ -100,7 +100,7 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
     rows = []
     base = process_bytes(libraries_of(config), _code_of(pipe), forked=config.pipeline.workers == "processes")
     for rank in range(ranks):
-        own = [each for each in pipe.deployment.split.holdings() if placement.rank_of(each.stage) == rank]
+        own = [each for each in pipe.deployment.staged.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained, average = _weights(own, config, divided)
         state = trained * optimizer_states(config) + (0.0 if config.training.ema is None else average)
         sharded = config.mesh.replicate == "fsdp"
@@ -117,7 +117,7 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
 
 def _code_of(pipe: Pipeline) -> list[str]:
     """The modules of installed libraries that a model is from, which each rank loads for itself."""
-    model = pipe.deployment.split.model
+    model = pipe.deployment.staged.model
     parts = [model] if isinstance(model, nn.Module) else model
     names = {type(module).__module__ for part in parts for module in part.modules()}
     return sorted(name for name in names if name.partition(".")[0] in ("transformers", "peft"))
@@ -156,7 +156,7 @@ def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:
     """The modules whose parameters mesh.tp processes share."""
     if config.mesh.tp == 1:
         return set()
-    model = pipe.deployment.split.model
+    model = pipe.deployment.staged.model
     plan = plan_of(tensor_plan_of(config, model))
     names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
     return set() if plan is None else set(plan.resolve(names))
@@ -164,7 +164,7 @@ def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:
 
 def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tuple[Weight, ...]] | None:
     """What the pieces of each stage take, in time and memory; None for a model whose pieces cannot be run alone."""
-    split = pipe.deployment.split
+    split = pipe.deployment.staged
     if split.weights and any(weight.milliseconds for weight in split.weights):
         return [split.weights_of(stage) for stage in range(split.stages)]
     model, _ = build_model(config)

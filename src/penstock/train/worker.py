@@ -297,8 +297,8 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
         transport=None if processes else "threads",
         mesh=_mesh(config),
     )
-    if balance is None and pipe.deployment.split.cuts and Processes(pipe, "penstock train").first:
-        folder.keep_cut(stages, list(pipe.deployment.split.balance))
+    if balance is None and pipe.deployment.staged.cuts and Processes(pipe, "penstock train").first:
+        folder.keep_cut(stages, list(pipe.deployment.staged.balance))
     if config.data.packing:
         check_packing(pipe, config, vocabulary_of(model) or 256)
     return pipe

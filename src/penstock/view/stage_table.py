@@ -24,9 +24,9 @@ def stage_table(pipe: Pipeline) -> str:
     name = pipe.schedule.name or "own schedule"
     return "\n".join(
         [
-            _table([_row(pipe, index) for index in range(pipe.deployment.split.stages)]),
+            _table([_row(pipe, index) for index in range(pipe.deployment.staged.stages)]),
             "",
-            f"split     {pipe.deployment.split.how}",
+            f"split     {pipe.deployment.staged.how}",
             f"schedule  {name}: {pipe.schedule.ranks} ranks, {pipe.microbatches} microbatches; with equal stages "
             f"{timeline.bubble:.1%} idle, at most {max(timeline.peak_activations)} activations in flight on a rank",
             f"ranks     {pipe.deployment.world.kind}",
@@ -44,16 +44,16 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 def _row(pipe: Pipeline, index: int) -> dict[str, str]:
-    part, topology = pipe.deployment.split.parts[index], pipe.deployment.split.topology
+    part, topology = pipe.deployment.staged.parts[index], pipe.deployment.staged.topology
     parameters = list(part.module.parameters())
     feeds = [str(stage) for stage in topology.consumers(index)] or ["loss"]
     return {
         "stage": str(index),
         "rank": str(pipe.schedule.placement.rank_of(index)),
-        "units": _units(part, pipe.deployment.split.balance[index]),
+        "units": _units(part, pipe.deployment.staged.balance[index]),
         "parameters": f"{sum(parameter.numel() for parameter in parameters):,}",
         "trainable": f"{sum(parameter.numel() for parameter in parameters if parameter.requires_grad):,}",
-        **_measured(pipe.deployment.split.weights_of(index)),
+        **_measured(pipe.deployment.staged.weights_of(index)),
         "reads from": " ".join(str(stage) for stage in topology.producers(index)) or "batch",
         "feeds": " ".join(feeds),
     }
@@ -83,7 +83,7 @@ def _measured(weights: Sequence[Weight]) -> dict[str, str]:
 
 def _links(pipe: Pipeline) -> list[str]:
     """What each link between ranks uses, the links of one kind together."""
-    found = links(pipe.schedule.placement, pipe.deployment.split.topology)
+    found = links(pipe.schedule.placement, pipe.deployment.staged.topology)
     pairs = {(link.source_rank, link.target_rank) for link in found}
     ways = sorted(pairs | {(target, source) for source, target in pairs})
     by_wire: dict[str, list[str]] = {}

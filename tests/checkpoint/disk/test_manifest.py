@@ -517,7 +517,7 @@ def test_odd_models_come_back_as_they_were(tmp_path: Path) -> None:
             parameter.zero_()
     loaded = penstock.load(tmp_path / "odd", other)
     assert loaded.step == 0
-    odd = other.deployment.split.parts[0].module
+    odd = other.deployment.staged.parts[0].module
     assert odd.count == 2
     assert not odd.weight.is_contiguous()  # what is here keeps its place in memory
     for name, value in other.state_dict().items():

@@ -274,7 +274,7 @@ def test_describe_shows_units_and_what_was_measured():
         assert "3 (0 .. 2)" in plain[1]
         assert "ms" not in plain[0]
         weight = Weight("x", milliseconds=1.5, activation_bytes=2_000_000, output_bytes=4096)
-        pipe.deployment.split = replace(pipe.deployment.split, weights=(weight,) * 5, cuts=(3,))
+        pipe.deployment.staged = replace(pipe.deployment.staged, weights=(weight,) * 5, cuts=(3,))
         head, first, second = pipe.describe().splitlines()[:3]
         assert "ms  activation MB  bytes out" in head
         assert "4.50           6.00      4,096" in first

@@ -63,7 +63,7 @@ def test_a_state_goes_from_two_stages_to_four_and_back_to_the_model(net: type[nn
 def test_every_parameter_and_buffer_is_owned(stages: int) -> None:
     model, x = nets.ResNet(), torch.randn(4, 2, 8, 8)
     with piped(model, x, stages=stages) as pipe:
-        names = [name for part in pipe.deployment.split.parts for name in part.names.values()]
+        names = [name for part in pipe.deployment.staged.parts for name in part.names.values()]
         assert sorted(names) == sorted({*dict(model.named_parameters()), *dict(model.named_buffers())})
 
 
@@ -135,7 +135,7 @@ def test_a_proposal_and_a_timeline_are_what_they_say() -> None:
 def test_split_at_names_the_first_unit_of_each_further_stage() -> None:
     with piped(Chain(), torch.randn(4, W), split_at=["blocks.1", "blocks.3"]) as pipe:
         owned = [
-            sorted({name.rpartition(".")[0] for name in part.names.values()}) for part in pipe.deployment.split.parts
+            sorted({name.rpartition(".")[0] for name in part.names.values()}) for part in pipe.deployment.staged.parts
         ]
         assert owned == [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3"]]
 

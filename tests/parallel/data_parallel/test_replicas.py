@@ -577,7 +577,7 @@ def measured(mesh: Any) -> list[int]:
         timeout=TIMEOUT,
     ) as pipe:
         pipe.step(x, target=y)
-        return [len(part.units) for part in pipe.deployment.split.parts]
+        return [len(part.units) for part in pipe.deployment.staged.parts]
 
 
 SCENARIOS = [

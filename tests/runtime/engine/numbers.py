@@ -30,7 +30,7 @@ def numbers(pipe: penstock.Pipeline) -> list[Tensor]:
     torch.manual_seed(1)
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     pipe.zero_grad()
-    pipe.deployment.clock.step = 0
+    pipe.deployment.counter.step = 0
     loss = pipe.step(x, target=y).loss
     assert loss is not None
     return [loss, *(parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None)]

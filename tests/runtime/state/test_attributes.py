@@ -113,7 +113,7 @@ def check_case(kind: str, schedule: str, recompute: str) -> None:
     x, y = batch()
     with piped(model, kind, schedule, recompute) as pipe:
         found = [loss for _ in range(2) for loss in pipe.step(x, target=y).losses or ()]
-        assert isinstance(pipe.deployment.split.parts[0], ReplayPart) == (kind == "replayed")
+        assert isinstance(pipe.deployment.staged.parts[0], ReplayPart) == (kind == "replayed")
         if found:
             assert found == pytest.approx(losses, rel=1e-6)
         for name, parameter in pipe.named_parameters():
@@ -166,10 +166,10 @@ def check_recut() -> None:
         for _ in range(2):
             pipe.step(x, target=y)
         pipe.zero_grad()
-        before = pipe.deployment.split.cuts
+        before = pipe.deployment.staged.cuts
         cuts = (1,) if before != (1,) else (2,)
-        pipe.apply(Proposal(before, cuts, tuple(1.0 for _ in pipe.deployment.split.weights), (2.0,), (1.0,)))
-        assert pipe.deployment.split.cuts == cuts
+        pipe.apply(Proposal(before, cuts, tuple(1.0 for _ in pipe.deployment.staged.weights), (2.0,), (1.0,)))
+        assert pipe.deployment.staged.cuts == cuts
         go_on(pipe, trained)
 
 

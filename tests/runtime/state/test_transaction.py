@@ -104,7 +104,7 @@ def notes_on_processes() -> list[str]:
 def ranks_apart() -> list[str]:
     """One rank has completed a step that another has not, as after a second Ctrl-C that came too late."""
     with pipeline(**TWO_RANKS) as pipe:
-        pipe.deployment.clock.step += 1 in pipe.deployment.ranks.modules()
+        pipe.deployment.counter.step += 1 in pipe.deployment.ranks.modules()
         x, y = batch(0)
         try:
             pipe.step(x, target=y)

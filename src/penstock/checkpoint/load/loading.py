@@ -220,7 +220,7 @@ class _Restoring:
             self._fit.finish(self._tensor)
         if self._generators is not None:
             restore_generators(self._generators)
-        clock = pipe.deployment.clock
+        clock = pipe.deployment.counter
         clock.seed, clock.step, clock.evaluations = self._clock
         return Loaded(
             step=manifest.step,

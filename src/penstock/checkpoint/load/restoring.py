@@ -119,7 +119,7 @@ def names_in(pipe: Pipeline, contents: CheckpointContents) -> tuple[dict[str, st
 
 def _all_names(pipe: Pipeline) -> Iterable[str]:
     others = pipe.state.first_names()
-    for holding in pipe.deployment.split.holdings():
+    for holding in pipe.deployment.staged.holdings():
         for full in holding.names.values():
             yield full
             yield others.get(full, full)

@@ -51,7 +51,7 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
     if given.data is not None:
         saved.plain["data"] = saved.add("data", state_of(given.data, "data"), "data.state_dict()", owner)
     if process == 0:
-        clock = pipe.deployment.clock
+        clock = pipe.deployment.counter
         saved.plain["clock"] = {"seed": clock.seed, "step": clock.step, "evaluations": clock.evaluations}
         for name in ("scheduler", "scaler"):
             holder = getattr(given, name)
@@ -107,7 +107,7 @@ def document_of(step: int, pipe: Pipeline, given: Given, processes: int) -> dict
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        "origin": pipe.deployment.split.origin,
+        "origin": pipe.deployment.staged.origin,
         "score": given.score,
         "while_best": given.while_best,
     }

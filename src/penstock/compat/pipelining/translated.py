@@ -33,7 +33,7 @@ class TranslatedBatches(Batches):
     def _split(self, *given: Any, whole: bool = True) -> Batch:
         """Ranks in the middle may pass keyword arguments of any rows; what the batch has is for its ends to say."""
         batch = present(super()._split(*given, whole=whole))
-        if not any(index in (0, self.deployment.split.stages - 1) for index in self.deployment.ranks.modules()):
+        if not any(index in (0, self.deployment.staged.stages - 1) for index in self.deployment.ranks.modules()):
             batch.rows = None
         return batch
 
@@ -52,7 +52,7 @@ class TranslatedBatches(Batches):
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         """torch gives keyword arguments to the stages of the rank that passes them: one of these takes each."""
-        own = [self.deployment.split.parts[index] for index in self.deployment.ranks.modules()]
+        own = [self.deployment.staged.parts[index] for index in self.deployment.ranks.modules()]
         for name in kwargs if self.options.inputs == "every" else ():
             if not any(part.takes is None or name in part.takes for part in own):
                 stages = ", ".join(str(part.index) for part in own)

@@ -253,7 +253,7 @@ class PipelineStrategy(DDPStrategy):
     @property
     def _last(self) -> int:
         deployment = self.pipe.deployment
-        return deployment.placement.rank_of(deployment.split.stages - 1)
+        return deployment.placement.rank_of(deployment.staged.stages - 1)
 
     def _log(self, logged: Any) -> None:
         """What the last stage has logged, on every rank."""
@@ -301,7 +301,7 @@ class PipelineStrategy(DDPStrategy):
                     f"the checkpoint does not fit the module: missing {missing or 'none'}, unknown "
                     f"{unexpected or 'none'}; set strict_loading=False to load what fits"
                 )
-        clock = self.pipe.deployment.clock
+        clock = self.pipe.deployment.counter
         clock.seed, clock.step, clock.evaluations = checkpoint.get(CLOCK, (clock.seed, clock.step, clock.evaluations))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -320,7 +320,7 @@ class PipelineStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """On every process."""
-        clock = self.pipe.deployment.clock
+        clock = self.pipe.deployment.counter
         checkpoint[CLOCK] = (clock.seed, clock.step, clock.evaluations)
         if self._by_parts():
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)

@@ -32,7 +32,7 @@ def from_last_rank(pipe: Pipeline, output: EvalLoopOutput, *, predictions: bool)
     transport = deployment.world.transport
     if transport is None:
         return output
-    last = deployment.placement.rank_of(deployment.split.stages - 1)
+    last = deployment.placement.rank_of(deployment.staged.stages - 1)
     metrics = deployment.world.all_gather("evaluate()", output.metrics)[last]
     output = output._replace(metrics=metrics)
     if predictions:

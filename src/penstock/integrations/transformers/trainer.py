@@ -248,7 +248,7 @@ class PipelineTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.args.should_save:
-            clock = self.pipe.deployment.clock
+            clock = self.pipe.deployment.counter
             state = {"seed": clock.seed, "step": clock.step, "evaluations": clock.evaluations}
             Path(output_dir, CLOCK_NAME).write_text(json.dumps(state))
 
@@ -256,7 +256,7 @@ class PipelineTrainer(Trainer):
         super()._load_rng_state(checkpoint)
         path = Path(checkpoint or "", CLOCK_NAME)
         if checkpoint is not None and path.is_file():  # a Trainer without a pipeline writes none
-            state, clock = json.loads(path.read_text()), self.pipe.deployment.clock
+            state, clock = json.loads(path.read_text()), self.pipe.deployment.counter
             clock.seed, clock.step, clock.evaluations = state["seed"], state["step"], state["evaluations"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -155,20 +155,20 @@ class Executor:
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
         try:
-            return self._run_to_end(program, given, record).reports()
+            return self._run_without_exchange(program, given, record).reports()
         finally:
             self._running = False
             del given  # an error that its own frame holds would keep the whole step alive
 
-    def run_to_end(self, program: Schedule, given: StepInput | Refused) -> EndedStep:
+    def run_without_exchange(self, program: Schedule, given: StepInput | Refused) -> EndedStep:
         """One step of this rank, up to where the others are told what came of it."""
         try:
-            return self._run_to_end(program, given, None)
+            return self._run_without_exchange(program, given, None)
         finally:
             self._running = False
             del given
 
-    def _run_to_end(self, program: Schedule, given: StepInput | Refused, record: Begun | None) -> EndedStep:
+    def _run_without_exchange(self, program: Schedule, given: StepInput | Refused, record: Begun | None) -> EndedStep:
         computations = self.computations
         self.report = computations.report = StepReport(begun=record)
         self.sampled = self.readers = None

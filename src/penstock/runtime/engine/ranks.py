@@ -33,9 +33,9 @@ from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.report import Refused, StepInput, StepReport
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.state.randomness import (
-    Clock,
     GeneratorLock,
     StageRandomness,
+    StepCounter,
     ThreadRandomness,
     seeded,
     unit_stream,
@@ -62,11 +62,11 @@ class LocalRanks:
         split: StagedModel,
         placement: Placement,
         transports: Sequence[Transport],
-        clock: Clock,
+        counter: StepCounter,
         devices: Mapping[int, torch.device | None],
         stage_type: type[Stage] = Stage,
     ) -> None:
-        self.clock = clock
+        self.counter = counter
         self._stage_type = stage_type
         self._devices = devices
         self.transports = list(transports)
@@ -74,7 +74,7 @@ class LocalRanks:
         self._inside = False
         self._patience = GeneratorTimeout(transports)
         self._takes_turns = self._threads or stage_type.returns
-        self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, clock.seed_for, self._patience.waits)
+        self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
         self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
         self._transaction: Transaction | None = None
         self.executors: dict[int, Executor] = {}
@@ -113,7 +113,7 @@ class LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        after = LocalRanks(split, placement, self.transports, self.clock, self._devices, self._stage_type)
+        after = LocalRanks(split, placement, self.transports, self.counter, self._devices, self._stage_type)
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
@@ -121,7 +121,7 @@ class LocalRanks:
         part.around = unit_stream
         if self._takes_turns:
             return self.thread_randomness.of(part.index, part.stream, part.module, device)
-        return seeded(self.clock, part.stream, device)
+        return seeded(self.counter, part.stream, device)
 
     @contextmanager
     def in_call(self, call: str) -> Iterator[None]:
@@ -178,11 +178,11 @@ class LocalRanks:
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
 
-    def run_to_end(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
+    def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
         """The program on the one local rank of a process, without waiting for the others at its end."""
         ((rank, executor),) = self.executors.items()
         try:
-            return executor.run_to_end(program, given if isinstance(given, Refused) else given[rank])
+            return executor.run_without_exchange(program, given if isinstance(given, Refused) else given[rank])
         finally:
             del given  # an error that its own frame holds would keep the whole step alive
 
@@ -293,7 +293,7 @@ class LocalRanks:
 
         stages = {rank: partial(modules, executor) for rank, executor in self.executors.items()}
         alone = all(isinstance(each, ThreadTransport) for each in self.transports)
-        self._transaction = Transaction(stages, self.clock, lambda: self._late, atomic=atomic, alone=alone)
+        self._transaction = Transaction(stages, self.counter, lambda: self._late, atomic=atomic, alone=alone)
         return self._transaction
 
     @contextmanager
@@ -301,7 +301,7 @@ class LocalRanks:
         """Inside, what the stages hold is in eval mode, and their random numbers are those of evaluations."""
         modules = [module for each in held for module in each.modules()]
         modes = [(module, module.training) for module in modules]
-        self.clock.training = False
+        self.counter.training = False
         try:
             for module in modules:
                 module.training = False
@@ -309,9 +309,9 @@ class LocalRanks:
         finally:
             for module, mode in modes:
                 module.training = mode
-            self.clock.training = True
+            self.counter.training = True
 
-    def commit(self) -> None:
+    def end_batch(self) -> None:
         """A batch has gone forward: the statistics that wait for a whole batch are updated."""
         for stage in self._stages():
             if stage.statistics is not None:

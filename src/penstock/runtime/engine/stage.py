@@ -144,7 +144,7 @@ class Stage:
         learns = given.split and not self._parameters.known
         buffers, watched = self._buffers.before(), versions((dict(given.arrived), given.args, dict(given.kwargs)))
         attributes = self._attributes.before()
-        with nullcontext() if learns else saved_tensors_hooks(_save_nothing, _never_unpack):
+        with nullcontext() if learns else saved_tensors_hooks(_save_small_only, _never_unpack):
             results = self._run(record, given.with_own_containers(split=learns), "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
@@ -238,7 +238,7 @@ class Stage:
         self.fresh.run(deferred.run)
 
 
-def _save_nothing(tensor: Tensor) -> Tensor | None:
+def _save_small_only(tensor: Tensor) -> Tensor | None:
     """Save only small or integer tensors, from which it can be read what a loss is divided by."""
     return tensor.detach() if tensor.dim() < 2 or not tensor.is_floating_point() else None
 

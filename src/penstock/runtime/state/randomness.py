@@ -215,7 +215,7 @@ class GeneratorLock:
         return moved
 
 
-class Clock:
+class StepCounter:
     """Which step it is, for the random numbers; evaluation has a count of its own."""
 
     def __init__(self, seed: int) -> None:
@@ -245,11 +245,11 @@ class StageRandomness(NamedTuple):
     seeds: Callable[[int], list[int]] | None = None
 
 
-def seeded(clock: Clock, stream: int, device: torch.device | None) -> StageRandomness:
+def seeded(counter: StepCounter, stream: int, device: torch.device | None) -> StageRandomness:
     """For the computes of a stage on a rank that has the process's generator to itself."""
     on_cpu = device is None or device.type != "cuda"
     seed = torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
-    return StageRandomness(seed, None, lambda count: [clock.seed_for(number, stream) for number in range(count)])
+    return StageRandomness(seed, None, lambda count: [counter.seed_for(number, stream) for number in range(count)])
 
 
 class ThreadRandomness:

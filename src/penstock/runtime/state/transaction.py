@@ -28,7 +28,7 @@ from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
 from penstock.runtime.state.contents import Contents
 from penstock.runtime.state.ownership import version_of
-from penstock.runtime.state.randomness import Clock
+from penstock.runtime.state.randomness import StepCounter
 
 
 def modules_of(function: Any) -> list[nn.Module]:
@@ -51,13 +51,13 @@ class Transaction:
     def __init__(
         self,
         stages: Mapping[int, Callable[[], Sequence[nn.Module]]],
-        clock: Clock,
+        counter: StepCounter,
         late: Callable[[], Iterable[int]],
         *,
         atomic: bool = False,
         alone: bool = True,
     ) -> None:
-        self._clock = clock
+        self._counter = counter
         self._late = late
         self._atomic = atomic
         self._alone = alone  # no other process has ranks of this pipeline
@@ -74,11 +74,11 @@ class Transaction:
         try:
             for rank in self._ranks.values():
                 rank.take(gradients=training, copied=self._atomic and not set_aside)
-            step, evaluations, others = self._clock.step, self._clock.evaluations, _other_generators()
+            step, evaluations, others = self._counter.step, self._counter.evaluations, _other_generators()
             try:
                 yield self
             except BaseException as error:
-                self._clock.step, self._clock.evaluations = step, evaluations
+                self._counter.step, self._counter.evaluations = step, evaluations
                 self._undo(others)
                 self._explain(error, training, set_aside)
                 raise

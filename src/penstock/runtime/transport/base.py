@@ -10,13 +10,13 @@ How failure travels::
 
     a rank's compute raises   ->  it walks the rest of its program with `send_failure` and
                                   `discard`; all take part in `exchange`; links end clean.
-                                  Who waits for no message for long finds it in `news`
+                                  A rank that is busy computing learns of it from `news`
     a peer dies or is silent  ->  the same `PeerFailure` on every rank, wherever it waits, and `broken`
                                   is set; from then on `send_failure` does nothing, `discard`
                                   returns the loss, and all else raises it: rebuild the group
-    a message is not the due  ->  `MessageError`, and `broken` is set: the two programs differ
+    an unexpected message     ->  `MessageError`, and `broken` is set: the two programs differ
 
-Nothing waits for longer than `timeout`.
+Nobody waits for longer than `timeout` for ranks that stand still.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Family:
         summary: What it is, in a few words.
         aliases: Other names, as other libraries use them.
         stages_per_rank: The number of stages per rank unless another one is asked for.
-        cap: The function from (ranks, stages per rank) to the stages of microbatches that a rank may hold, in families
-            whose order is made for the costs where `build` is given some.
+        cap: The most activations that a rank may hold, as a function of (ranks, stages per rank), where `build(costs=)`
+            shall make an order for the costs.
         drafts: Whether `order` takes `weights=False`, for a caller that places W itself.
     """
 

@@ -61,7 +61,7 @@ def utilisation(config: TrainConfig, pipe: Pipeline, batch: DataBatch) -> tuple[
     if any(peak is None for peak in peaks):
         return None, "the peak of a device is not known; set logging.peak_flops"
     total = sum(peak for peak, _ in peaks)
-    model = pipe.deployment.split.model
+    model = pipe.deployment.staged.model
     return flops_per_token(model, ids.shape[-1]) / total, f"{total / 1e12:.3g} TFLOP/s, {peaks[0][1]}"
 
 

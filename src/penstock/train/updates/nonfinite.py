@@ -41,7 +41,7 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     found = _bad_parameters(pipe)
     pipe.zero_grad()
     with _watched(pipe, found):
-        pipe.deployment.clock.step -= 1
+        pipe.deployment.counter.step -= 1
         result = again()
     bad_loss = result.loss is not None and not bool(torch.isfinite(result.loss))
     gradients = [] if found else _bad_gradients(pipe)
@@ -51,7 +51,7 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     if outputs:
         stage, _, words = outputs[0]
         return f"stage {stage}: {words}"
-    last = pipe.deployment.split.stages - 1
+    last = pipe.deployment.staged.stages - 1
     if bad_loss:
         return f"stage {last}: the loss function; every module's output was finite"
     # the backward goes from the end
@@ -121,7 +121,7 @@ def _full_name(pipe: Pipeline, stage: int, name: str, module: nn.Module) -> str:
     own = next((inner for inner, _ in module.named_parameters()), None)
     if own is None:
         return name
-    full = pipe.deployment.split.parts[stage].names.get(f"{name}.{own}", f"{name}.{own}")
+    full = pipe.deployment.staged.parts[stage].names.get(f"{name}.{own}", f"{name}.{own}")
     return full.removesuffix(f".{own}")
 
 

@@ -106,7 +106,7 @@ class _Members:
 
 def model_names(pipe: Pipeline) -> list[str]:
     """The names of all parameters in the order of the model itself, whatever the cut."""
-    model = pipe.deployment.split.model
+    model = pipe.deployment.staged.model
     parts: Iterable[nn.Module] = [model] if isinstance(model, nn.Module) else model
     return [name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)]
 

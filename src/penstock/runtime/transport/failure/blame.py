@@ -100,6 +100,8 @@ def _lost_message(
     """A message that the one has sent and the other still waits for, whatever its sender waits for now."""
     if waiting is None or waiting.edge is None or waiter is None or awaited is None or waiter.awaits is None:
         return None
+    if waiter.step != awaited.step:
+        return None  # they count the messages of different steps
     channel, ordinal = waiter.awaits
     if waiting.edge.source_rank != waiting.peer or awaited.sent.get(channel, 0) <= ordinal:
         return None

@@ -32,6 +32,7 @@ What is written there (`bulletin`) is plain (`notes`); who is to blame follows f
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -116,6 +117,7 @@ class Watch:
         self._place: tuple[int, str, Waiting | None] | None = None  # where this rank was at the last look: step, action
         self._place_since = clock.now()
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
+        self._stood_until = -math.inf  # when that was over
         self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
         self._slowest = 0.0  # seconds that the store took for an answer of late
         self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
@@ -202,7 +204,8 @@ class Watch:
             self._wake.wait(self._beat)
             self._wake.clear()
             if self.clock.now() - begin > self._timeout:
-                self._stood_still = self.clock.now() - begin
+                self._stood_until = self.clock.now()
+                self._stood_still = self._stood_until - begin
             if self._stopping:
                 return
             verdict = None
@@ -273,7 +276,7 @@ class Watch:
         self._overdue.outside.tell(self.outside is not None or self.elsewhere())
         self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
-        if proposal is not None and self._stood_still:
+        if proposal is not None and self.clock.now() - self._stood_until < self._timeout:
             proposal = PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
         if proposal is not None:
             self._raise_alarm(Alarm(self._rank, waiting, proposal))

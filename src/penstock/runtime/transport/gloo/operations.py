@@ -79,15 +79,20 @@ class Operations:
             return Part(tensor, self.device_backend.recv([tensor], edge.source_rank, 0), True)
         return Part(tensor, self.receive(tensor, edge.source_rank, tag, edge, microbatch), False)
 
-    def wait(self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1) -> None:
-        """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless."""
+    def wait(
+        self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1, has_begun: bool = False
+    ) -> None:
+        """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless.
+
+        The watch cannot end the wait for what has begun to come; gloo's own limit then is ten seconds after ours.
+        """
         watch = self.watch
         watch.waiting = waiting = Waiting(peer, edge, microbatch, self._now())
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
             is_send = edge is not None and edge.source_rank == self.rank and "torch._dynamo" not in sys.modules
-            work.wait(self._of_a_send if is_send else self._of_a_receive)
+            work.wait(self._of_a_send if is_send or has_begun else self._of_a_receive)
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise

@@ -199,11 +199,18 @@ class DistributedTransport(Transport):
         posted = self._post(value)
         self._end_step(posted.used)
         answers: list[list[Any]] = []
+        errors: list[Exception] = []
 
         def collect() -> list[Any]:
+            if errors:
+                raise errors[0]
             if not answers:
                 self._uncollected = None
-                answers.append(self._agreed(self._collect(posted)))
+                try:
+                    answers.append(self._agreed(self._collect(posted)))
+                except (MessageError, PeerFailure) as error:
+                    errors.append(error)
+                    raise
             return answers[0]
 
         self._uncollected = collect

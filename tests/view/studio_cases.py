@@ -32,7 +32,9 @@ def case(draw: random.Random, name: str) -> dict[str, Any]:
     costs = Costs(**times, hop=draw.choice((0.0, 0.25, 1.0)))
     cap = draw.choice((None, None, 1.0, 1.5, 2.0, 3.0, 4.0, 8.0))
     timeline = simulate(schedule, costs)
-    bound = lower_bound(schedule.placement, microbatches, costs, None if cap is None else max(cap * each, each))
+    bound = lower_bound(
+        schedule.placement, microbatches, costs, None if cap is None else max(cap * each, each), quick=True
+    )
     damaged = damage(draw, schedule)
     path = set(map(id, timeline.critical_path))
     return {

@@ -25,6 +25,16 @@ def test_every_block_is_seen_however_short_it_lives() -> None:
     assert kept.numel() == 1000
 
 
+def test_garbage_from_before_that_is_collected_meanwhile_is_no_business_of_the_pass() -> None:
+    """A dry run in a process with a past predicted less for a plain pass than for one that recomputes."""
+    garbage = [torch.empty(5000)]
+    with Allocations() as memory:
+        kept = torch.empty(1000)
+        garbage.clear()
+    assert [change.nbytes for change in memory.changes] == [BYTES]
+    assert kept.numel() == 1000
+
+
 def test_most_at_once_of_blocks_that_overlap() -> None:
     assert most_at_once([]) == 0
     assert most_at_once([(0, 10, 5), (2, 4, 7), (4, 6, 6)]) == 12  # the second goes when the third comes

@@ -71,7 +71,7 @@ class Allocations:
             ):
                 times = event.start_time_ns, event.end_time_ns
                 self.actions[action] = max(times, self.actions.get(action, times))
-        self.changes.sort(key=lambda change: change.when)
+        self.changes = list(_own(sorted(self.changes, key=lambda change: change.when)))
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
         """How much more is held at the end of a span of time than at its beginning, and how much more at most."""
@@ -86,6 +86,18 @@ class Allocations:
                 there[change.address] = change
             elif (began := there.pop(change.address, None)) is not None:
                 yield began.when, change.when, began.nbytes
+
+
+def _own(changes: Iterable[BlockChange]) -> Iterator[BlockChange]:
+    """Without what was given out earlier and is taken back now, such as garbage that Python happens to collect."""
+    there: set[int] = set()
+    for change in changes:
+        if change.nbytes > 0:
+            there.add(change.address)
+            yield change
+        elif change.address in there:
+            there.remove(change.address)
+            yield change
 
 
 def most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:

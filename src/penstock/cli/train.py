@@ -19,7 +19,7 @@ from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import functions_in
-from penstock.train.launch.environment import prepare_environment
+from penstock.train.launch.environment import prepare_environment, start_fork_server
 from penstock.train.launch.parent import die_with_parent
 from penstock.train.launch.stopping import Stop, asking
 from penstock.train.run.run_folder import RunFolder
@@ -107,6 +107,7 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
     try:
         if config.pipeline.workers == "threads":
             return _train_here(config, resume_command, Stop(*asking()), resume)
+        start_fork_server(config)
         from penstock.train.launch.launch import launch, torchrun_command  # loads torch
         from penstock.train.worker import Job
 

@@ -91,7 +91,7 @@ def test_the_answer_keeps_to_the_cap_and_above_the_bound(data: st.DataObject) ->
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_many_more_answers_keep_to_the_cap_and_above_the_bound(data: st.DataObject) -> None:
     check_answer(data)

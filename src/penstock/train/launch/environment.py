@@ -1,8 +1,19 @@
-"""What torch reads from the environment when it is loaded, and the training command wants otherwise than by default."""
+"""What torch reads from the environment when it is loaded, and the server that loads it for all ranks."""
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
+import secrets
+
+from penstock.messages.secret import VARIABLE as SECRET
+from penstock.messages.secret import has_secret
+from penstock.train.config.consistent import processes_of
+from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import libraries_of
+
+LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
 
 WANTED = {
     # At the end of every operation threads wait for each other, by default in a loop that keeps the core. Where another
@@ -18,3 +29,19 @@ def prepare_environment() -> None:
     """Set what the user has not set; to be called before torch is loaded, here or in the ranks."""
     for name, value in WANTED.items():
         os.environ.setdefault(name, value)
+
+
+def start_fork_server(config: TrainConfig) -> None:
+    """Start the server that ranks are forked from, before this process loads torch: the two then load it at once.
+
+    Ranks have the server's environment, so what they must find there is set here.
+    """
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes_of(config))))
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    if not has_secret():
+        os.environ[SECRET] = secrets.token_hex(32)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["penstock.train.launch.fork_server", "penstock.train.worker", *libraries_of(config)]
+    )
+    multiprocessing.forkserver.ensure_running()

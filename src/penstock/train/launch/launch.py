@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -33,19 +31,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import open_plain
-from penstock.messages.secret import VARIABLE as SECRET
-from penstock.messages.secret import has_secret
 from penstock.train.config.consistent import processes_of
 from penstock.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import libraries_of
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.worker import Job, enter, note_path, read_note, ready_path
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else torchrun's agents keep the address of a store that has moved
-LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 SHOW_CURSOR = "\x1b[?25h"
@@ -166,10 +160,6 @@ def launch(job: Job, say: Say) -> int:
     for name in CHATTY:  # what they report is said better here
         logging.getLogger(name).setLevel(logging.CRITICAL)
     ranks = processes_of(config)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["penstock.train.launch.fork_server", "penstock.train.worker", *libraries_of(config)]
-    )
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
@@ -185,9 +175,6 @@ def launch(job: Job, say: Say) -> int:
         log_dir=str(folder.logs), redirects=others, tee={rank: Std.ALL for rank in config.logging.ranks if rank}
     )
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
-    if not has_secret():
-        os.environ[SECRET] = secrets.token_hex(32)
     agent = Agent(
         spec,
         folder,

@@ -386,10 +386,11 @@ def test_also_where_the_reader_is_late(late: str) -> None:
             self.calls += 1
             if self.calls == 3 and late == "reader":
                 read.wait(30)
-            found = _write_into(memory, self.layer(x)) if self.calls in (2, 3) else self.layer(x)
-            if self.calls == 3:
-                wrote.set()
-            return found
+            try:
+                return _write_into(memory, self.layer(x)) if self.calls in (2, 3) else self.layer(x)
+            finally:
+                if self.calls == 3:
+                    wrote.set()
 
     class Late(Stage):
         calls = 0

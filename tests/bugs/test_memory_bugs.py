@@ -378,26 +378,25 @@ def test_also_where_the_reader_is_late(late: str) -> None:
     import threading
 
     memory, read, wrote = torch.zeros(1, WIDTH).double(), threading.Event(), threading.Event()
+    written: list[int] = []
+    seen: list[int] = []
+    watched = False  # in a first step nothing happens: a stage's first forward runs alone, and would wait for ever
 
     class Global(Stage):
-        calls = 0
-
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 3 and late == "reader":
+            written.append(len(written) + 1 if watched else 0)
+            if written[-1] == 3 and late == "reader":
                 read.wait(30)
             try:
-                return _write_into(memory, self.layer(x)) if self.calls in (2, 3) else self.layer(x)
+                return _write_into(memory, self.layer(x)) if written[-1] in (2, 3) else self.layer(x)
             finally:
-                if self.calls == 3:
+                if written[-1] == 3:
                     wrote.set()
 
     class Late(Stage):
-        calls = 0
-
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 2 and late == "reader":  # the first forward is on a copy
+            seen.append(len(seen) + 1 if watched else 0)
+            if seen[-1] == 2 and late == "reader":
                 read.set()
                 wrote.wait(30)
             return self.layer(x)
@@ -406,6 +405,10 @@ def test_also_where_the_reader_is_late(late: str) -> None:
     stages: list[nn.Module] = [Global(), Late()]
     pipe = penstock.Pipeline(stages, microbatches=4, schedule="gpipe", loss_fn=F.mse_loss, recompute=recompute)
     x, y = batch(ROWS)
+    pipe.step(x, target=y)
+    written.clear()
+    seen.clear()
+    watched = True
     with pytest.raises(PeerFailure, match=r"in ?place"):
         pipe.step(x, target=y)
 

@@ -10,9 +10,9 @@ import csv
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -87,6 +87,32 @@ StagesPerRank = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+@dataclass(frozen=True)
+class BatchSizes:
+    """Between how many ranks a batch goes, in how many slices."""
+
+    ranks: Ranks = None
+    microbatches: Microbatches = None
+
+    def filled(self) -> tuple[int, int]:
+        """Ranks and microbatches; where they were not given, a few."""
+        ranks = RANKS if self.ranks is None else self.ranks
+        return ranks, 2 * ranks if self.microbatches is None else self.microbatches
+
+
+@dataclass(frozen=True)
+class Sizes(BatchSizes):
+    """How large a schedule is to be, or what a file must be for."""
+
+    stages_per_rank: StagesPerRank = None
+
+    def or_those_of(self, schedule: Schedule) -> Self:
+        """With the ranks and microbatches of a schedule, where none were given."""
+        return replace(
+            self, ranks=self.ranks or schedule.ranks, microbatches=self.microbatches or schedule.microbatches
+        )
+
+
 def is_file(source: str) -> bool:
     """Is a file meant? Its ending or a folder says so, or that it is there."""
     path = Path(source)
@@ -103,12 +129,11 @@ def _is_family(source: str) -> bool:
     return True
 
 
-def read(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+def read(source: str, sizes: Sizes) -> Schedule:
     """The schedule that the arguments mean, not yet proved."""
     if is_file(source):
-        return _load(source, ranks, microbatches, stages_per_rank)
-    ranks = RANKS if ranks is None else ranks
-    microbatches = 2 * ranks if microbatches is None else microbatches
+        return _load(source, sizes)
+    (ranks, microbatches), stages_per_rank = sizes.filled(), sizes.stages_per_rank
     if is_auto(source):
         check_size(ranks, microbatches, MOST_SEARCHED if stages_per_rank is None else stages_per_rank, MOST_COMPUTES)
         return build(source, ranks, microbatches, stages_per_rank)
@@ -122,18 +147,18 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
     return build(entry.name, ranks, microbatches, stages_per_rank)
 
 
-def read_proved(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+def read_proved(source: str, sizes: Sizes) -> Schedule:
     """The schedule that the arguments mean; what a file holds is proved first."""
-    schedule = read(source, ranks, microbatches, stages_per_rank)
+    schedule = read(source, sizes)
     if is_file(source):
         verify(schedule)
     return schedule
 
 
-def read_one_of(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+def read_one_of(source: str, sizes: Sizes) -> Schedule:
     """The schedule of one of several sources, which its faults name."""
     with naming(source):
-        return read_proved(source, ranks, microbatches, stages_per_rank)
+        return read_proved(source, sizes)
 
 
 @contextmanager
@@ -145,8 +170,9 @@ def naming(source: str) -> Iterator[None]:
         raise ScheduleError([replace(fault, message=f"{source}: {fault.message}") for fault in error.faults]) from None
 
 
-def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    facts = {name: value for name, value in (("ranks", ranks), ("microbatches", microbatches)) if value is not None}
+def _load(source: str, sizes: Sizes) -> Schedule:
+    given = {"ranks": sizes.ranks, "microbatches": sizes.microbatches}
+    facts = {name: value for name, value in given.items() if value is not None}
     if Path(source).suffix.lower() not in SUFFIXES:
         if not Path(source).exists():
             raise UsageError(f"there is no file or folder {source}; a schedule's file ends in .csv or .json")
@@ -168,9 +194,9 @@ def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_r
             f"{schedule.microbatches} microbatches in {counted(schedule.stages, 'stage')} are {computes:,} computes; "
             f"the command takes {MOST_COMPUTES:,} at most"
         )
-    if stages_per_rank is not None and schedule.placement.stages_per_rank != stages_per_rank:
-        found = schedule.placement.stages_per_rank
-        raise ScheduleError([Fault(f"the file has {counted(found, 'stage')} on a rank, not {stages_per_rank}")])
+    found, due = schedule.placement.stages_per_rank, sizes.stages_per_rank
+    if due not in (None, found):
+        raise ScheduleError([Fault(f"the file has {counted(found, 'stage')} on a rank, not {due}")])
     return schedule
 
 

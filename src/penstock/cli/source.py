@@ -26,6 +26,7 @@ from penstock.view.run import sizes_of
 SUFFIXES = (".csv", ".json")
 MOST_SEARCHED = 4  # stages per rank that "auto" tries
 RANKS = 4  # where a name comes without sizes
+FILE = "A file that is for another number is refused."
 MOST_COMPUTES = 15_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
 
@@ -44,6 +45,11 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def count(help: str, *names: str, least: int = 1, metavar: str = "N") -> Any:
+    """An option that is a whole number; it is called as its parameter unless names are given."""
+    return typer.Option(*names, parser=whole(least), metavar=metavar, help=help)
+
+
 def complete_source(incomplete: str) -> list[str]:
     """Families for the shell's completion; it knows files by itself."""
     return [name for name in FAMILIES if name.startswith(incomplete.lower())]
@@ -58,32 +64,6 @@ Source = Annotated[
         autocompletion=complete_source,
     ),
 ]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks",
-        "-r",
-        parser=whole(1),
-        metavar="N",
-        help=f"Workers of the pipeline (default: {RANKS}). A file that is for another number is refused.",
-    ),
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        "-m",
-        parser=whole(1),
-        metavar="N",
-        help="Slices of the batch (default: twice the ranks). A file that is for another number is refused.",
-    ),
-]
-StagesPerRank = Annotated[
-    int | None,
-    typer.Option(
-        "--stages-per-rank", "-v", parser=whole(1), metavar="N", help="Stages on each rank (default: the family's)."
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -91,8 +71,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 class BatchSizes:
     """Between how many ranks a batch goes, in how many slices."""
 
-    ranks: Ranks = None
-    microbatches: Microbatches = None
+    ranks: Annotated[int | None, count(f"Workers of the pipeline (default: {RANKS}). {FILE}", "--ranks", "-r")] = None
+    microbatches: Annotated[
+        int | None, count(f"Slices of the batch (default: twice the ranks). {FILE}", "--microbatches", "-m")
+    ] = None
 
     def filled(self) -> tuple[int, int]:
         """Ranks and microbatches; where they were not given, a few."""
@@ -104,7 +86,9 @@ class BatchSizes:
 class Sizes(BatchSizes):
     """How large a schedule is to be, or what a file must be for."""
 
-    stages_per_rank: StagesPerRank = None
+    stages_per_rank: Annotated[
+        int | None, count("Stages on each rank (default: the family's).", "--stages-per-rank", "-v")
+    ] = None
 
     def or_those_of(self, schedule: Schedule) -> Self:
         """With the ranks and microbatches of a schedule, where none were given."""

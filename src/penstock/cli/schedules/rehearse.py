@@ -9,7 +9,7 @@ import typer
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import TravelTimes, amount
 from penstock.cli.schedules.simulate import Jitter, Seed
-from penstock.cli.source import AsJson, Sizes, Source, described, identity, read_proved, whole
+from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
 from penstock.view.figures import counted
 
 SHOWN = 8  # ranks whose notices are shown
@@ -25,13 +25,11 @@ Faults = Annotated[
         show_default=False,
     ),
 ]
-Steps = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Training steps.")]
+Steps = Annotated[int, count("Training steps.")]
 Timeout = Annotated[str, typer.Option(metavar="SECONDS", help="How long a rank may be silent.")]
 StoreHost = Annotated[
     int | None,
-    typer.Option(
-        parser=whole(0), metavar="RANK", help="The rank whose process has the store (default: the launcher has it)."
-    ),
+    count("The rank whose process has the store (default: the launcher has it).", least=0, metavar="RANK"),
 ]
 
 

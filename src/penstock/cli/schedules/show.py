@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import complain, fold, guarded, paints, shortened, terminal_width, write
-from penstock.cli.source import AsJson, Sizes, Source, described, is_file, read, whole
+from penstock.cli.source import AsJson, Sizes, Source, count, described, is_file, read
 from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate, steady_state
 from penstock.schedule.files.text import to_json
@@ -28,9 +28,7 @@ ROUNDING = 1e-9
 
 Width = Annotated[
     int | None,
-    typer.Option(
-        parser=whole(20), metavar="COLUMNS", help="Wrap the drawing (default: the terminal; a pipe is not wrapped)."
-    ),
+    count("Wrap the drawing (default: the terminal; a pipe is not wrapped).", least=20, metavar="COLUMNS"),
 ]
 Lowered = Annotated[bool, typer.Option("--lowered", help="The program that is run: with transfers, no idle slots.")]
 Save = Annotated[

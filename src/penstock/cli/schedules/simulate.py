@@ -9,7 +9,7 @@ import typer
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import StageCosts, amount
-from penstock.cli.source import AsJson, Sizes, Source, described, identity, read_proved, whole
+from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
 from penstock.schedule import Costs, Schedule, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
 from penstock.view.figures import percent, table
@@ -19,8 +19,8 @@ PATH_ENDS = 8  # actions of the critical path that are shown at either end
 Jitter = Annotated[
     str, typer.Option(metavar="SHARE", help="Relative spread of each compute's time, such as 0.1.", show_default=False)
 ]
-Draws = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="How many times the jitter is drawn.")]
-Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Where the random numbers start.")]
+Draws = Annotated[int, count("How many times the jitter is drawn.")]
+Seed = Annotated[int, count("Where the random numbers start.", least=0)]
 
 
 @guarded

@@ -17,7 +17,7 @@ from rich.console import Console
 from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import RecordedRun, is_run, load_recording
 from penstock.cli.schedules.costs import StageTimes, amount
-from penstock.cli.source import AsJson, Sizes, complete_source, identity, is_file, read_one_of, whole
+from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.timing.calibrate import costs_of, fitted
 from penstock.view.account import account
@@ -55,9 +55,7 @@ ActivationBytes = Annotated[
         help="Bytes that one microbatch holds on a rank, in all its stages: memory is then shown in bytes.",
     ),
 ]
-Width = Annotated[
-    int | None, typer.Option(parser=whole(24), metavar="COLUMNS", help=f"Columns of the chart (a pipe: {PIPE_WIDTH}).")
-]
+Width = Annotated[int | None, count(f"Columns of the chart (a pipe: {PIPE_WIDTH}).", least=24, metavar="COLUMNS")]
 
 
 @guarded

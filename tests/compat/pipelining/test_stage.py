@@ -62,7 +62,7 @@ def test_wrapped_and_wrong_stages_are_refused() -> None:
 
 
 def test_build_stage_is_where_torch_has_it() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipe = ours.pipeline(model, (BATCH[0][:2],), split_spec={"1": ours.SplitPoint.BEGINNING})
     made = [build_stage(pipe.get_stage_module(index), index, pipe.info(), torch.device("cpu")) for index in range(2)]
     schedule = ours.ScheduleInterleaved1F1B(made, 2, loss_fn=nn.functional.mse_loss)

@@ -24,6 +24,7 @@ import typer
 from rich.console import Console
 
 from penstock.errors import CheckpointError, Fault, PenstockError, ScheduleError, UsageError
+from penstock.view.figures import counted
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -79,8 +80,7 @@ def document_of(fault: Fault) -> dict[str, Any]:
 
 def write_faults(title: str, faults: Sequence[Fault], stream: TextIO | None = None) -> None:
     """Every fault on its own line, under a line that counts them."""
-    count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
-    write("\n".join([f"{title}: {count}", *(f"  {fault}" for fault in faults)]), stream)
+    write("\n".join([f"{title}: {counted(len(faults), 'fault')}", *(f"  {fault}" for fault in faults)]), stream)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:

@@ -12,13 +12,10 @@ from penstock.cli.source import AsJson, Sizes, Source, count, described, is_file
 from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate, steady_state
 from penstock.schedule.files.text import to_json
+from penstock.view.figures import MEANINGS as COMPUTES
 from penstock.view.figures import counted, percent
 
-MEANINGS = {
-    Op.F: "F forward",
-    Op.B: "B backward",
-    Op.I: "I backward for the inputs",
-    Op.W: "W backward for the weights",
+MEANINGS = {op: f"{op} {meaning}" for op, meaning in COMPUTES.items() if op.is_compute} | {
     Op.SEND_F: "SEND_F/RECV_F an output",
     Op.SEND_B: "SEND_B/RECV_B a gradient",
     Op.UNSHARD: "UNSHARD/RESHARD a stage's parameters",

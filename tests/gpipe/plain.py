@@ -23,6 +23,16 @@ def chunked(model: nn.Module, x: Tensor, chunks: int) -> Tensor:
     return torch.cat([model(piece) for piece in x.tensor_split(chunks)])
 
 
+def assert_gradients_of_its_module(pipe: Any) -> None:
+    """A GPipe that holds a module twice: its gradients, close to those of the module that it wraps."""
+    pipe(rows()).sum().backward()
+    have = [parameter.grad for parameter in pipe.parameters()]
+    pipe.zero_grad()
+    pipe.module(rows()).sum().backward()
+    for one, other in zip(have, [parameter.grad for parameter in pipe.parameters()], strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def assert_same_gradients(pipe: nn.Module, plain: nn.Module) -> None:
     """Bit for bit, by name; None where there is none."""
     found, wanted = (dict(model.named_parameters()) for model in (pipe, plain))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from gpipe.plain import assert_same_gradients, chunked, layers, rows
+from gpipe.plain import assert_gradients_of_its_module, assert_same_gradients, chunked, layers, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -171,12 +171,7 @@ def test_one_layer_in_two_stages_gets_one_sum() -> None:
     twice = nn.Linear(8, 8)
     pipe = penstock.GPipe(nn.Sequential(twice, nn.Tanh(), twice), balance=[2, 1], chunks=4)
     assert len(list(pipe.parameters())) == 2
-    pipe(rows()).sum().backward()
-    have = [parameter.grad for parameter in pipe.parameters()]
-    pipe.zero_grad()
-    pipe.module(rows()).sum().backward()
-    for one, other in zip(have, [parameter.grad for parameter in pipe.parameters()], strict=True):
-        torch.testing.assert_close(one, other)
+    assert_gradients_of_its_module(pipe)
 
 
 def test_rows_may_be_in_another_dimension() -> None:

@@ -169,20 +169,3 @@ def test_calls_of_two_paths_can_be_open_at_a_time() -> None:
         sum(model(x, depth=depth).sum() for depth in (4, 2, 3)).backward()
     for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-def test_devices_may_be_any_iterable_and_moves_are_refused_alike() -> None:
-    pipe = penstock.GPipe(layers(), balance=2, devices=(name for name in ["cpu", "cpu"]))
-    assert pipe.devices == [torch.device("cpu")] * 2
-    for move in (pipe.cpu, pipe.cuda, lambda: pipe.to("cpu")):
-        with pytest.raises(UsageError, match="its stages on cpu, cpu"):
-            move()
-    free = penstock.GPipe(layers(), balance=2)
-    if free.devices is None:
-        assert free.cpu() is free
-
-
-@pytest.mark.parametrize("options", [{"inputs": "first"}, {"split": penstock.by_tokens(4)}])
-def test_options_of_batches_that_only_a_pipeline_has(options: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match="for a Pipeline"):
-        penstock.GPipe(layers(), balance=2, batch_options=penstock.BatchOptions(**options))  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
 from penstock.files.tensors import Body
+from penstock.rules import is_count
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -60,7 +61,7 @@ class Checkpointer:
         leave_out: Callable[[str], bool] | None = None,
     ) -> None:
         for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if value is not None and not (is_count(value) and value >= 1):
                 raise UsageError(f"{name}={value!r}: pass a whole number of at least 1, or None to turn this rule off")
         self.directory = Path(directory).absolute()
         self.async_save, self._leave_out = async_save, leave_out
@@ -108,7 +109,7 @@ class Checkpointer:
             score: A figure by which checkpoints are compared, such as a validation loss; the lowest is the best.
             while_best: Whether this checkpoint stays only while its score is the lowest, beside those of `keep_last`.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        if not is_count(step) or step < 0:
             raise UsageError(f"step={step!r}: pass the number of completed steps, a whole number of at least 0")
         if self._closed:
             raise UsageError("this Checkpointer is closed; make a new one")
@@ -122,12 +123,12 @@ class Checkpointer:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
             saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
-            if self._writer is None:
-                self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
-            self._under_way.append((saving, self._writer.submit(saving.run)))
         else:
             saving.read_from(self._planner.value_of)
-            self._under_way.append((saving, _done(saving.run)))
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
+        self._under_way.append((saving, self._writer.submit(saving.run)))
+        if not self.async_save:
             self._settle(processes)
         self._planner.forget()
 
@@ -295,13 +296,3 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(f"a save that was under way failed as well: {own}")  # what came first stays the error
-
-
-def _done(work: Callable[[], Path]) -> Future[Path]:
-    """What came of work that was done here and now, in the form of work that was done elsewhere."""
-    future: Future[Path] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:  # raised when the future is asked
-        future.set_exception(error)
-    return future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ class Difference:
     """What differs, and how many tensors are the same to the bit."""
 
     steps: tuple[int, int]
-    changes: list[Change] = field(default_factory=list)
-    same: int = 0
-    config: list[str] = field(default_factory=list)
+    changes: list[Change]
+    same: int
+    config: list[str]
 
     def __bool__(self) -> bool:
         return bool(self.changes or self.config)
@@ -41,17 +41,10 @@ class Difference:
 def compare(one: str | os.PathLike[str], other: str | os.PathLike[str], *, everything: bool = False) -> Difference:
     """Model and optimizer; with `everything`, also what processes keep for themselves, such as generators."""
     (first, left), (second, right) = open_whole(Path(one)), open_whole(Path(other))
-    found = Difference((first.step, second.step), config=_differing(first.config, second.config, "config"))
-    keys = dict.fromkeys([*left.tensors, *right.tensors])
-    same = 0
-    for key in keys:
-        if everything or key.startswith(SECTIONS):
-            change = _change(key, left, right)
-            if change is None:
-                same += 1
-            else:
-                found.changes.append(change)
-    return Difference(found.steps, found.changes, same, found.config)
+    keys = [key for key in left.tensors | right.tensors if everything or key.startswith(SECTIONS)]
+    changes = [change for key in keys if (change := _change(key, left, right)) is not None]
+    config = _differing(first.config, second.config, "config")
+    return Difference((first.step, second.step), changes, len(keys) - len(changes), config)
 
 
 def _change(key: str, left: CheckpointContents, right: CheckpointContents) -> Change | None:
@@ -79,12 +72,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differing(one: Any, other: Any, place: str) -> list[str]:
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = dict.fromkeys([*one, *other])
-        return [
-            line
-            for key in keys
-            for line in _differing(one.get(key, MISSING), other.get(key, MISSING), f"{place}.{key}")
-        ]
+        pairs = {key: (one.get(key, MISSING), other.get(key, MISSING)) for key in one | other}
+        return [line for key, pair in pairs.items() for line in _differing(*pair, f"{place}.{key}")]
     if one == other:
         return []
     shown = ["nothing" if value is MISSING else repr(value) for value in (one, other)]

@@ -64,10 +64,6 @@ class Saved:
                     f"model-extra.{name}", value, f"the extra state {name}"
                 )
 
-    def add_averages(self, averages: Mapping[str, Tensor]) -> None:
-        """Averages of parameters, by parameter name."""
-        self.tensors |= {f"{AVERAGE}{name}": value.detach() for name, value in averages.items()}
-
     def add_optimizers(self, pipe: Pipeline, optimizers: Optimizers) -> None:
         """State and options, by parameter name."""
         names = names_by_parameter(pipe)
@@ -80,13 +76,8 @@ class Saved:
                 members = [name_of(parameter, names, number) for parameter in owned]
                 options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
                 section = f"optimizer-options.{members[0] if members else len(groups)}"
-                groups.append(
-                    {
-                        "number": number,
-                        "names": members,
-                        "options": self.add(section, options, f"options of parameter group {number}"),
-                    }
-                )
+                saved = self.add(section, options, f"options of parameter group {number}")
+                groups.append({"number": number, "names": members, "options": saved})
                 for name, parameter in zip(members, owned, strict=True):
                     states[name] = self._add_state(name, optimizer.state.get(parameter, {}))
         self.plain["optimizer"] = {"class": class_of(optimizers), "groups": groups, "state": states}

@@ -6,6 +6,7 @@ Listing and verifying read text and bytes, so they answer without torch; what lo
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from penstock.checkpoint.disk.manifest import Manifest, best_of, checkpoints_at,
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson
 from penstock.errors import CheckpointError, UsageError
-from penstock.view.figures import table
+from penstock.view.figures import bytes_text, table
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -38,16 +39,6 @@ One = Annotated[
     ),
 ]
 SHOWN = 20
-UNITS = ("B", "kB", "MB", "GB", "TB")
-
-
-def size_text(size: float) -> str:
-    """Bytes, as people say them."""
-    for unit in UNITS:
-        if size < 1000 or unit == UNITS[-1]:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError("unreachable")
 
 
 def _inspect(path: Path, sums: bool) -> tuple[Manifest | None, list[str]]:
@@ -90,7 +81,7 @@ def list_(
                 path.name,
                 str(manifest.step),
                 manifest.saved_at,
-                size_text(manifest.bytes),
+                bytes_text(manifest.bytes),
                 str(layout.get("stages", "")),
                 str(layout.get("schedule", "")),
                 str(layout.get("processes", "")),
@@ -123,7 +114,7 @@ def verify(
             if wrong or manifest is None:
                 write("\n".join([f"{path}: damaged", *(f"  {line}" for line in wrong)]))
             else:
-                count = f"{len(manifest.files)} files, {size_text(manifest.bytes)}"
+                count = f"{len(manifest.files)} files, {bytes_text(manifest.bytes)}"
                 write(f"{path}: complete (step {manifest.step}, {count}, every checksum right)")
     if any(wrong for _, _, wrong in inspected):
         raise typer.Exit(1)
@@ -162,7 +153,7 @@ def export(
     if as_json:
         write_json({"checkpoint": str(path), **asdict(done), "files": [str(file) for file in done.files]})
         return
-    write(f"{path}: {done.tensors} tensors, {size_text(done.bytes)}, written to")
+    write(f"{path}: {done.tensors} tensors, {bytes_text(done.bytes)}, written to")
     for file in done.files:
         write(f"  {file}")
     if done.adapter:
@@ -182,14 +173,10 @@ def _auto_class(folder: Path) -> str:
 
 
 def _bytes_of(text: str) -> int:
-    for power, unit in reversed(list(enumerate(UNITS))):
-        number = text.strip().upper().removesuffix(unit.upper())
-        if number != text.strip().upper():
-            try:
-                return int(float(number) * 1000**power)
-            except ValueError:
-                break
-    raise UsageError(f"--file-size {text}: write a number and a unit, such as 5GB or 500MB")
+    found = re.fullmatch(r"(\d+(?:\.\d*)?) *([kmgt]?)b", text.strip().lower())
+    if found is None:
+        raise UsageError(f"--file-size {text}: write a number and a unit, such as 5GB or 500MB")
+    return int(float(found[1]) * 1000 ** " kmgt".index(found[2] or " "))
 
 
 @checkpoint.command("diff", short_help="Two of them, tensor by tensor.")

@@ -10,7 +10,7 @@ import typer
 
 from penstock.checkpoint.disk.manifest import BEST, find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson, whole
+from penstock.cli.source import AsJson, count
 from penstock.cli.train import Items, read_config
 
 Checkpoint = Annotated[
@@ -24,7 +24,7 @@ Checkpoint = Annotated[
 Averages = Annotated[
     bool, typer.Option("--ema/--no-ema", help="With training.ema: evaluate the average of the weights, or themselves.")
 ]
-Batches = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Batches to evaluate.")]
+Batches = Annotated[int, count("Batches to evaluate.")]
 
 
 @guarded

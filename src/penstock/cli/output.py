@@ -11,19 +11,20 @@ the command, so the exit code still says what was found.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, ParamSpec, TextIO
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn, TextIO, get_type_hints
 
 import typer
 from rich.console import Console
 
 from penstock.errors import CheckpointError, Fault, PenstockError, ScheduleError, UsageError
-
-Parameters = ParamSpec("Parameters")
+from penstock.view.figures import counted
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -79,17 +80,23 @@ def document_of(fault: Fault) -> dict[str, Any]:
 
 def write_faults(title: str, faults: Sequence[Fault], stream: TextIO | None = None) -> None:
     """Every fault on its own line, under a line that counts them."""
-    count = f"{len(faults)} fault{'s' if len(faults) != 1 else ''}"
-    write("\n".join([f"{title}: {count}", *(f"  {fault}" for fault in faults)]), stream)
+    write("\n".join([f"{title}: {counted(len(faults), 'fault')}", *(f"  {fault}" for fault in faults)]), stream)
 
 
-def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """A command whose errors become messages and exit codes."""
+def guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose errors become messages and exit codes; a dataclass among its parameters is an option per field.
+
+    So options that several commands have are listed once, and read as one value.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
 
     @functools.wraps(command)
-    def run(*args: Parameters.args, **options: Parameters.kwargs) -> None:
+    def run(**options: Any) -> None:
         try:
-            command(*args, **options)
+            for name, group in groups.items():
+                options[name] = group(**{field.name: options.pop(field.name) for field in fields(group)})
+            command(**options)
         except ScheduleError as error:
             if options.get("as_json"):
                 write_json({"faults": [document_of(fault) for fault in error.faults]})
@@ -114,7 +121,22 @@ def guarded(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
         except MemoryError:
             refuse("the schedule does not fit into this machine's memory; try fewer ranks or microbatches")
 
+    run.__signature__ = _signature(command, hints, groups)  # type: ignore[attr-defined]
     return run
+
+
+def _signature(command: Callable[..., None], hints: Mapping[str, Any], groups: Mapping[str, Any]) -> inspect.Signature:
+    """What typer reads: the fields of a group stand where the group does."""
+    found: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            found.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        kinds = get_type_hints(groups[name], include_extras=True)
+        for field in fields(groups[name]):
+            kind = kinds[field.name]
+            found.append(inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=kind))
+    return inspect.Signature(found)
 
 
 def refuse(message: str) -> NoReturn:

@@ -22,7 +22,7 @@ from rich.syntax import Syntax
 from penstock.cli.lanes import PRETTY, LaneEvent, Lanes, read_event
 from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json, writes
 from penstock.cli.programs import find_folder, places_of, started, title_of, unknown, write_list
-from penstock.cli.source import AsJson, whole
+from penstock.cli.source import AsJson, count
 from penstock.errors import UsageError
 from penstock.view.figures import counted
 
@@ -37,12 +37,7 @@ Name = Annotated[
         show_default=False,
     ),
 ]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks", "-r", parser=whole(1), metavar="N", help="Processes to start (default: the program's own)."
-    ),
-]
+Ranks = Annotated[int | None, count("Processes to start (default: the program's own).", "--ranks", "-r")]
 Source = Annotated[bool, typer.Option("--source", help="Print the program instead of running it.")]
 Copy = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Copy all programs into a new folder, to be changed and run.")

@@ -10,9 +10,9 @@ import csv
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
 
@@ -26,6 +26,7 @@ from penstock.view.run import sizes_of
 SUFFIXES = (".csv", ".json")
 MOST_SEARCHED = 4  # stages per rank that "auto" tries
 RANKS = 4  # where a name comes without sizes
+FILE = "A file that is for another number is refused."
 MOST_COMPUTES = 15_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
 
@@ -44,6 +45,11 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def count(help: str, *names: str, least: int = 1, metavar: str = "N") -> Any:
+    """An option that is a whole number; it is called as its parameter unless names are given."""
+    return typer.Option(*names, parser=whole(least), metavar=metavar, help=help)
+
+
 def complete_source(incomplete: str) -> list[str]:
     """Families for the shell's completion; it knows files by itself."""
     return [name for name in FAMILIES if name.startswith(incomplete.lower())]
@@ -58,33 +64,37 @@ Source = Annotated[
         autocompletion=complete_source,
     ),
 ]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks",
-        "-r",
-        parser=whole(1),
-        metavar="N",
-        help=f"Workers of the pipeline (default: {RANKS}). A file that is for another number is refused.",
-    ),
-]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(
-        "--microbatches",
-        "-m",
-        parser=whole(1),
-        metavar="N",
-        help="Slices of the batch (default: twice the ranks). A file that is for another number is refused.",
-    ),
-]
-StagesPerRank = Annotated[
-    int | None,
-    typer.Option(
-        "--stages-per-rank", "-v", parser=whole(1), metavar="N", help="Stages on each rank (default: the family's)."
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Between how many ranks a batch goes, in how many slices."""
+
+    ranks: Annotated[int | None, count(f"Workers of the pipeline (default: {RANKS}). {FILE}", "--ranks", "-r")] = None
+    microbatches: Annotated[
+        int | None, count(f"Slices of the batch (default: twice the ranks). {FILE}", "--microbatches", "-m")
+    ] = None
+
+    def filled(self) -> tuple[int, int]:
+        """Ranks and microbatches; where they were not given, a few."""
+        ranks = RANKS if self.ranks is None else self.ranks
+        return ranks, 2 * ranks if self.microbatches is None else self.microbatches
+
+
+@dataclass(frozen=True)
+class Sizes(BatchSizes):
+    """How large a schedule is to be, or what a file must be for."""
+
+    stages_per_rank: Annotated[
+        int | None, count("Stages on each rank (default: the family's).", "--stages-per-rank", "-v")
+    ] = None
+
+    def or_those_of(self, schedule: Schedule) -> Self:
+        """With the ranks and microbatches of a schedule, where none were given."""
+        return replace(
+            self, ranks=self.ranks or schedule.ranks, microbatches=self.microbatches or schedule.microbatches
+        )
 
 
 def is_file(source: str) -> bool:
@@ -103,12 +113,11 @@ def _is_family(source: str) -> bool:
     return True
 
 
-def read(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+def read(source: str, sizes: Sizes) -> Schedule:
     """The schedule that the arguments mean, not yet proved."""
     if is_file(source):
-        return _load(source, ranks, microbatches, stages_per_rank)
-    ranks = RANKS if ranks is None else ranks
-    microbatches = 2 * ranks if microbatches is None else microbatches
+        return _load(source, sizes)
+    (ranks, microbatches), stages_per_rank = sizes.filled(), sizes.stages_per_rank
     if is_auto(source):
         check_size(ranks, microbatches, MOST_SEARCHED if stages_per_rank is None else stages_per_rank, MOST_COMPUTES)
         return build(source, ranks, microbatches, stages_per_rank)
@@ -122,18 +131,18 @@ def read(source: str, ranks: int | None, microbatches: int | None, stages_per_ra
     return build(entry.name, ranks, microbatches, stages_per_rank)
 
 
-def read_proved(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+def read_proved(source: str, sizes: Sizes) -> Schedule:
     """The schedule that the arguments mean; what a file holds is proved first."""
-    schedule = read(source, ranks, microbatches, stages_per_rank)
+    schedule = read(source, sizes)
     if is_file(source):
         verify(schedule)
     return schedule
 
 
-def read_one_of(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
+def read_one_of(source: str, sizes: Sizes) -> Schedule:
     """The schedule of one of several sources, which its faults name."""
     with naming(source):
-        return read_proved(source, ranks, microbatches, stages_per_rank)
+        return read_proved(source, sizes)
 
 
 @contextmanager
@@ -145,8 +154,9 @@ def naming(source: str) -> Iterator[None]:
         raise ScheduleError([replace(fault, message=f"{source}: {fault.message}") for fault in error.faults]) from None
 
 
-def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    facts = {name: value for name, value in (("ranks", ranks), ("microbatches", microbatches)) if value is not None}
+def _load(source: str, sizes: Sizes) -> Schedule:
+    given = {"ranks": sizes.ranks, "microbatches": sizes.microbatches}
+    facts = {name: value for name, value in given.items() if value is not None}
     if Path(source).suffix.lower() not in SUFFIXES:
         if not Path(source).exists():
             raise UsageError(f"there is no file or folder {source}; a schedule's file ends in .csv or .json")
@@ -168,9 +178,9 @@ def _load(source: str, ranks: int | None, microbatches: int | None, stages_per_r
             f"{schedule.microbatches} microbatches in {counted(schedule.stages, 'stage')} are {computes:,} computes; "
             f"the command takes {MOST_COMPUTES:,} at most"
         )
-    if stages_per_rank is not None and schedule.placement.stages_per_rank != stages_per_rank:
-        found = schedule.placement.stages_per_rank
-        raise ScheduleError([Fault(f"the file has {counted(found, 'stage')} on a rank, not {stages_per_rank}")])
+    found, due = schedule.placement.stages_per_rank, sizes.stages_per_rank
+    if due not in (None, found):
+        raise ScheduleError([Fault(f"the file has {counted(found, 'stage')} on a rank, not {due}")])
     return schedule
 
 

@@ -18,15 +18,13 @@ from penstock.pipeline.arguments import check_gpus
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch.batch_options import BatchOptions
 
-RULES = {
+CALL_RULES = {
     "chunks": ArgumentRule(
-        lambda value: is_count(value) and value >= 1,
-        "pass the number of microbatches, a whole number of at least 1",
-        or_none=False,
+        lambda value: is_count(value) and value >= 1, "pass the number of microbatches, at least 1", or_none=False
     ),
     "checkpoint": choice("always", "except_last", "never"),
-    **{name: arguments.RULES[name] for name in ("stages", "split_at", "timeout", "batch_options")},
 }
+RULES = CALL_RULES | {name: arguments.RULES[name] for name in ("stages", "split_at", "timeout", "batch_options")}
 
 
 def check_gpipe(kind: type[nn.Module], model: Any, given: Mapping[str, Any]) -> None:

@@ -56,10 +56,8 @@ class Calls:
         self.stages: list[AttachedStage] = []
         placement = self.programs(chunks)[0].placement
         self.ranks = LocalRanks(split, placement, transports, self._counter, self._devices, AttachedStage)
-        for executor in self.ranks.executors.values():
-            for stage in executor.stages.values():
-                assert isinstance(stage, AttachedStage)
-                self.stages.append(stage)
+        every = (stage for executor in self.ranks.executors.values() for stage in executor.stages.values())
+        self.stages += [stage for stage in every if isinstance(stage, AttachedStage)]
         self.one_path = not any(part.reads_inputs for part in split.parts)  # whatever the batch is like
         self._transaction = self.ranks.guard(lambda: None, atomic=False)
 
@@ -107,9 +105,8 @@ class ForwardCall:
         self._count = len(batch.args)
         self._recomputed = frozenset(range(recomputed))
         self._given = [pytree.tree_flatten((args, kw)) for args, kw in zip(batch.args, batch.kwargs, strict=True)]
-        self._requiring = [
-            [leaf for leaf in leaves if _requires_grad(leaf)] for leaves, _ in self._given
-        ]  # by microbatch
+        # by microbatch, the inputs that want a gradient
+        self._requiring = [[leaf for leaf in leaves if _requires_grad(leaf)] for leaves, _ in self._given]
         self._pieces: list[list[list[Tensor]]] = []  # the same, for each rank its own
         self._parameters: list[list[Tensor]] = []  # by rank
         self._records: list[dict[int, GraphRecord]] | None = None  # by rank; None: there is no backward (any more)
@@ -196,7 +193,8 @@ class ForwardCall:
         if not self.outputs:
             self._records = None
             return outputs
-        self._sources = _once([leaf for each in (*self._requiring, *self._parameters) for leaf in each])
+        every = [leaf for each in (*self._requiring, *self._parameters) for leaf in each]
+        self._sources = list({id(leaf): leaf for leaf in every}.values())
         token = Stages.apply(self, *self._sources)  # type: ignore[no-untyped-call]
         joined = iter(Outputs.apply(self, token))  # type: ignore[no-untyped-call]
         return [
@@ -288,10 +286,6 @@ def _piece(leaf: Any, device: torch.device | None) -> Any:
         return leaf
     moved = leaf if device is None else leaf.to(device, non_blocking=leaf.is_cuda)
     return moved.detach().requires_grad_() if leaf.requires_grad else moved
-
-
-def _once(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _seed_here() -> int:

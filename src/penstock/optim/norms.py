@@ -84,6 +84,17 @@ def local_of(tensor: Tensor) -> Tensor:
     return part
 
 
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """This rank's part as the same kind of tensor as the parameter, in the same memory."""
+    if local_of(parameter) is parameter:
+        return local
+    from torch.distributed.tensor import DTensor  # takes as long to load as torch, and is loaded where there is one
+
+    assert isinstance(parameter, DTensor)
+    kind = (parameter.device_mesh, parameter.placements)
+    return DTensor.from_local(local, *kind, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
 def local_part(parameter: Tensor) -> Tensor:
     """A parameter with its gradient; of one that is spread over ranks, the part that is here, as plain tensors.
 

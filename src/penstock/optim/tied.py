@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.staged_model import StagedModel
-from penstock.optim.norms import local_of
+from penstock.optim.norms import like, local_of
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
 
-ParameterUse = tuple[
-    int, str
-]  # a number among the split's holdings, which begin with the stages; and a parameter's name there
+# a number among the split's holdings, which begin with the stages; and a parameter's name there
+ParameterUse = tuple[int, str]
 
 
 def tied_places(split: StagedModel) -> list[list[ParameterUse]]:
@@ -113,7 +112,7 @@ class TiedParameters:
                 part = parts[rank]
                 if part is not None:
                     total = part if total is None else total + part
-            parameter.grad = None if total is None else _like(parameter, total)
+            parameter.grad = None if total is None else like(parameter, total)
 
     def _share(self, mine: list[Tensor | None]) -> list[dict[int, Tensor | None] | None]:
         """Every member's tensor of each group, by rank; None for groups that this rank is not in."""
@@ -146,12 +145,3 @@ def _check_alike(parameter: nn.Parameter, value: Tensor | None) -> None:
             f"a parameter that is tied across ranks has {tuple(mine.shape)} on one and {tuple(value.shape)} on "
             f"another: ParallelOptions(tensor_plan=) must spread all of its modules alike"
         )
-
-
-def _like(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's part as the same kind of tensor as the parameter."""
-    if not hasattr(parameter, "_local_tensor"):
-        return value
-    made = torch.empty_like(parameter)
-    local_of(made).copy_(value)
-    return made.detach()

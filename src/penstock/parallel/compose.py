@@ -50,14 +50,12 @@ class ParallelHooks:
             self._sharder.after(stage)
 
     def pack(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        if self._values is None:
-            return dict(values)
-        return {stage: self._values.pack(value) for stage, value in values.items()}
+        spread = self._values
+        return {stage: value if spread is None else spread.pack(value) for stage, value in values.items()}
 
     def unpack(self, values: Mapping[int, Any]) -> dict[int, Any]:
-        if self._values is None:
-            return dict(values)
-        return {stage: self._values.unpack(value) for stage, value in values.items()}
+        spread = self._values
+        return {stage: value if spread is None else spread.unpack(value) for stage, value in values.items()}
 
     def full(self, value: Any) -> Any:
         return value if self._values is None else self._values.full(value)
@@ -221,10 +219,9 @@ def _unsharded_parameters(
 def _agree(pipe: Pipeline, link: AxisLink, composition: Composition) -> None:
     """The copies of a stage must have been given the same pipeline, and get the same random numbers."""
     facts = pipe.facts()
-    facts["tensor_plan"] = (str(composition.plan), "")
-    facts["replicate"] = (str(composition.replicate), "")
-    facts["window"] = (str(composition.window), "")
-    facts["shard_precision"] = (str(composition.precision), "")
+    own = {"tensor_plan": composition.plan, "replicate": composition.replicate, "window": composition.window}
+    for name, value in (own | {"shard_precision": composition.precision}).items():
+        facts[name] = (str(value), "")
     answers = link.exchange((facts, pipe.deployment.counter.seed))
     faults = compared([theirs for theirs, _ in answers], link.word)
     if faults:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint.saved_files import PRECIOUS, fifo, link
 
-from penstock.checkpoint.disk.lock import Lock
 from penstock.checkpoint.disk.plain_files import create, open_plain, read_plain
 from penstock.errors import UsageError
 from penstock.train.config.read import load_config
@@ -17,39 +17,6 @@ from penstock.train.launch.launch import APPEND
 from penstock.train.run.metrics import Metrics, read_metrics
 from penstock.train.run.run_folder import RunFolder, write_json
 from penstock.train.worker import read_note
-
-PRECIOUS = "what this user has elsewhere"
-
-
-def link(path: Path, elsewhere: Path) -> None:
-    path.symlink_to(elsewhere)
-
-
-def fifo(path: Path, _: Path) -> None:
-    os.mkfifo(path)
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
-    file = tmp_path / "elsewhere"
-    file.write_text(PRECIOUS)
-    return file
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("prepare", [link, fifo])
-def test_a_lock_writes_into_no_file_that_was_prepared(
-    prepare: Callable[[Path, Path], None], elsewhere: Path, tmp_path: Path
-) -> None:
-    """The lock of a run was opened through a symlink, and emptied the file that it led to."""
-    prepare(tmp_path / ".lock", elsewhere)
-    with pytest.raises(OSError, match=r"it is (a symlink|not a plain file).*remove it.*\.lock"):
-        Lock(tmp_path).take()
-    assert elsewhere.read_text() == PRECIOUS
-    (tmp_path / ".lock").unlink()
-    lock = Lock(tmp_path)
-    assert lock.take()
-    lock.free()
 
 
 @pytest.mark.timeout(30)

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint.saved_files import ONE
 from processes import on_processes
 from tiers import mostly_slow, slow_if, tiers
+from torch import nn
 from train_runs import LAYOUTS, Run
 
 import penstock
+from penstock.errors import CheckpointError, UsageError
 
 
 def saved_and_next(folder: Path, name: str) -> list[float]:
@@ -113,3 +116,30 @@ def test_threads_and_processes_resume_from_each_other(
             penstock.load(folder / source, run.pipe, run.optimizer, **run.parts())
             torch.testing.assert_close(torch.tensor(run.steps(3)), torch.tensor(losses), rtol=2e-5, atol=1e-6)
             run.close()
+
+
+def test_what_does_not_fit_is_listed_at_once(run: Run, saved: Path) -> None:
+    other = penstock.Pipeline(nn.Sequential(nn.Linear(3, 3)), stages=1, microbatches=1)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)does not fit.*50 of its tensors are not in the model: .*0\.weight is not in it"
+    ):
+        penstock.load(saved, other)
+    half = Run(**ONE)
+    for module in half.pipe.deployment.ranks.modules().values():
+        module.double()
+    with pytest.raises(CheckpointError, match=r"embed.weight is float32 in it and float64 in the model"):
+        penstock.load(saved, half.pipe)
+
+
+def test_a_wrong_optimizer_or_a_missing_part_is_refused(run: Run, saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="state of AdamW, and optimizer= is SGD"):
+        penstock.load(saved, run.pipe, torch.optim.SGD(run.pipe.parameters()))
+    with pytest.raises(CheckpointError, match="saved without scheduler="):
+        penstock.load(saved, run.pipe, scheduler=run.scheduler)
+    penstock.save(tmp_path / "bare", run.pipe)
+    with pytest.raises(CheckpointError, match="saved without an optimizer"):
+        penstock.load(tmp_path / "bare", run.pipe, run.optimizer)
+    with pytest.raises(UsageError, match="does not own"):
+        penstock.save(tmp_path / "y", run.pipe, torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(UsageError, match="not a penstock"):
+        penstock.save(tmp_path / "y", nn.Linear(2, 2))  # type: ignore[arg-type]

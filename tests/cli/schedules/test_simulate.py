@@ -16,17 +16,6 @@ def test_simulate_prints_what_the_library_says() -> None:
     assert "critical path, 22 computes: 0F0 1F0 2F0 3F0 3B0" in result.stdout
 
 
-def test_costs_can_be_stated_stage_by_stage() -> None:
-    result = run("simulate", "gpipe", "-r", 2, "-m", 1, "--forward", "1,2", "--input", 3, "--weight", "0,4", "--json")
-    assert json.loads(result.stdout)["makespan"] == 1 + 2 + (3 + 4) + (3 + 0)
-
-
-def test_messages_take_latency_and_bytes_over_bandwidth() -> None:
-    wires = ("--latency", 1, "--bytes", 6, "--bandwidth", 2)
-    document = json.loads(run("simulate", "gpipe", "-r", 2, "-m", 1, *wires, "--json").stdout)
-    assert document["makespan"] == 1 + (1 + 3) + 1 + 2 + (1 + 3) + 2
-
-
 def test_jitter_is_seeded_and_reports_its_spread() -> None:
     options = ("simulate", "1f1b", "--jitter", 0.1, "--draws", 20, "--json")
     first = json.loads(run(*options).stdout)["what_if"]

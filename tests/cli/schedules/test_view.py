@@ -6,38 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from cli.recorded_run import call, save_run
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.schedule import Costs, Timeline, build, simulate
-from penstock.schedule.timing.timeline import Wall
+from penstock.schedule import Timeline, build
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run in it: 1f1b on two ranks, as if measured, with half a second outside of the pipeline."""
     monkeypatch.chdir(tmp_path)
-    priced = simulate(build("1f1b", 2, 4), Costs(forward=0.5, input=0.5, weight=0.5, hop=0.05))
-    walls = tuple(Wall(-0.25, row[-1].end, priced.makespan + 0.25) for row in priced.by_rank)
-    recorded(priced, walls).save("run.json")
-    build("zb-h1", 2, 4).save("zb.csv")
+    save_run()
     return tmp_path
-
-
-def recorded(priced: Timeline, walls: tuple[Wall, ...]) -> Timeline:
-    return replace(priced, walls=walls, unit="s", arrival=None)
-
-
-def call(command: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, command.split())
-    assert result.exit_code == code, result.output
-    return result
 
 
 def test_a_schedule_is_drawn() -> None:
@@ -89,54 +73,6 @@ def test_every_kind_of_file_is_written(folder: Path) -> None:
     assert json.loads((folder / "a.json").read_text())["traceEvents"]
 
 
-def test_a_folder_with_one_run_is_that_run(folder: Path) -> None:
-    assert "measured" in call("view .").stdout
-
-
-def slower(factor: float) -> Timeline:
-    """The recorded run as if everything had taken so many times as long, on a machine of two cores."""
-    run = Timeline.load("run.json")
-    spans = tuple(
-        span._replace(start=span.start * factor, end=span.end * factor, wait=span.wait * factor) for span in run.spans
-    )
-    walls = tuple(Wall(*(time * factor for time in wall)) for wall in run.walls)
-    return replace(run, spans=spans, walls=walls, cores=1)
-
-
-def test_of_several_recorded_steps_the_median_is_shown_and_outliers_are_named(folder: Path) -> None:
-    for name, factor in (("a", 1.1), ("b", 1.0), ("c", 3.0), ("d", 1.2)):
-        slower(factor).save(f"steps-{name}.json")
-    (folder / "steps").mkdir()
-    for path in folder.glob("steps-*.json"):
-        path.rename(folder / "steps" / path.name)
-    text = " ".join(call("view steps --width 100").stdout.split())
-    assert text.startswith("This machine has 1 core for 2 ranks, so ranks take turns")
-    assert "steps holds 4 recorded steps, numbered by name; step 1 is steps-a.json." in text
-    assert "Median 8.855 s of 4 recorded steps" in text
-    assert "all within 7.7 s and 23.1 s." in text
-    assert "Outliers among them: step 3 (2.6 times the median)." in text
-    call("view steps --html steps.html")
-    page = (folder / "steps.html").read_text()
-    assert page.index("This machine has 1 core") < page.index("Outliers among them") < page.index('id="runs"')
-    (folder / "steps" / "other.json").write_text((folder / "run.json").read_text().replace('"1f1b"', '"mine"'))
-    build("gpipe", 2, 2).save("gpipe.json")
-    recorded(simulate(build("gpipe", 2, 2)), tuple(Wall(0, 9, 9) for _ in "ab")).save("steps/gpipe.json")
-    assert "6 recorded runs of different schedules" in call("view steps", 2).stderr
-
-
-def test_the_folder_of_a_training_run_says_what_the_run_has_noted(folder: Path) -> None:
-    run = folder / "trained"
-    run.mkdir()
-    (folder / "run.json").rename(run / "timeline.json")
-    steps = [[10, 1.0, 0.1], [20, 9.0, 0.8], [30, 1.1, 0.2]]
-    (run / "recorded.json").write_text(json.dumps({"typical": 30, "of": 3, "cores": 1, "ranks": 2, "steps": steps}))
-    notes = json.loads(call("view trained --json").stdout)["notes"]
-    assert [note.split()[0] for note in notes] == ["This", "The", "Median", "Outliers"]
-    (run / "recorded.json").write_text("[1, 2]")
-    (note,) = json.loads(call("view trained --json").stdout)["notes"]
-    assert note.startswith("recorded.json cannot be read")
-
-
 def test_a_file_takes_the_place_of_the_chart(folder: Path) -> None:
     assert call("view run.json 1f1b --html a.html").stdout == "saved to a.html\n"
     assert json.loads(call("view run.json --html a.html --json").stdout)["runs"]
@@ -185,31 +121,6 @@ def test_what_is_wrong_is_said_with_the_right_exit_code(command: str, folder: Pa
     assert words in call(command, code).stderr
 
 
-def test_whatif_states_its_error_and_predicts_others() -> None:
-    text = call("whatif --from run.json -r 4 -m 8 -s zb-v -s 1f1b").stdout
-    assert "makespan 7.7 s measured, 7.7 s predicted from its own costs (error +0.0 %)" in text
-    assert "zb-v *" in text
-    assert "500 ms that the run spent outside of it" in text
-    assert "4, 8 stages are taken to be even cuts of the 2 measured" in text
-    assert "I and W are taken as half of B each" in text
-
-
-def test_whatif_for_a_machine() -> None:
-    document = json.loads(call("whatif --from run.json --microbatches 8 --json").stdout)
-    (found,) = document["predictions"]
-    assert (found["schedule"], found["ranks"], found["microbatches"]) == ("1f1b", 2, 8)
-    expected = simulate(build("1f1b", 2, 8), Costs(forward=0.5, input=0.5, weight=0.5, hop=0.05)).makespan
-    assert found["makespan"] == pytest.approx(expected)
-    assert found["step"] == pytest.approx(expected + 0.5)
-    assert document["run"]["error"] == pytest.approx(0)
-
-
-def test_whatif_takes_a_schedule_from_a_file_and_another_hop() -> None:
-    slow = json.loads(call("whatif --from run.json -s zb.csv --hop 0.5 --json").stdout)
-    fast = json.loads(call("whatif --from run.json -s zb.csv --hop 0 --json").stdout)
-    assert fast["predictions"][0]["makespan"] < slow["predictions"][0]["makespan"]
-
-
 def test_a_terminal_without_utf8_gets_plain_dots() -> None:
     result = subprocess.run(
         [Path(sys.executable).parent / "penstock", "view", "1f1b", "-r", "2", "-m", "3", "--width", "60"],
@@ -221,17 +132,6 @@ def test_a_terminal_without_utf8_gets_plain_dots() -> None:
     assert "\\x" not in result.stdout
     assert "rank 1 ...." in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 60
-
-
-def test_the_run_of_a_schedule_without_a_name_predicts_itself() -> None:
-    named = Timeline.load("run.json")
-    for name in ("", "mine/own.csv"):
-        replace(named, schedule=named.schedule.replace(name=name)).save("own.json")
-        (entry,) = json.loads(call("whatif --from own.json --json").stdout)["predictions"]
-        assert entry["schedule"] == (name or "the run's own")
-        assert entry["makespan"] == pytest.approx(named.makespan)
-    replace(named, schedule=named.schedule.replace(name="")).save("own.json")
-    assert "has no name to build others by" in call("whatif --from own.json --ranks 3", 2).stderr
 
 
 @pytest.mark.parametrize("text", ["\x1b[31ms", "s" * 1000])

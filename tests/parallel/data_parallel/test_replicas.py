@@ -949,23 +949,8 @@ def test_names_are_the_models_own_and_sharded_state_is_a_part_of_it(told: Any) -
         assert sorted({name for rank in told for name in rank["names_and_state"][kind][0]}) == names
 
 
-def test_replicas_need_a_mesh() -> None:
-    options = penstock.ParallelOptions(replicate="ddp")
-    with pytest.raises(penstock.errors.UsageError, match="needs mesh="):
-        penstock.Pipeline(stages(2), microbatches=2, loss_fn=F.mse_loss, parallel_options=options)
-
-
 @pytest.mark.slow
 def test_all_replicas_cut_by_the_times_of_the_first(told_others: Any) -> None:
     cuts = [rank["measured"] for rank in told_others]
     assert cuts == [cuts[0]] * 4
     assert cuts[0][0] < cuts[0][1]
-
-
-def test_a_mesh_needs_processes() -> None:
-    with pytest.raises(penstock.errors.UsageError, match="pp=2 x dp=2 x tp=1 needs 4 processes, but this process runs"):
-        penstock.mesh(pp=2, dp=2)
-    with pytest.raises(penstock.errors.UsageError, match="only one axis"):
-        penstock.mesh(pp=-1, dp=-1)
-    with pytest.raises(penstock.errors.UsageError, match="dp=0"):
-        penstock.mesh(dp=0)

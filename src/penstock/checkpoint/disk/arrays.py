@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from penstock.checkpoint.disk.manifest import PLAIN_NAME, damages, read_index, read_manifest
+from penstock.checkpoint.disk.manifest import check_files, plain_name, read_index
 from penstock.errors import CheckpointError
 
 
@@ -21,9 +21,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 
     Only types that numpy has: bfloat16 is an error.
     """
-    wrong = list(damages(path, read_manifest(path), sums=True))
-    if wrong:
-        raise CheckpointError("\n  ".join([f"{path} is not whole:", *wrong]), path=path)
+    check_files(path)
     tensors: dict[str, Any] = read_index(path)["tensors"]
     try:
         names = [key.removeprefix("model.") for key in tensors if key.startswith("model.")]
@@ -36,9 +34,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
 def _array(path: Path, key: str, saved: dict[str, Any]) -> NDArray[Any]:
     pieces: list[tuple[list[int], NDArray[Any]]] = []
     for chunk in saved["chunks"]:
-        if not PLAIN_NAME.fullmatch(chunk["file"]):
-            raise ValueError(f"{chunk['file']!r} is not a plain file name")
-        with safe_open(path / chunk["file"], framework="numpy") as file:
+        with safe_open(path / plain_name(chunk["file"]), framework="numpy") as file:
             pieces.append((chunk["offsets"], file.get_tensor(key)))
     if len(pieces) == 1 and list(pieces[0][1].shape) == saved["shape"]:
         return pieces[0][1]

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.errors import CheckpointError, UsageError
 
 MANIFEST = "manifest.json"
@@ -114,10 +115,7 @@ def read_manifest(path: Path) -> Manifest:
             f"{file} has format version {body.get('version')!r}; this Penstock reads {VERSION}", path=path
         )
     try:
-        files = {name: (_count(size, name), str(crc)) for name, (size, crc) in body["files"].items()}
-        for name in files:
-            if not PLAIN_NAME.fullmatch(name):
-                raise CheckpointError(f"{file} lists {name!r}, which is not a plain file name", path=path)
+        files = {plain_name(name): (_count(size, name), str(crc)) for name, (size, crc) in body["files"].items()}
         return Manifest(
             step=_count(body["step"], "step"),
             serial=_count(body["serial"], "serial"),
@@ -132,6 +130,13 @@ def read_manifest(path: Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a complete manifest: {error!r}", path=path) from error
+
+
+def plain_name(name: Any) -> str:
+    """The name of a file in the checkpoint's own directory."""
+    if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a plain file name")
+    return name
 
 
 def _count(value: Any, what: str) -> int:
@@ -156,16 +161,7 @@ def read_index(path: Path) -> dict[str, Any]:
 
 def _json(file: Path, otherwise: str) -> Any:
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
-        with open(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{file} is not a plain file", path=file.parent)
-            if status.st_size > LONGEST:
-                raise CheckpointError(
-                    f"{file} has {status.st_size} bytes; at most {LONGEST} are read", path=file.parent
-                )
-            return json.loads(stream.read(LONGEST + 1))
+        return json.loads(read_plain(file, LONGEST))
     except FileNotFoundError:
         raise CheckpointError(f"{otherwise}: {file} does not exist", path=file.parent) from None
     except NotADirectoryError:
@@ -187,24 +183,25 @@ def damages(path: Path, manifest: Manifest, *, sums: bool, part: tuple[int, int]
         file = path / name
         try:
             status = os.lstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                yield f"{file} is not a plain file"
+            elif status.st_size != size:
+                yield f"{file} has {status.st_size} bytes, and the manifest says {size}: truncated or foreign"
+            elif sums and (found := checksum_of(file)) != crc:
+                yield f"{file} is damaged: its CRC-32 is {found}, and the manifest says {crc}"
         except FileNotFoundError:
             yield f"{file} is missing"
-            continue
         except OSError as error:
             yield f"{file} cannot be read: {error.strerror}"
-            continue
-        if os.path.islink(file) or not os.path.isfile(file):
-            yield f"{file} is not a plain file"
-        elif status.st_size != size:
-            yield f"{file} has {status.st_size} bytes, and the manifest says {size}: truncated or foreign"
-        elif sums:
-            try:
-                found = checksum_of(file)
-            except OSError as error:
-                yield f"{file} cannot be read: {error.strerror}"
-                continue
-            if found != crc:
-                yield f"{file} is damaged: its CRC-32 is {found}, and the manifest says {crc}"
+
+
+def check_files(path: Path) -> Manifest:
+    """The manifest of a checkpoint, every byte of which was compared with its checksum; or an error that lists all."""
+    manifest = read_manifest(path)
+    wrong = list(damages(path, manifest, sums=True))
+    if wrong:
+        raise CheckpointError("\n  ".join([f"{path} is not complete:", *wrong]), path=path)
+    return manifest
 
 
 def checksum_of(file: Path) -> str:

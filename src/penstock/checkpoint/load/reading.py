@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from penstock.checkpoint.disk.manifest import PLAIN_NAME, Manifest, damages, read_index, read_manifest
+from penstock.checkpoint.disk.manifest import Manifest, check_files, plain_name, read_index
 from penstock.errors import CheckpointError
 from penstock.files.tensors import TYPES
 
@@ -41,11 +41,7 @@ class SavedTensor(NamedTuple):
 
 def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
     """A checkpoint whose every byte was compared with its checksums; else an error that lists what is wrong."""
-    manifest = read_manifest(path)
-    wrong = list(damages(path, manifest, sums=True))
-    if wrong:
-        raise CheckpointError("\n  ".join([f"{path} is not complete:", *wrong]), path=path)
-    return manifest, CheckpointContents(path)
+    return check_files(path), CheckpointContents(path)
 
 
 class CheckpointContents:
@@ -58,7 +54,7 @@ class CheckpointContents:
         try:
             self._metadata = {key: _metadata(saved) for key, saved in self.tensors.items()}
             self._homes = {
-                (key, tuple(chunk["offsets"])): (_plain(chunk["file"]), tuple(chunk["sizes"]))
+                (key, tuple(chunk["offsets"])): (plain_name(chunk["file"]), tuple(chunk["sizes"]))
                 for key, saved in self.tensors.items()
                 for chunk in saved["chunks"]
             }
@@ -79,7 +75,8 @@ class CheckpointContents:
 
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, on the CPU."""
-        found, goal = self._of(key), self.room(key)
+        found = self._of(key)
+        goal = torch.empty(found.size, dtype=found.dtype)
         for chunk in found.chunks:
             name, sizes = self._homes[key, chunk.offsets]
             try:
@@ -90,10 +87,6 @@ class CheckpointContents:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{self.path / name}: {error}", path=self.path) from error
         return goal
-
-    def room(self, key: str) -> Tensor:
-        found = self._of(key)
-        return torch.empty(found.size, dtype=found.dtype)
 
     def bytes_of(self, key: str) -> int:
         """The bytes of one whole tensor."""
@@ -152,12 +145,6 @@ def _piece(file: Any, key: str, offsets: Any, lengths: Any) -> Tensor:
         return whole
     part: Tensor = piece[tuple(slice(begin, begin + length) for begin, length in zip(offsets, lengths, strict=True))]
     return part
-
-
-def _plain(name: Any) -> str:
-    if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a plain file name")
-    return name
 
 
 def _for_planner(saved: SavedTensor) -> Any:

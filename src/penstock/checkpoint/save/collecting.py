@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.generators import states_of_generators
-from penstock.checkpoint.named_tensors import Saved, optimizers_of
+from penstock.checkpoint.named_tensors import AVERAGE, Saved, optimizers_of
 from penstock.errors import UsageError
 from penstock.messages.plain import encode
 
@@ -45,25 +45,20 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
     optimizers = optimizers_of(given.optimizer)
     if optimizers:
         saved.add_optimizers(pipe, optimizers)
-    saved.add_averages(given.averages or {})
+    saved.tensors |= {f"{AVERAGE}{name}": value.detach() for name, value in (given.averages or {}).items()}
     owner = f"process-{process:05d}."
     saved.plain["generators"] = saved.add("generators", states_of_generators(), "the random generators", owner)
-    if given.data is not None:
-        saved.plain["data"] = saved.add("data", state_of(given.data, "data"), "data.state_dict()", owner)
+    for name in ("data", "scheduler", "scaler") if process == 0 else ("data",):
+        holder = getattr(given, name)
+        if holder is not None:
+            check_stateful(holder, name)
+            whose = owner if name == "data" else ""
+            saved.plain[name] = saved.add(name, holder.state_dict(), f"{name}.state_dict()", whose)
     if process == 0:
         clock = pipe.deployment.counter
         saved.plain["clock"] = {"seed": clock.seed, "step": clock.step, "evaluations": clock.evaluations}
-        for name in ("scheduler", "scaler"):
-            holder = getattr(given, name)
-            if holder is not None:
-                saved.plain[name] = saved.add(name, state_of(holder, name), f"{name}.state_dict()")
         saved.plain["extra"] = saved.add("extra", given.extra, "extra")
     return saved
-
-
-def state_of(holder: Any, name: str) -> Any:
-    check_stateful(holder, name)
-    return holder.state_dict()
 
 
 def check_stateful(holder: Any, name: str) -> None:

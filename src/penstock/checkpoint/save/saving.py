@@ -76,7 +76,10 @@ class Saving:
             self._write_part()
             if self.number == 0:
                 self._finish(self._notes())
-                self._tidy()
+                try:  # what is saved is saved, whether or not older ones can be deleted
+                    self.finished(self.final)
+                except OSError as error:
+                    logger.warning("older checkpoints could not be deleted: %s", error)
             else:
                 self._await_end()
         except OSError as error:
@@ -127,10 +130,7 @@ class Saving:
     # -- the others
 
     def _await_end(self) -> None:
-        def ended() -> bool:
-            return not self.temporary.exists()
-
-        self._wait(ended, lambda: "process 0 has not finished the checkpoint")
+        self._wait(lambda: not self.temporary.exists(), lambda: "process 0 has not finished the checkpoint")
         if not self.final.exists():
             raise GivenUp(f"step {self.step} was not saved: another process could not write its part", path=self.final)
 
@@ -161,13 +161,6 @@ class Saving:
                 raise GivenUp(
                     f"step {self.step} was not saved: process {int(path.name[-5:])} failed: {reason}", path=self.final
                 )
-
-    def _tidy(self) -> None:
-        """What is saved is saved, whether or not older ones can be deleted."""
-        try:
-            self.finished(self.final)
-        except OSError as error:
-            logger.warning("older checkpoints could not be deleted: %s", error)
 
     def _abandon(self, why: str) -> None:
         with suppress(OSError):  # the error that led here is the one to be raised

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +27,12 @@ from penstock.errors import UsageError
 from penstock.files.tensors import FileLayout, TensorEntry, name_of_type
 
 
-class WritePlan:
+class WritePlan(NamedTuple):
     """What this process writes, and where each tensor of all processes is."""
 
-    def __init__(self, layout: FileLayout, items: Mapping[str, Any], tensors: dict[str, Any]) -> None:
-        self.layout = layout
-        self.items = items
-        self.tensors = tensors  # key -> type, shape, chunks: as the index has it
+    layout: FileLayout
+    items: Mapping[str, Any]
+    tensors: dict[str, Any]  # key -> type, shape, chunks: as the index has it
 
 
 class Planner:
@@ -125,18 +124,12 @@ def _plan_of(plans: list[SavePlan], metadata: Mapping[str, Any], process: int) -
     tensors = {}
     for key, found in metadata.items():
         assert isinstance(found, TensorStorageMetadata)
-        tensors[key] = {
-            "dtype": str(found.properties.dtype).removeprefix("torch."),
-            "shape": list(found.size),
-            "chunks": [
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": homes[key, tuple(chunk.offsets)],
-                }
-                for chunk in found.chunks
-            ],
-        }
+        chunks = [
+            {"offsets": list(chunk.offsets), "sizes": list(chunk.sizes), "file": homes[key, tuple(chunk.offsets)]}
+            for chunk in found.chunks
+        ]
+        dtype = str(found.properties.dtype).removeprefix("torch.")
+        tensors[key] = {"dtype": dtype, "shape": list(found.size), "chunks": chunks}
     return WritePlan(FileLayout(entries, _sharding(entries)), mine, tensors)
 
 

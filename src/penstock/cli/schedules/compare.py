@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import HopTime, amount
+from penstock.cli.schedules.costs import RankTimes, amount
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import MOST_COMPUTES, RANKS, AsJson, Microbatches, Ranks, StagesPerRank
+from penstock.cli.source import MOST_COMPUTES, AsJson, Sizes
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate, steady_state
 from penstock.schedule.columns import check_size
 from penstock.view.figures import counted, percent
@@ -33,7 +33,6 @@ FIGURES = {
 }  # and how each is written
 WIDE = 1000  # columns of a pipe: no cell is ever folded there
 Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
-Time = Annotated[str, typer.Option(metavar="TIME", help="Time for all stages of a rank together.")]
 
 
 @dataclass(frozen=True)
@@ -53,29 +52,17 @@ class Compared:
 
 
 @guarded
-def compare(
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
-    forward: Time = "1",
-    input: Time = "1",
-    weight: Time = "1",
-    hop: HopTime = "0",
-    draw: Draw = False,
-    as_json: AsJson = False,
-) -> None:
+def compare(sizes: Sizes, given: RankTimes, draw: Draw = False, as_json: AsJson = False) -> None:
     """Build and price every family side by side.
 
     --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb,
     group-interleaved); the others have one large stage per rank, or the two of a V.
     """
-    ranks = RANKS if ranks is None else ranks
-    microbatches = 2 * ranks if microbatches is None else microbatches
-    times = [amount(f"--{name}", text) for name, text in (("forward", forward), ("input", input), ("weight", weight))]
-    wire = amount("--hop", hop)
-    check_size(ranks, microbatches, max(2, stages_per_rank or 0), MOST_COMPUTES)
+    (ranks, microbatches), several = sizes.filled(), sizes.stages_per_rank
+    *times, hop = (amount(f"--{name}", text) for name, text in vars(given).items())
+    check_size(ranks, microbatches, max(2, several or 0), MOST_COMPUTES)
     with working("building every family"):
-        entries = [_entry(family, ranks, microbatches, stages_per_rank, times, wire) for family in FAMILIES.values()]
+        entries = [_entry(family, ranks, microbatches, several, times, hop) for family in FAMILIES.values()]
     best = _best(entries)
     if as_json:
         write_json(_document(ranks, microbatches, entries, best))

@@ -7,30 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import (
-    Bandwidth,
-    Bytes,
-    Forward,
-    Hop,
-    Input,
-    Latency,
-    Overlap,
-    Weight,
-    amount,
-    read_costs,
-)
+from penstock.cli.schedules.costs import TravelTimes, amount
 from penstock.cli.schedules.simulate import Jitter, Seed
-from penstock.cli.source import (
-    AsJson,
-    Microbatches,
-    Ranks,
-    Source,
-    StagesPerRank,
-    described,
-    identity,
-    read_proved,
-    whole,
-)
+from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
 from penstock.view.figures import counted
 
 SHOWN = 8  # ranks whose notices are shown
@@ -46,13 +25,11 @@ Faults = Annotated[
         show_default=False,
     ),
 ]
-Steps = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Training steps.")]
+Steps = Annotated[int, count("Training steps.")]
 Timeout = Annotated[str, typer.Option(metavar="SECONDS", help="How long a rank may be silent.")]
 StoreHost = Annotated[
     int | None,
-    typer.Option(
-        parser=whole(0), metavar="RANK", help="The rank whose process has the store (default: the launcher has it)."
-    ),
+    count("The rank whose process has the store (default: the launcher has it).", least=0, metavar="RANK"),
 ]
 
 
@@ -60,18 +37,9 @@ StoreHost = Annotated[
 def rehearse(
     source: Source,
     faults: Faults,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    sizes: Sizes,
+    given: TravelTimes,
     steps: Steps = 1,
-    forward: Forward = "1",
-    input: Input = "1",
-    weight: Weight = "1",
-    hop: Hop = "0",
-    latency: Latency = "0",
-    bandwidth: Bandwidth = None,
-    bytes: Bytes = "0",
-    overlap: Overlap = None,
     timeout: Timeout = "60",
     jitter: Jitter = "0",
     seed: Seed = 0,
@@ -84,22 +52,13 @@ def rehearse(
     every rank was told of is no fault of the rehearsal.
     """
     limit, share = amount("--timeout", timeout), amount("--jitter", jitter)
-    schedule = read_proved(source, ranks, microbatches, stages_per_rank)
-    times = {"forward": forward, "input": input, "weight": weight, "hop": hop, "latency": latency, "overlap": overlap}
-    costs = read_costs(schedule.stages, times | {"bandwidth": bandwidth, "bytes": bytes})
+    schedule = read_proved(source, sizes)
+    costs = given.read(schedule.stages)
     from penstock.rehearsal.rehearse import rehearse as run  # loads torch and greenlet
 
     with working(f"rehearsing {source}"):
-        found = run(
-            *(schedule, costs),
-            seed=seed,
-            faults=faults,
-            steps=steps,
-            timeout=limit,
-            jitter=share,
-            store_host=store_host,
-            record=False,
-        )
+        what: dict[str, Any] = {"seed": seed, "faults": faults, "steps": steps, "jitter": share, "timeout": limit}
+        found = run(schedule, costs, store_host=store_host, record=False, **what)
     if as_json:
         write_json({**identity(schedule), "seed": seed, **_document(found)})
     else:

@@ -7,7 +7,7 @@ a rank gets: with v stages each takes 1 / v.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,33 +16,22 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json
-from penstock.cli.schedules.costs import HopTime, amount, amounts
+from penstock.cli.schedules.costs import RankTimes, amount, amounts
 from penstock.cli.schedules.curve import refuse_with_curve, show_curve
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, RANKS, AsJson, Microbatches, Ranks, described, identity
+from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, AsJson, BatchSizes, described, identity
 from penstock.errors import UsageError
-from penstock.schedule import Costs, Found, search_curve, search_report
+from penstock.schedule import Found, search_curve, search_report
 from penstock.schedule.columns import check_size
 from penstock.schedule.search.curve import SHARES
 from penstock.view.figures import percent
 
-Time = Annotated[
-    str,
-    typer.Option(metavar="TIME[,...]", help="Time for all stages of a rank together; or of each stage, with commas."),
-]
 Memory = Annotated[
     str | None,
     typer.Option(
         metavar="NUMBER[,...]",
         help="The most that a rank, or each of them, may hold, in units of --activation (default: no cap).",
     ),
-]
-Activation = Annotated[str, typer.Option(metavar="NUMBER", help="Memory of one microbatch on a whole rank, F to I.")]
-Held = Annotated[
-    str | None, typer.Option(metavar="NUMBER", help="What of it stays between I and W (default: all of it).")
-]
-Kept = Annotated[
-    str, typer.Option(metavar="NUMBER", help="What of it a stage that recomputes keeps from F on: its input.")
 ]
 Recompute = Annotated[
     bool, typer.Option("--recompute", help="Also try to run forwards again in the backward, where that saves memory.")
@@ -75,18 +64,26 @@ Curve = Annotated[
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: write a page, one file, no network.")]
 
 
+@dataclass(frozen=True)
+class SearchCosts(RankTimes):
+    """Also the memory of a microbatch."""
+
+    activation: Annotated[
+        str, typer.Option(metavar="NUMBER", help="Memory of one microbatch on a whole rank, F to I.")
+    ] = "1"
+    held: Annotated[
+        str | None, typer.Option(metavar="NUMBER", help="What of it stays between I and W (default: all of it).")
+    ] = None
+    kept: Annotated[
+        str, typer.Option(metavar="NUMBER", help="What of it a stage that recomputes keeps from F on: its input.")
+    ] = "0"
+
+
 @guarded
 def search(
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    forward: Time = "1",
-    input: Time = "1",
-    weight: Time = "1",
-    hop: HopTime = "0",
+    sizes: BatchSizes,
+    given: SearchCosts,
     memory: Memory = None,
-    activation: Activation = "1",
-    held: Held = None,
-    kept: Kept = "0",
     recompute: Recompute = False,
     stages_per_rank: Sizes = None,
     placements: Placements = "loop,v",
@@ -102,16 +99,14 @@ def search(
 ) -> None:
     """Find the best schedule under costs and a memory cap.
 
-    Times are of a whole rank, in any unit, the same for all; so is memory. Given for each stage, only that number of
-    stages is tried. It is never worse than any family that fits, and stops before its time when nothing can be better.
+    Times are of a whole rank, in any unit, the same for all; so is memory. Given for each stage, with commas, only
+    that number of stages is tried. It is never worse than any family that fits, and stops before its time when
+    nothing can be better.
     """
-    ranks = RANKS if ranks is None else ranks
-    microbatches = 2 * ranks if microbatches is None else microbatches
-    sizes = None if stages_per_rank is None else _whole_numbers("--stages-per-rank", stages_per_rank)
-    check_size(ranks, microbatches, max(sizes or (MOST_SEARCHED,)), MOST_COMPUTES)
-    given = {"forward": forward, "input": input, "weight": weight, "activation": activation, "held": held, "kept": kept}
-    read: dict[str, Any] = {name: amounts(f"--{name}", text) for name, text in given.items() if text is not None}
-    costs = Costs(hop=amount("--hop", hop), **read)
+    ranks, microbatches = sizes.filled()
+    several = None if stages_per_rank is None else _whole_numbers("--stages-per-rank", stages_per_rank)
+    check_size(ranks, microbatches, max(several or (MOST_SEARCHED,)), MOST_COMPUTES)
+    costs = given.read()
     if seconds is not None and effort is not None:
         raise UsageError("--effort counts orders in place of --seconds; give one of them")
     limit = amount("--seconds", "5" if seconds is None else seconds)
@@ -124,7 +119,7 @@ def search(
         )
         given_caps = (caps,) if isinstance(caps, float) else caps
         with _Bar((limit if effort is None else effort) * len(given_caps or SHARES)) as bar:
-            points = search_curve(ranks, microbatches, costs, given_caps, sizes, kinds, progress=bar, **budget)
+            points = search_curve(ranks, microbatches, costs, given_caps, several, kinds, progress=bar, **budget)
         show_curve(points, ranks, microbatches, html, as_json)
         return
     if html is not None:
@@ -133,7 +128,7 @@ def search(
         )
     with _Bar(limit if effort is None else effort) as bar:
         asked: dict[str, Any] = {"objective": objective, "recompute": recompute}  # what is wrong is refused there
-        found = search_report(ranks, microbatches, costs, caps, sizes, kinds, progress=bar, **asked, **budget)
+        found = search_report(ranks, microbatches, costs, caps, several, kinds, progress=bar, **asked, **budget)
     if save is not None:
         found.schedule.save(save)
     if as_json:

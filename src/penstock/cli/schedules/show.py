@@ -7,26 +7,15 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.output import (
-    complain,
-    fold,
-    guarded,
-    paints,
-    shortened,
-    terminal_width,
-    write,
-)
-from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, is_file, read, whole
+from penstock.cli.output import complain, fold, guarded, paints, shortened, terminal_width, write
+from penstock.cli.source import AsJson, Sizes, Source, count, described, is_file, read
 from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate, steady_state
 from penstock.schedule.files.text import to_json
-from penstock.view.figures import percent
+from penstock.view.figures import MEANINGS as COMPUTES
+from penstock.view.figures import counted, percent
 
-MEANINGS = {
-    Op.F: "F forward",
-    Op.B: "B backward",
-    Op.I: "I backward for the inputs",
-    Op.W: "W backward for the weights",
+MEANINGS = {op: f"{op} {meaning}" for op, meaning in COMPUTES.items() if op.is_compute} | {
     Op.SEND_F: "SEND_F/RECV_F an output",
     Op.SEND_B: "SEND_B/RECV_B a gradient",
     Op.UNSHARD: "UNSHARD/RESHARD a stage's parameters",
@@ -36,9 +25,7 @@ ROUNDING = 1e-9
 
 Width = Annotated[
     int | None,
-    typer.Option(
-        parser=whole(20), metavar="COLUMNS", help="Wrap the drawing (default: the terminal; a pipe is not wrapped)."
-    ),
+    count("Wrap the drawing (default: the terminal; a pipe is not wrapped).", least=20, metavar="COLUMNS"),
 ]
 Lowered = Annotated[bool, typer.Option("--lowered", help="The program that is run: with transfers, no idle slots.")]
 Save = Annotated[
@@ -49,16 +36,14 @@ Save = Annotated[
 @guarded
 def show(
     source: Source,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    sizes: Sizes,
     lowered: Lowered = False,
     width: Width = None,
     save: Save = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a schedule: a row for each rank, a column for each time slot."""
-    schedule = read(source, ranks, microbatches, stages_per_rank)
+    schedule = read(source, sizes)
     timeline, steady, found = None, 0.0, faults(schedule) if is_file(source) else []
     if lowered and schedule.passes and "transfers" not in schedule.passes:
         raise UsageError(
@@ -74,11 +59,8 @@ def show(
         write(_document(schedule, timeline, steady))
     else:
         columns = terminal_width() if width is None else width
-        facts = (
-            _gaps(schedule)
-            + [f"placement {shortened(schedule.placement)}"]
-            + (_costs(timeline, steady) if timeline else [])
-        )
+        facts = [*_gaps(schedule), f"placement {shortened(schedule.placement)}"]
+        facts += _costs(timeline, steady) if timeline else []
         write(fold(described(schedule, source), columns))
         write(drawing(schedule, columns))
         write(f"\n{fold(legend(schedule), columns)}")
@@ -86,7 +68,7 @@ def show(
         if save is not None:
             write(f"saved to {save}")
     if found:  # drawn all the same: seeing it helps
-        count = f"{len(found)} fault{'s' if len(found) > 1 else ''}"
+        count = counted(len(found), "fault")
         complain(f"{source} has {count} and must not be run; penstock verify {source} lists all")
         raise typer.Exit(1)
 
@@ -111,9 +93,8 @@ def _gaps(schedule: Schedule) -> list[str]:
     """Slots in which no rank does anything: nothing needs them, and a run has none of them."""
     used = set(schedule.columns.position.tolist())
     gaps = [slot for slot in range(max(used, default=0)) if slot not in used]
-    return (
-        [f"no rank does anything in slot{'s' * (len(gaps) > 1)} {shortened(gaps)}, which a run skips"] if gaps else []
-    )
+    slots = "slots" if len(gaps) > 1 else "slot"
+    return [f"no rank does anything in {slots} {shortened(gaps)}, which a run skips"] if gaps else []
 
 
 def _costs(timeline: Timeline, steady: float) -> list[str]:

@@ -8,30 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import (
-    Activation,
-    Bandwidth,
-    Bytes,
-    Forward,
-    Hop,
-    Input,
-    Latency,
-    Overlap,
-    Weight,
-    amount,
-    read_costs,
-)
-from penstock.cli.source import (
-    AsJson,
-    Microbatches,
-    Ranks,
-    Source,
-    StagesPerRank,
-    described,
-    identity,
-    read_proved,
-    whole,
-)
+from penstock.cli.schedules.costs import StageCosts, amount
+from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
 from penstock.schedule import Costs, Schedule, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
 from penstock.view.figures import percent, table
@@ -41,25 +19,15 @@ PATH_ENDS = 8  # actions of the critical path that are shown at either end
 Jitter = Annotated[
     str, typer.Option(metavar="SHARE", help="Relative spread of each compute's time, such as 0.1.", show_default=False)
 ]
-Draws = Annotated[int, typer.Option(parser=whole(1), metavar="N", help="How many times the jitter is drawn.")]
-Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Where the random numbers start.")]
+Draws = Annotated[int, count("How many times the jitter is drawn.")]
+Seed = Annotated[int, count("Where the random numbers start.", least=0)]
 
 
 @guarded
 def simulate(
     source: Source,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
-    forward: Forward = "1",
-    input: Input = "1",
-    weight: Weight = "1",
-    hop: Hop = "0",
-    latency: Latency = "0",
-    bandwidth: Bandwidth = None,
-    bytes: Bytes = "0",
-    activation: Activation = "1",
-    overlap: Overlap = None,
+    sizes: Sizes,
+    given: StageCosts,
     jitter: Jitter = "0",
     draws: Draws = 100,
     seed: Seed = 0,
@@ -71,10 +39,8 @@ def simulate(
     unless --overlap says what they take.
     """
     share = amount("--jitter", jitter)
-    schedule = read_proved(source, ranks, microbatches, stages_per_rank)
-    times = {"forward": forward, "input": input, "weight": weight, "hop": hop, "latency": latency, "overlap": overlap}
-    sizes = {"bandwidth": bandwidth, "bytes": bytes, "activation": activation}
-    costs = read_costs(schedule.stages, times | sizes)
+    schedule = read_proved(source, sizes)
+    costs = given.read(schedule.stages)
     with working(f"simulating {source}"):
         timeline, steady = price(schedule, costs), steady_state(schedule, costs)
         spread = what_if(schedule, costs, jitter=share, draws=draws, seed=seed) if share else None

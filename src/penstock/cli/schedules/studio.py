@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import guarded, write
-from penstock.cli.source import RANKS, Microbatches, Ranks, complete_source, is_file, read, whole
+from penstock.cli.source import RANKS, BatchSizes, Sizes, complete_source, is_file, read, whole
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, family
 from penstock.view.studio import Shown, studio_page
@@ -35,18 +35,12 @@ Port = Annotated[
 
 
 @guarded
-def studio(
-    sources: Sources = None,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    out: Out = None,
-    port: Port = 0,
-) -> None:
+def studio(sizes: BatchSizes, sources: Sources = None, out: Out = None, port: Port = 0) -> None:
     """Open the studio: one page to build, compare, move and prove schedules in.
 
     Without --out it is served at an address of this machine until Ctrl-C. The page needs no network.
     """
-    page = studio_page(_begin(sources or [], ranks, microbatches))
+    page = studio_page(_begin(sources or [], sizes.ranks, sizes.microbatches))
     if out is not None:
         out.write_text(page, encoding="utf-8")
         write(f"saved to {out}")
@@ -59,7 +53,7 @@ def _begin(sources: list[str], ranks: int | None, microbatches: int | None) -> S
     if len(sources) > SLOTS:
         raise UsageError(f"the studio shows two schedules side by side, not {len(sources)}; penstock view shows more")
     slots = [
-        read(source, ranks, microbatches, None).compute() if is_file(source) else family(source).name
+        read(source, Sizes(ranks, microbatches)).compute() if is_file(source) else family(source).name
         for source in sources
     ]
     files = [slot for slot in slots if not isinstance(slot, str)]

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from penstock.cli.output import document_of, guarded, working, write, write_faults, write_json
-from penstock.cli.source import AsJson, Microbatches, Ranks, Source, StagesPerRank, described, identity, read
+from penstock.cli.source import AsJson, Sizes, Source, described, identity, read
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule import Op, Schedule, faults, lower
 from penstock.schedule.proof.certificate import RULES, certificate_of
@@ -19,13 +19,7 @@ COUNTED = (("computes", Op.F, Op.W), ("transfers", Op.SEND_F, Op.RECV_B), ("shar
 
 
 @guarded
-def verify(
-    source: Source,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
-    as_json: AsJson = False,
-) -> None:
+def verify(source: Source, sizes: Sizes, as_json: AsJson = False) -> None:
     """Prove that a schedule is complete, in order and free of deadlock.
 
     A schedule of computes alone is proved as it is, and again with its transfers added. Exit code 1 and
@@ -33,7 +27,7 @@ def verify(
     """
     try:
         with working(f"proving {source}"):
-            schedule = read(source, ranks, microbatches, stages_per_rank)
+            schedule = read(source, sizes)
             found, program = _prove(schedule)
     except ScheduleError as error:  # it could not even be read
         schedule, found, program = None, list(error.faults), None

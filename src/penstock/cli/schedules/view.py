@@ -15,19 +15,9 @@ import typer
 from rich.console import Console
 
 from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
-from penstock.cli.runs import Recording, is_run, load_recording
-from penstock.cli.schedules.costs import Forward, Hop, Input, Weight, amount, amounts
-from penstock.cli.source import (
-    AsJson,
-    Microbatches,
-    Ranks,
-    StagesPerRank,
-    complete_source,
-    identity,
-    is_file,
-    read_one_of,
-    whole,
-)
+from penstock.cli.runs import RecordedRun, is_run, load_recording
+from penstock.cli.schedules.costs import StageTimes, amount
+from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.timing.calibrate import costs_of, fitted
 from penstock.view.account import account
@@ -65,22 +55,15 @@ ActivationBytes = Annotated[
         help="Bytes that one microbatch holds on a rank, in all its stages: memory is then shown in bytes.",
     ),
 ]
-Width = Annotated[
-    int | None, typer.Option(parser=whole(24), metavar="COLUMNS", help=f"Columns of the chart (a pipe: {PIPE_WIDTH}).")
-]
+Width = Annotated[int | None, count(f"Columns of the chart (a pipe: {PIPE_WIDTH}).", least=24, metavar="COLUMNS")]
 
 
 @guarded
 def view(
     sources: Sources,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
+    sizes: Sizes,
+    times: StageTimes,
     predicted: Predicted = False,
-    forward: Forward = "1",
-    input: Input = "1",
-    weight: Weight = "1",
-    hop: Hop = "0",
     html: Html = None,
     svg: Svg = None,
     png: Png = None,
@@ -95,11 +78,10 @@ def view(
     its ranks and microbatches unless others are given. Of a folder with several recorded steps, the median one is
     shown.
     """
-    given = {"forward": forward, "input": input, "weight": weight, "hop": hop}
     held = None if activation is None else amount("--activation", activation)
     with working("reading"):
         recorded = {source: load_recording(source) for source in sources if is_run(source)}
-        runs = _runs(sources, recorded, (ranks, microbatches, stages_per_rank), predicted, given)
+        runs = _runs(sources, recorded, sizes, times, predicted)
         if held is not None:
             runs = [run._replace(activation=(held,) * run.timeline.ranks) for run in runs]
     notes = [note for each in recorded.values() for note in each.notes]
@@ -113,7 +95,7 @@ def view(
 
 
 def _save(
-    runs: Sequence[Run], notes: Sequence[str], recorded: dict[str, Recording], paths: dict[str, Path | None]
+    runs: Sequence[Run], notes: Sequence[str], recorded: dict[str, RecordedRun], paths: dict[str, Path | None]
 ) -> Iterator[str]:
     """Write the files that are asked for; their names."""
     steps = [each.steps for each in recorded.values() if each.steps is not None]
@@ -138,11 +120,8 @@ def _write(runs: Sequence[Run], notes: Sequence[str], columns: int) -> None:
             write("\n".join(fold(line, columns) for line in account(run.timeline).lines()))
 
 
-Sizes = tuple[int | None, int | None, int | None]
-
-
 def _runs(
-    sources: Sequence[str], recorded: dict[str, Recording], sizes: Sizes, predicted: bool, given: dict[str, str]
+    sources: Sequence[str], recorded: dict[str, RecordedRun], sizes: Sizes, times: StageTimes, predicted: bool
 ) -> list[Run]:
     first = next((each.timeline for each in recorded.values()), None)
     costs = None if first is None else costs_of(first)
@@ -155,12 +134,11 @@ def _runs(
             runs.append(Run(_label(source), own))
             continue
         if first is not None and costs is not None:
-            wanted = (sizes[0] or first.ranks, sizes[1] or first.schedule.microbatches, sizes[2])
-            schedule = read_one_of(source, *((None,) * 3 if is_file(source) else wanted))
+            schedule = read_one_of(source, Sizes() if is_file(source) else sizes.or_those_of(first.schedule))
             timeline = _priced(schedule, fitted(costs, schedule, first.schedule.stages))
         else:
-            schedule = read_one_of(source, *sizes)
-            timeline = simulate(schedule, _stated(schedule, given, several=len(sources) > 1))
+            schedule = read_one_of(source, sizes)
+            timeline = simulate(schedule, _stated(schedule, times, several=len(sources) > 1))
         runs.append(Run(_label(source) if is_file(source) else schedule.name, timeline))
     return runs
 
@@ -173,14 +151,12 @@ def _priced(schedule: Schedule, costs: Costs) -> Timeline:
     return replace(simulate(schedule, costs), unit="s")
 
 
-def _stated(schedule: Schedule, given: dict[str, str], several: bool) -> Costs:
+def _stated(schedule: Schedule, times: StageTimes, several: bool) -> Costs:
     """The options' costs; of several schedules a rank's, so that one with more stages does not look slower."""
-    share = schedule.placement.stages_per_rank if several else 1
-    times: dict[str, Any] = {}
-    for name in ("forward", "input", "weight"):
-        value = amounts(f"--{name}", given[name], schedule.stages)
-        times[name] = value / share if isinstance(value, float) else value
-    return Costs(**times, hop=amount("--hop", given["hop"]))
+    costs, share = times.read(schedule.stages), schedule.placement.stages_per_rank if several else 1
+    own = {name: getattr(costs, name) for name in ("forward", "input", "weight")}
+    shared: dict[str, Any] = {name: value / share for name, value in own.items() if isinstance(value, float)}
+    return replace(costs, **shared)
 
 
 def _chart(runs: Sequence[Run], columns: int) -> str:

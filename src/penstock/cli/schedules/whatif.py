@@ -14,7 +14,7 @@ import typer
 from penstock.cli.output import fold, guarded, terminal_width, working, write, write_json
 from penstock.cli.runs import load_run
 from penstock.cli.schedules.costs import amount
-from penstock.cli.source import AsJson, Microbatches, Ranks, StagesPerRank, identity, is_file, read_one_of
+from penstock.cli.source import AsJson, Sizes, identity, is_file, read_one_of
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
 from penstock.schedule.timing.calibrate import costs_of, fitted, outside
@@ -40,6 +40,8 @@ HopTime = Annotated[
     str | None, typer.Option(metavar="TIME", help="Another time from rank to rank than the run's, in seconds.")
 ]
 
+FIGURES = ("makespan", "step", "a_microbatch", "idle_share", "peak_activations")
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -60,13 +62,7 @@ class Prediction:
 
 @guarded
 def whatif(
-    source: From,
-    schedules: Schedules = None,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    stages_per_rank: StagesPerRank = None,
-    hop: HopTime = None,
-    as_json: AsJson = False,
+    source: From, sizes: Sizes, schedules: Schedules = None, hop: HopTime = None, as_json: AsJson = False
 ) -> None:
     """Predict the step time of other sizes and schedules from a recorded run.
 
@@ -81,43 +77,31 @@ def whatif(
     if hop is not None:
         costs = replace(costs, hop=amount("--hop", hop))
     with working("simulating"):
-        found = [
-            _predict(name, run, costs, beside, (ranks, microbatches, stages_per_rank))
-            for name in schedules or [run.schedule.name]
-        ]
+        found = [_predict(name, run, costs, beside, sizes) for name in schedules or [run.schedule.name]]
     error = itself / run.makespan - 1 if run.makespan else 0.0
     if as_json:
         write_json(_document(run, costs, itself, error, beside, found))
         return
     columns = terminal_width()
     unit = run.unit
-    write(
-        fold(
-            f"{run.schedule.name or 'the run'}, {run.ranks} ranks, {run.schedule.microbatches} microbatches: makespan "
-            f"{time_text(run.makespan, unit)} measured, {time_text(itself, unit)} predicted from its own costs "
-            f"(error {100 * error:+.1f} %)",
-            columns,
-        )
+    title = (
+        f"{run.schedule.name or 'the run'}, {run.ranks} ranks, {run.schedule.microbatches} microbatches: makespan "
+        f"{time_text(run.makespan, unit)} measured, {time_text(itself, unit)} predicted from its own costs "
+        f"(error {100 * error:+.1f} %)"
     )
-    write("")
-    write(_table(found, unit))
-    write("")
+    write(fold(title, columns))
+    write(f"\n{_table(found, unit)}\n")
     write(fold("; ".join(_notes(run, found, beside)), columns))
 
 
-def _predict(
-    name: str, run: Timeline, costs: Costs, beside: float, sizes: tuple[int | None, int | None, int | None]
-) -> Prediction:
+def _predict(name: str, run: Timeline, costs: Costs, beside: float, sizes: Sizes) -> Prediction:
     own = name == run.schedule.name
-    if own and sizes == (None, None, None):
+    if own and sizes == Sizes():
         schedule = run.schedule
     elif not name:
         raise UsageError("the run's schedule has no name to build others by; give --schedule")
-    elif is_file(name):
-        schedule = read_one_of(name, *sizes)
     else:
-        wanted = (sizes[0] or run.ranks, sizes[1] or run.schedule.microbatches, sizes[2])
-        schedule = read_one_of(name, *wanted)
+        schedule = read_one_of(name, sizes if is_file(name) else sizes.or_those_of(run.schedule))
     timeline = simulate(schedule, fitted(costs, schedule, run.schedule.stages))
     return Prediction(
         schedule,
@@ -170,11 +154,7 @@ def _document(
             {
                 **identity(entry.schedule),
                 "schedule": entry.label,
-                "makespan": entry.makespan,
-                "step": entry.step,
-                "a_microbatch": entry.a_microbatch,
-                "idle_share": entry.idle_share,
-                "peak_activations": entry.peak_activations,
+                **{name: getattr(entry, name) for name in FIGURES},
             }
             for entry in found
         ],

@@ -101,20 +101,15 @@ def schedule_of(orders: Orders, microbatches: int | None, name: str, *, full_bac
     Without `full_backward` it is in torch's older notation for zero bubble, in which `B` is the backward for the
     inputs alone, and `I` here.
     """
-    rows = [
-        [None if each is None or str(each) == "" else Action.parse(str(each)) for each in orders[rank]]
-        for rank in sorted(orders)
-    ]
-    if not full_backward:
-        rows = [[None if each is None else _input_only(each) for each in row] for row in rows]
+
+    def action(text: str) -> Action | None:
+        return Action.parse(text if full_backward else re.sub(r"(?<=\d)B(?=\d)", "I", text)) if text else None
+
+    rows = [[action("" if each is None else str(each)) for each in orders[rank]] for rank in sorted(orders)]
     try:
         return Schedule(rows, microbatches=microbatches, name=name)
     except ScheduleError as error:
         raise InvalidOrder(error.faults) from None
-
-
-def _input_only(action: Action) -> Action:
-    return Action.parse(re.sub(r"(?<=\d)B(?=\d)", "I", str(action)))
 
 
 def _format_pipeline_order(pipeline_order: Orders, error_step_number: int | None = None) -> str:

@@ -25,9 +25,8 @@ from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, insert_reductions, lower
 
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
-StepArguments = tuple[
-    Sequence[Any], Mapping[str, Any], Any
-]  # positional and keyword arguments of a step, and its target
+StepArguments = tuple[Sequence[Any], Mapping[str, Any], Any]  # positional and keyword arguments, and the target
+Microbatched = tuple[list[Any] | None, list[Any] | None, list[Any] | None]  # the same, one per microbatch
 
 
 class _PipelineSchedule(Ordered, CustomFunctions):
@@ -186,21 +185,8 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         Returns:
             The output on the rank of the last stage.
         """
-
-        def given() -> StepArguments:
-            if not self._trains() and (target is not None or target_mbs is not None or losses is not None):
-                raise RunError(
-                    "Forward-only schedule does not support loss computation: it was made without a loss_fn, or is "
-                    "for inference; leave target= and losses= out"
-                )
-            if self._trains() and not torch.is_grad_enabled():
-                raise RunError(
-                    "step() requires gradients to be enabled for backward computation; it should not be used under "
-                    "torch.no_grad() context. Please call eval() instead."
-                )
-            return self._whole_or_split((args, kwargs, target), arg_mbs, kwarg_mbs, target_mbs)
-
-        return self._run(self._trains(), given, losses, return_outputs, loss_kwargs)
+        split = (arg_mbs, kwarg_mbs, target_mbs)
+        return self._run("step", (args, kwargs, target), split, losses, loss_kwargs, return_outputs)
 
     def eval(
         self,
@@ -213,23 +199,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run only forward, in eval mode, without touching what training uses.
-
-        Args:
-            *args: Positional inputs, on the rank of the first stage.
-            target: The target, on the rank of the last stage.
-            losses: A list that is filled with one loss per microbatch.
-            loss_kwargs: Further keyword arguments of the loss function.
-            arg_mbs: Instead of `*args`, a tuple of them per microbatch.
-            kwarg_mbs: Instead of `**kwargs`, a dict of them per microbatch.
-            target_mbs: Instead of `target`, one per microbatch.
-            **kwargs: Keyword inputs.
-        """
-
-        def given() -> StepArguments:
-            return self._whole_or_split((args, kwargs, target), arg_mbs, kwarg_mbs, target_mbs)
-
-        return self._run(False, given, losses, True, loss_kwargs)
+        """Run only forward, in eval mode, without touching what training uses. The arguments are those of `step`."""
+        split = (arg_mbs, kwarg_mbs, target_mbs)
+        return self._run("eval", (args, kwargs, target), split, losses, loss_kwargs, True)
 
     def _step_microbatches(
         self,
@@ -244,33 +216,28 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **split)
 
-    def _whole_or_split(self, whole: StepArguments, *split: list[Any] | None) -> StepArguments:
-        """A batch that is to be split, or one that is split already; these are arguments, keywords and targets."""
-        if all(each is None for each in split):
-            return whole
-        if whole[0] or whole[1] or whole[2] is not None:
-            raise UsageError("pass a batch, or its microbatches as arg_mbs, kwarg_mbs and target_mbs, but not both")
-        return as_arguments(self._n_microbatches, *split)
-
     def _trains(self) -> bool:
         """Whether `step` has a backward."""
         return self._loss_fn is not None and self.family != "forward-only"
 
     def _run(
         self,
-        training: bool,
-        given: Callable[[], StepArguments],
+        call: str,
+        whole: StepArguments,
+        split: Microbatched,
         losses: list[Any] | None,
-        return_outputs: bool,
         loss_kwargs: dict[str, Any] | None,
+        return_outputs: bool,
     ) -> Any:
-        pipe = self.pipeline
+        pipe, training = self.pipeline, call == "step" and self._trains()
         self.backward_counter.clear()
         for stage in self._all_stages:
             stage.has_backward = training
             stage.clear_runtime_states()
         try:
-            args, kwargs, target = self._prepared(given, losses, loss_kwargs)
+            if call == "step":
+                self._check_step(whole[2] is not None or split[2] is not None or losses is not None)
+            args, kwargs, target = self._prepared(whole, split, losses, loss_kwargs)
         except PenstockError as refusal:  # raised in the step, so that the other ranks hear of it
             pipe.batches.refusal = refusal
             args, kwargs, target, loss_kwargs = (), {}, None, None
@@ -287,11 +254,27 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             losses[:] = [loss.to(last.device) for loss in found]
         return result.output
 
-    def _prepared(self, given: Callable[[], StepArguments], losses: Any, loss_kwargs: Any) -> StepArguments:
-        """What the pipeline is called with on this rank; refuses what cannot run."""
+    def _check_step(self, wants_loss: bool) -> None:
+        if not self._trains() and wants_loss:
+            raise RunError(
+                "Forward-only schedule does not support loss computation: it was made without a loss_fn, or is "
+                "for inference; leave target= and losses= out"
+            )
+        if self._trains() and not torch.is_grad_enabled():
+            raise RunError(
+                "step() requires gradients to be enabled for backward computation; it should not be used under "
+                "torch.no_grad() context. Please call eval() instead."
+            )
+
+    def _prepared(self, whole: StepArguments, split: Microbatched, losses: Any, loss_kwargs: Any) -> StepArguments:
+        """What the pipeline is called with on this rank, for a batch or one that is split; refuses what cannot run."""
         batches = self.pipeline.batches
         batches.dims = {}
-        args, kwargs, target = given()
+        args, kwargs, target = whole
+        if any(each is not None for each in split):
+            if args or kwargs or target is not None:
+                raise UsageError("pass a batch, or its microbatches as arg_mbs, kwarg_mbs and target_mbs, but not both")
+            args, kwargs, target = as_arguments(self._n_microbatches, *split)
         if losses is not None and not isinstance(losses, list):
             raise ArgumentTypeError(f"losses must be a list but got a {type(losses).__name__}; they are put into it")
         if loss_kwargs is not None and not isinstance(loss_kwargs, Mapping):

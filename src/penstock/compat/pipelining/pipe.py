@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -181,33 +180,27 @@ def pipeline(
     return Pipe(module, example, _cut_names(module, example, dict(split_spec or {})))
 
 
-@dataclass
-class _SplitLog:
-    """What happened in one run: modules that were entered, parameters that were used, and places to split."""
-
-    events: list[tuple[str, str]] = field(default_factory=list)
-
-    def split(self) -> None:
-        self.events.append(("split", ""))
+Events = list[tuple[str, str]]  # of one run: "enter" and a module, "use" and a parameter, or SPLIT
+SPLIT = ("split", "")
 
 
 class _TorchSplits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Logs calls of torch's own pipe_split, which is an operation."""
 
-    def __init__(self, log: _SplitLog) -> None:
+    def __init__(self, log: Events) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name() == "pippy::_pipe_split":
-            self._log.split()
+            self._log.append(SPLIT)
         return func(*args, **(kwargs or {}))
 
 
 class _Uses(TorchFunctionMode):
     """Sees parameters that the forward uses, in a module or beside it."""
 
-    def __init__(self, module: nn.Module, log: _SplitLog) -> None:
+    def __init__(self, module: nn.Module, log: Events) -> None:
         super().__init__()
         self._log = log
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -215,7 +208,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
             if id(leaf) in self._names:
-                self._log.events.append(("use", self._names[id(leaf)]))
+                self._log.append(("use", self._names[id(leaf)]))
         return func(*args, **(kwargs or {}))
 
 
@@ -226,7 +219,7 @@ def _cut_names(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> 
             raise UsageError(f"split_spec: {type(module).__name__} has no module {name!r}")
         if getattr(point, "name", None) not in SplitPoint.__members__:
             raise UsageError(f"split_spec[{name!r}] is {point!r}; pass SplitPoint.BEGINNING or SplitPoint.END")
-    log = _SplitLog()
+    log: Events = []
     with _logged(module, spec, log):
         if isinstance(example, dict):
             module(**example)
@@ -234,9 +227,9 @@ def _cut_names(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> 
             module(*example)
     owners = {name for name, each in module.named_modules() if next(each.parameters(), None) is not None}
     found: list[str] = []
-    for place, (kind, _) in enumerate(log.events):
-        if kind == "split":
-            begins = _begins(log.events, place, owners)
+    for place, event in enumerate(log):
+        if event == SPLIT:
+            begins = _begins(log, place, owners)
             if begins is None:
                 raise ModelError(
                     f"nothing with parameters is used between split {len(found) + 1} and the next, and nothing new "
@@ -248,14 +241,14 @@ def _cut_names(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> 
     return list(dict.fromkeys(found))
 
 
-def _begins(events: list[tuple[str, str]], place: int, owners: set[str]) -> str | None:
+def _begins(events: Events, place: int, owners: set[str]) -> str | None:
     """What the stage after a split begins with: the first module or parameter that is used there and not before.
 
     Where a stage has only what was used before, it is the first of that, and which time it is.
     """
     before = {name for _, name in events[:place]}
     after = events[place + 1 :]
-    end = next((number for number, (kind, _) in enumerate(after) if kind == "split"), len(after))
+    end = after.index(SPLIT) if SPLIT in after else len(after)
     used = [[each for each in part if each[0] == "use" or each[1] in owners] for part in (after[:end], after[end:])]
     for _, name in used[0]:
         if name not in before:
@@ -267,34 +260,21 @@ def _begins(events: list[tuple[str, str]], place: int, owners: set[str]) -> str 
 
 
 @contextmanager
-def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: _SplitLog) -> Iterator[None]:
+def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: Events) -> Iterator[None]:
     """A context in which calls are logged; everything that the run changes is put back."""
-    handles = []
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if name in spec and spec[name].name == "BEGINNING":
-                log.split()
-            log.events.append(("enter", name))
+    def note(event: tuple[str, str]) -> Callable[..., None]:
+        return lambda *_: log.append(event)
 
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if name in spec and spec[name].name == "END":
-                log.split()
-
-        return hook
-
-    for name, each in module.named_modules():
-        if name:
-            handles.append(each.register_forward_pre_hook(before(name)))
-            handles.append(each.register_forward_hook(after(name)))
-    token = _NOTE.set(log.split)
-    try:
+    with ExitStack() as stack:
+        for name, each in list(module.named_modules())[1:]:
+            point = spec[name].name if name in spec else ""
+            hooks = [each.register_forward_pre_hook(note(SPLIT))] if point == "BEGINNING" else []
+            hooks.append(each.register_forward_pre_hook(note(("enter", name))))
+            if point == "END":
+                hooks.append(each.register_forward_hook(note(SPLIT)))
+            for hook in hooks:
+                stack.callback(hook.remove)
+        stack.callback(_NOTE.reset, _NOTE.set(note(SPLIT)))
         with undone(module), torch.no_grad(), _TorchSplits(log), _Uses(module, log):
             yield
-    finally:
-        _NOTE.reset(token)
-        for handle in handles:
-            handle.remove()

@@ -17,16 +17,15 @@ from torch.utils import _pytree as pytree
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.errors import BalanceError, TooFewDevicesError, WrongTypeError
 from penstock.compat.torchgpipe.skip import verify_skippables
-from penstock.errors import ModelError, UsageError
+from penstock.errors import ModelError
 from penstock.gpipe import gpipe
-from penstock.gpipe.arguments import as_devices
+from penstock.gpipe.arguments import CALL_RULES, as_devices
 from penstock.model.cut import cut_model
 from penstock.model.staged_model import StagedModel
+from penstock.rules import check_rules
 from penstock.runtime.batch.microbatch import Microbatches
 
 __all__ = ["BalanceError", "GPipe", "verify_module"]
-
-CHECKPOINTS = ("always", "except_last", "never")
 
 
 def verify_module(module: Any) -> None:
@@ -73,10 +72,7 @@ class GPipe(gpipe.GPipe):
         chunks, checkpoint = int(chunks), str(checkpoint)
         if balance is None:
             raise BalanceError("balance is missing: pass the number of layers of each partition")
-        if chunks < 1:
-            raise UsageError(f"chunks={chunks}: pass the number of microbatches, at least 1")
-        if checkpoint not in CHECKPOINTS:
-            raise UsageError(f"checkpoint={checkpoint!r}: choose one of {', '.join(map(repr, CHECKPOINTS))}")
+        check_rules({"chunks": chunks, "checkpoint": checkpoint}, CALL_RULES)
         verify_module(module)
         verify_skippables(module)
         counts = _counts(module, balance)

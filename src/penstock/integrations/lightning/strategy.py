@@ -25,8 +25,7 @@ from penstock.integrations.accumulation import AccumulationScale, take_count
 from penstock.integrations.lightning.checkpoint_io import PipelineCheckpointIO
 from penstock.integrations.lightning.checks import check_options, check_use
 from penstock.integrations.lightning.example import example_batch
-from penstock.integrations.lightning.logged import joined_logs, number_of
-from penstock.integrations.lightning.steps import TRAINING, Steps, follow_log
+from penstock.integrations.lightning.steps import TRAINING, Steps, follow_log, joined_logs, number_of
 from penstock.integrations.model_state import load_own
 from penstock.integrations.optimizer_state import OptimizerState
 from penstock.messages.collective import all_gather

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
-from penstock.optim.norms import local_of
+from penstock.optim.norms import like, local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.schedule import Op, Schedule
 
@@ -60,22 +60,7 @@ class Bucket:
         """Each parameter with the sum of its gradients, as views of the bucket."""
         assert self.flat is not None
         for parameter, part in zip(self.parameters, torch.split(self.flat, self.sizes), strict=True):
-            shaped = part.view(local_of(parameter).shape)
-            yield parameter, like(parameter, shaped)
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """This rank's part as the same kind of tensor as the parameter."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+            yield parameter, like(parameter, part.view(local_of(parameter).shape))
 
 
 def part_of(value: Any, current: Any) -> Any:
@@ -115,9 +100,7 @@ class Reducer:
     def begin(self, program: Schedule, rank: int) -> None:
         """A step begins; the buckets are laid out anew only if what is trained has changed."""
         self._started, self._done, self.present = [], set(), 0
-        order = tuple(
-            action.stage for action in program.rows[rank] if action is not None and action.op is Op.REDUCE_GRAD
-        )
+        order = tuple(each.stage for each in program.rows[rank] if each is not None and each.op is Op.REDUCE_GRAD)
         trained = [parameter.requires_grad for parameter in self.held()]
         if order == self._order and trained == self._trained:
             return

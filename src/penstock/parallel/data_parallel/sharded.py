@@ -100,7 +100,7 @@ class Sharder:
             for group in state._fsdp_param_groups:
                 group.reshard_after_backward = False  # RESHARD says when
             if precision is not None:
-                stage.memory.wrap = _Casts(precision).wrap
+                stage.memory.wrap = partial(_casting, precision)
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
         self.present = 0
@@ -157,9 +157,11 @@ class Sharder:
     def _note(self, stage: int) -> None:
         mine = {id(each) for group in self._groups[stage] for each in group.fsdp_params}
         for place, each in enumerate(self._trained()):
-            if id(each) in mine and (
-                each.unsharded_accumulated_grad is not None or _complete_parameter(each).grad is not None
-            ):
+            if id(each) not in mine:
+                continue
+            if not hasattr(each, "_unsharded_param"):  # which is there once the stage has been gathered
+                raise RunError("gradients are reduced before the stage was ever whole")
+            if each.unsharded_accumulated_grad is not None or each._unsharded_param.grad is not None:
                 self.present |= 1 << place
 
     def _reduce(self, stage: int) -> None:
@@ -205,28 +207,15 @@ def forget_gradients(groups: Iterable[Any]) -> None:
             each._unsharded_param.grad = None
 
 
-def _complete_parameter(each: Any) -> Tensor:
-    """FSDP's whole parameter; it exists once the stage has been gathered."""
-    if not hasattr(each, "_unsharded_param"):
-        raise RunError("gradients are reduced before the stage was ever whole")
-    whole: Tensor = each._unsharded_param
-    return whole
+def _casting(policy: MixedPrecisionPolicy, run: Run) -> Run:
+    """A stage's forward with what FSDP's hooks do about dtypes at its boundary."""
 
+    def cast(arrived: Any, args: Any, kwargs: Any) -> dict[int, Any]:
+        inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        emitted: dict[int, Any] = _to(policy.output_dtype, run(*_to(inputs, (dict(arrived), args, dict(kwargs)))))
+        return emitted
 
-class _Casts:
-    """What FSDP's hooks do about dtypes, at the boundary of a stage."""
-
-    def __init__(self, policy: MixedPrecisionPolicy) -> None:
-        self._inputs = policy.param_dtype if policy.cast_forward_inputs else None
-        self._outputs = policy.output_dtype
-
-    def wrap(self, run: Run) -> Run:
-        def cast(arrived: Any, args: Any, kwargs: Any) -> dict[int, Any]:
-            arrived, args, kwargs = _to(self._inputs, (dict(arrived), args, dict(kwargs)))
-            emitted: dict[int, Any] = _to(self._outputs, run(arrived, args, kwargs))
-            return emitted
-
-        return cast
+    return cast
 
 
 def _to(dtype: torch.dtype | None, value: Any) -> Any:

@@ -209,14 +209,8 @@ def _text(placement: Placement) -> tuple[Any, ...]:
 
 
 def _placement(text: Sequence[Any]) -> Placement:
-    kind: Placement
-    if text[0] == "R":
-        kind = Replicate()
-    elif text[0] == "S":
-        kind = Shard(text[1])
-    else:
-        kind = Partial(text[1])
-    return kind
+    kinds: dict[str, Callable[..., Placement]] = {"R": Replicate, "S": Shard, "P": Partial}
+    return kinds[text[0]](*text[1:])
 
 
 def plain_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -106,6 +106,19 @@ def test_a_message_that_was_lost_is_said_to_be_lost() -> None:
     assert "it sent a message that has not come for 10 s" in str(found.notices[0].error)
 
 
+def test_a_chain_of_waits_that_moves_on_does_not_excuse_another_that_stands_still() -> None:
+    """Rank 0 waits for rank 1, which computes for two minutes, one forward after the other: its alarms are called off.
+
+    Meanwhile rank 3 waits for rank 2, which stands still from second 20 on. Each alarm that was called off used to
+    excuse rank 3 too, so that nobody was named before second 130.
+    """
+    costs = Costs(forward=(0.1, 5, 0.1, 0.1), input=0.1, weight=0.1)
+    found = rehearse(build("gpipe", 4, 24), costs, timeout=10, faults=["stall 2 at 2F3"])
+    assert found.named == (2,)
+    assert {each.rank for each in found.notices} == {0, 1, 3}
+    assert max(each.time for each in found.notices) < 20 + 10 + 5 + 5  # the timeout, the verdict, a forward of rank 1
+
+
 def test_a_program_and_a_public_name() -> None:
     program = lower(build("1f1b", 2, 4))
     assert penstock.rehearse(program).program is program

@@ -444,6 +444,66 @@ def tied() -> list[str]:
     return differences(*made)
 
 
+class Tokens(nn.Module):
+    """A layer of a model of rows of different lengths, which all of its stages are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        valid = (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+        return torch.tanh(self.linear(x * valid))
+
+
+def rows(odd: int | None = None) -> list[dict[str, Tensor]]:
+    """Batches that make 3 to 6 microbatches; the lengths of one of them may be others."""
+    made, found = torch.Generator().manual_seed(8), []
+    for number in range(6):
+        lengths = torch.randint(1, 9, (8,), generator=made)
+        x, target = (torch.randn(8, 8, WIDTH, generator=made) for _ in range(2))
+        lengths = torch.full((8,), 8) if number == odd else lengths
+        found.append({"x": x, "lengths": lengths, "target": target})
+    return found
+
+
+def by_length(data: list[dict[str, Tensor]], overlaps: bool) -> tuple[Any, list[str]]:
+    torch.manual_seed(0)
+    split = penstock.by_tokens(17, lengths="lengths", sequences={"x": 1, "target": 1})
+    options = {"microbatches": 2, "loss_fn": F.mse_loss, "timeout": TIMEOUT, "transport": "shared"}
+    with penstock.Pipeline(
+        [Tokens(), Tokens()], batch_options=penstock.BatchOptions(split=split), schedule="zb-h1", **options
+    ) as pipe:
+        optimizer, losses, together, counts = OPTIMIZERS["adamw"](pipe.parameters()), [], [], []
+        if overlaps:
+            for result in pipe.train_steps(data, optimizer, clip=LIMIT):
+                losses.append(result.loss.item())
+                together.append(result.together)
+                counts.append(len(result.losses))
+        else:
+            for batch in data:
+                result = pipe.step(**batch)
+                losses.append(result.loss.item())
+                counts.append(len(result.losses))
+                pipe.clip_grad_norm_(LIMIT)
+                optimizer.step()
+                optimizer.zero_grad()
+        return (losses, counts, state_of(pipe, optimizer)), together
+
+
+def ragged() -> tuple[bool, list[int], list[str], str]:
+    """Batches of different numbers of microbatches; and one whose lengths differ between the ranks."""
+    (losses, counts, state), _ = by_length(rows(), False)
+    (own, own_counts, own_state), together = by_length(rows(), True)
+    same = losses == own and counts == own_counts and all(map(torch.equal, state, own_state))
+    try:
+        by_length(rows(odd=2 if dist.get_rank() == 1 else None), True)
+        said = "nothing"
+    except PenstockError as error:
+        said = str(error)
+    return same, counts, together, said
+
+
 def leaving() -> list[float]:
     """Rank 1 leaves its loop by an error of its own while rank 0 stays in it; both go on together afterwards."""
     store = dist.distributed_c10d._get_default_store()
@@ -485,6 +545,7 @@ def scenarios(folder: str) -> dict[str, Any]:
         "early": failing("F0", 2),
         "last": failing("F0", 5),
         "tied": tied(),
+        "ragged": ragged(),
         "leaving": (leaving(), going_on()),
     }
 
@@ -592,6 +653,15 @@ def test_tied_weights_across_ranks_train_as_the_loop_by_hand(seen):
     assert seen[0]["tied"] == seen[1]["tied"] == []
 
 
+def test_batches_that_are_split_by_their_lengths_overlap_with_the_results_of_the_loop_by_hand(seen):
+    for rank in seen:
+        same, counts, together, said = rank["ragged"]
+        assert same
+        assert len(set(counts)) > 1
+        assert together == ["the first step of a pipeline", *[""] * 5]
+        assert "both ranks must run the same program" in said  # where one rank's lengths are others
+
+
 # -- what is refused, and what a batch may be
 
 
@@ -614,6 +684,7 @@ def test_a_batch_may_be_a_dict_of_what_step_takes():
         batch["loss_kwargs"] = {"weight": torch.rand(8, WIDTH)}
         if by_train_steps:
             (result,) = pipe.train_steps([batch], torch.optim.SGD(pipe.parameters(), lr=0.1))
+            assert result.together == "ranks are threads"
         else:
             result = pipe.step(**batch)
         losses.append(result.loss)

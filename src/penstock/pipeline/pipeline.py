@@ -308,6 +308,7 @@ class Pipeline:
             self.state,
             begin=self._begin_step,
             together=self._step,
+            take_count=self._take_count,
             transactions=(self._transaction, self._spare_transaction),
             is_recording=lambda: self._recorder is not None,
         )

@@ -31,8 +31,8 @@ which the others notice in the next one. One that ends a wait for reports leaves
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, replicas and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss
-scaling; where the batch is shared out by one rank or split by its lengths; inside `record()`; and in the first step of
-a pipeline.
+scaling; where the batch, or its lengths, are known to some ranks only; inside `record()`, since a timeline is of one
+step; and in the first step of a pipeline. `TrainedStep.together` says which it was.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ from penstock.runtime.state.transaction import Transaction
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
+KEPT = 64  # programs whose proof is remembered
 CALL = "train_steps()"
 
 
@@ -73,10 +74,12 @@ class TrainedStep(StepResult):
         output: Always `None`; for outputs, use `step`.
         norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
         updated: Whether the weights were updated.
+        together: Why all ranks ended this step together, such as `"record()"`; empty if it overlapped with others.
     """
 
     norm: Tensor | None = None
     updated: bool = True
+    together: str = ""
 
 
 @dataclass
@@ -88,6 +91,7 @@ class StepParts:
     state: ModelState
     begin: Callable[[], None]  # before each step
     together: Callable[[Call], StepResult]  # a step that ends on all ranks together
+    take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
     transactions: tuple[Transaction, Transaction]  # around a step and the next one: each is undone if it fails
     is_recording: Callable[[], bool]
 
@@ -132,7 +136,7 @@ class StepLoop:
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
-        self._proved: Schedule | None = None  # the program whose adjacent steps are proved
+        self._proved: dict[int, Schedule] = {}  # programs whose adjacent steps are proved, by their identity
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         """Train on the batches, and yield the result of each step when all ranks are done with it."""
@@ -140,11 +144,12 @@ class StepLoop:
         try:
             for batch in batches:
                 call = self._call(batch)
-                if self._overlaps():
-                    self._step(call)
-                else:
+                together = self._why_together()
+                if together:
                     self.settle()
-                    self._step_together(call)
+                    self._step_together(call, together)
+                else:
+                    self._step(call)
                 self._number += 1
                 while self._done:
                     yield self._done.popleft()
@@ -182,26 +187,26 @@ class StepLoop:
             return Call(CALL, values, {}, None, {}, False, training=True)
         return Call(CALL, values[:-1], {}, values[-1], {}, False, training=True)
 
-    def _overlaps(self) -> bool:
-        """Whether the next step may begin while other ranks are in the one before it."""
-        deployment, options = self._parts.deployment, self._parts.batches.options
-        return (
-            deployment.world.transport is not None
-            and self._parts.batches.has_compared
-            and self._parts.state.other_ranks.checked
-            and not self._parts.state.other_ranks.whole
-            and type(deployment.replication) is Replication
-            and not deployment.tied.groups
-            and self._scaler() is None
-            and (self._updates.can_be_taken_back or not self._updates.depends_on_all)
-            and options.split is None
-            and options.inputs != "first"
-            and not self._parts.is_recording()
-        )
+    def _why_together(self) -> str:
+        """Why the next step ends on all ranks together; empty where it may begin while others are in the last one."""
+        deployment, batches, other_ranks = self._parts.deployment, self._parts.batches, self._parts.state.other_ranks
+        reasons = {
+            "ranks are threads": deployment.world.transport is None,
+            "the first step of a pipeline": not (batches.has_compared and other_ranks.checked) or other_ranks.whole,
+            "replicas, sharded or spread parameters": type(deployment.replication) is not Replication,
+            "weights that are tied across ranks": bool(deployment.tied.groups),
+            "a GradScaler": self._scaler() is not None,
+            "hooks of the optimizer": self._updates.depends_on_all and not self._updates.can_be_taken_back,
+            "BatchOptions(inputs='first')": batches.options.inputs == "first",
+            "by_tokens without the lengths on every rank": batches.options.split is not None
+            and not batches.have_lengths,
+            "record()": self._parts.is_recording(),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     # -- steps that end together
 
-    def _step_together(self, call: Call) -> None:
+    def _step_together(self, call: Call, why: str) -> None:
         state, updates = self._parts.state, self._updates
         with self._parts.deployment.ranks.in_call(call.name):
             result = self._parts.together(call)
@@ -213,7 +218,7 @@ class StepLoop:
                 norm = state.grad_norm(ORDER)
                 parts = [(norm.item(), norm.dtype)]
             verdict = updates.judge(parts, None if result.loss is None else result.loss.item())
-            self._done.append(_trained(result, verdict, updated=self._update(verdict)))
+            self._done.append(_trained(result, verdict, self._update(verdict), why))
 
     def _scaler(self) -> GradScaler | None:
         scaler = self._parts.state.scaler
@@ -276,6 +281,7 @@ class StepLoop:
         """
         parts, deployment = self._parts, self._parts.deployment
         parts.begin()
+        parts.take_count(parts.batches.take_lengths(call, alone=True))
         program, transaction = self._program(), parts.transactions[self._number % 2]
         failed = None if self._uncollected is None else self._uncollected.ended.failure
         mine: _Uncollected
@@ -291,7 +297,7 @@ class StepLoop:
                 if ended.failure is None and self._updates.depends_on_all:
                     ended.report.norm = parts.state.partial_norm(ORDER)
                 if waits:
-                    self._read(mine)
+                    self._read(mine, "clipping, or a skip, of late")
                 else:
                     ended.post()
                 if ended.failure is not None:
@@ -304,9 +310,11 @@ class StepLoop:
 
     def _program(self) -> Schedule:
         program = self._parts.deployment.programs.program
-        if program is not self._proved:
+        if self._proved.get(id(program)) is not program:
             verify(program, steps=2)
-            self._proved = program
+            if len(self._proved) >= KEPT:
+                self._proved.clear()
+            self._proved[id(program)] = program
         return program
 
     def _run_without_exchange(self, call: Call, program: Schedule, refused: BaseException | None) -> EndedStep:
@@ -341,14 +349,14 @@ class StepLoop:
                 transport.exchange(None)
             raise abandoned
 
-    def _read(self, step: _Uncollected) -> None:
+    def _read(self, step: _Uncollected, together: str = "") -> None:
         """The reports of a step, as its verdict and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
         result = result_of(reports, [replica_report(reports, step.count)], None)
         loss = None if result.loss is None else result.loss.item()
         step.verdict = self._updates.judge([report.norm for report in reports], loss)
         self._right = self._right + 1 if step.verdict.as_is else 0
-        self._done.append(_trained(result, step.verdict, step.verdict.applied))
+        self._done.append(_trained(result, step.verdict, step.verdict.applied, together))
 
     def _make_right(self, before: _Uncollected, abandoned: _Abandoned) -> None:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
@@ -374,9 +382,9 @@ class StepLoop:
         parts.deployment.ranks.give_back()
 
 
-def _trained(result: StepResult, verdict: Verdict, updated: bool) -> TrainedStep:
+def _trained(result: StepResult, verdict: Verdict, updated: bool, together: str = "") -> TrainedStep:
     values = {each.name: getattr(result, each.name) for each in fields(StepResult)}
-    return TrainedStep(**values, norm=verdict.norm, updated=updated)
+    return TrainedStep(**values, norm=verdict.norm, updated=updated, together=together)
 
 
 def _explain(error: BaseException, step: _Uncollected) -> None:

@@ -17,6 +17,7 @@ from penstock.rehearsal.rank import InjectedError
 from penstock.rehearsal.rehearse import Rehearsal, rehearse
 from penstock.schedule import FAMILIES, Action, Costs, Op, Schedule, build, lower, simulate
 
+SENDS = (Op.SEND_F, Op.SEND_B)
 KINDS = ("none", "die", "stop", "stall", "slow", "fail", "lose", "duplicate", "reorder")
 COSTS = (
     Costs(),
@@ -61,7 +62,7 @@ def _draw_fault(draw: random.Random, schedule: Schedule, costs: Costs, options: 
     if kind == "none":
         return None
     if kind in ("lose", "duplicate", "reorder"):
-        sends = [each for row in program.rows for each in row if each and each.op in (Op.SEND_F, Op.SEND_B)]
+        sends = [each for row in program.rows for each in row if each and each.op in SENDS]
         return PlannedFault(kind, draw.choice(sends), step=step) if sends else None
     rank = draw.randrange(schedule.ranks)
     at: float | Action = draw.uniform(0, options["steps"] * simulate(schedule, costs).makespan)
@@ -75,8 +76,15 @@ def _draw_fault(draw: random.Random, schedule: Schedule, costs: Costs, options: 
 
 
 def parts_of(program: Schedule, rank: int) -> list[Action]:
-    """What a rank does, pair by pair opened."""
-    return [part for action in program.rows[rank] if action is not None for part in action.parts()]
+    """What a rank does, pairs opened: what the first half made is sent before the second, if that comes next."""
+    row = [action for action in program.rows[rank] if action is not None]
+    for place in reversed([place for place, action in enumerate(row) if action.op.is_pair]):
+        first, second = row[place].parts()
+        last = place + 1
+        while last < len(row) and row[last].op in SENDS and row[last].stage == first.stage:
+            last += 1
+        row[place:last] = [first, *row[place + 1 : last], second]
+    return row
 
 
 def _standing(found: Rehearsal) -> set[int | None]:

@@ -7,6 +7,9 @@ returns what its rank saw.
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -117,6 +120,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 
 QUIET, BITES = [1.0] * STEPS, [1.0, 1.0, 40.0, 1.0, 30.0, 1.0]
+LIMIT = 10.0  # above the norms of batches of scale 1, below those of scale 40
 SPOILED = [1.0, 1.0, math.inf, 1.0, 1.0, 1.0]
 CASES = [
     *[(family, "adamw", None, False, QUIET) for family in TRAINING],
@@ -255,7 +259,7 @@ def between(folder: str) -> dict[str, Any]:
     return {"plain": plain, "seen": seen, "resumed": losses[0] == losses[1] and len(losses[0]) == 2}
 
 
-def failing(action_of: str, number: int) -> tuple[list[str], list[str], str]:
+def failing(action_of: str, number: int, clip: float | None = None) -> tuple[list[str], list[str], str]:
     """Rank 1 fails in the step of that number, counted from 0: what is raised, its notes, and whether one can go on."""
     with pipeline("zb-h2", transport="shared") as pipe:
         row = [action for action in pipe.program.rows[1] if str(action.op.name) == action_of[0]]
@@ -271,7 +275,7 @@ def failing(action_of: str, number: int) -> tuple[list[str], list[str], str]:
         pipe.register(action_of[0], breaks)
         optimizer, results = OPTIMIZERS["sgd"](pipe.parameters()), []
         try:
-            for result in pipe.train_steps(batches([1.0] * 6), optimizer):
+            for result in pipe.train_steps(batches([1.0] * 6), optimizer, clip=clip):
                 results.append(result.loss.item())
         except PenstockError as error:
             said, notes = str(error), list(error.__notes__)
@@ -280,6 +284,151 @@ def failing(action_of: str, number: int) -> tuple[list[str], list[str], str]:
         except PenstockError as error:
             after = str(error)
         return [said, f"{len(results)} results"], notes, after
+
+
+def repaired() -> list[str]:
+    """Rank 1 fails once, in a part of the third step that rank 0 is ahead of; then the loop goes on from that batch."""
+    scales, made = [1.0, 1.0, 1.0, 40.0, 1.0, 1.0], []
+    with pipeline("zb-h2", transport="shared") as pipe:
+        made.append(by_hand(pipe, batches(scales), "adamw", LIMIT, False))
+    with pipeline("zb-h2", transport="shared") as pipe:
+        last, calls = [action for action in pipe.program.rows[1] if action.op is Op.W][-1], [0]
+
+        def breaks(action: Action, context: Any) -> None:
+            calls[0] += pipe.rank == 1 and action == last
+            if pipe.rank == 1 and action == last and calls[0] == 3:
+                raise ValueError("broken on purpose")
+            context.run(action)
+
+        pipe.register("W", breaks)
+        optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+        rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        data, losses, norms, said = list(batches(scales)), [], [], []
+        while len(losses) < len(data):
+            try:
+                for result in pipe.train_steps(data[len(losses) :], optimizer, clip=LIMIT, scheduler=rate):
+                    losses.append(result.loss.item())
+                    norms.append(result.norm.item())
+            except PenstockError as error:
+                said.append(str(error))
+        made.append({"losses": losses, "norms": norms, "updated": [True] * 6, "state": state_of(pipe, optimizer)})
+    assert len(said) == 1
+    assert "broken on purpose" in said[0]
+    return differences(*made)
+
+
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted_while_abandoned() -> tuple[str, list[str]]:
+    """Ctrl-C on rank 1 in the fourth step, which is then abandoned, since the third was clipped. And then go on."""
+    scales, made = [1.0, 1.0, 40.0, 1.0, 1.0, 1.0], []
+    with pipeline("1f1b", transport="shared") as pipe:
+        made.append(by_hand(pipe, batches(scales), "adamw", LIMIT, False))
+    with pipeline("1f1b", transport="shared") as pipe:
+        calls, raised = [0], ""
+
+        def presses(action: Action, context: Any) -> None:
+            calls[0] += action.microbatch == 0
+            if pipe.rank == 1 and action.microbatch == 0 and calls[0] == 4:
+                press()
+            context.run(action)
+
+        pipe.register("F", presses)
+        optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+        rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        data, losses, done = list(batches(scales)), {}, 0
+        while done < len(data):
+            try:
+                for number, result in enumerate(
+                    pipe.train_steps(data[done:], optimizer, clip=LIMIT, scheduler=rate), done
+                ):
+                    losses[number] = result.loss.item()
+                done = len(data)
+            except (KeyboardInterrupt, PenstockError) as error:
+                raised, done = raised + type(error).__name__, pipe.deployment.counter.step
+        made.append(made[0] | {"state": state_of(pipe, optimizer)})
+    assert losses == {number: made[0]["losses"][number] for number in (0, 1, 3, 4, 5)}
+    return raised, differences(*made)
+
+
+class Pressing(torch.optim.SGD):
+    """In its third step, Ctrl-C comes before the weights are updated, that many times."""
+
+    presses = 1
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        for _ in range(self.presses if self.done == 3 else 0):
+            press()
+        return super().step(closure)
+
+
+def interrupted_in_update(presses: list[int]) -> tuple[list[str], str, list[float]]:
+    """Ctrl-C on both ranks between the report of a step and its update; then another loop, and what it says."""
+    said = []
+    with pipeline("1f1b", transport="shared") as pipe:
+        optimizer = Pressing(pipe.parameters(), lr=0.1)
+        optimizer.presses = presses[pipe.rank]
+        data = list(batches(QUIET))
+        try:
+            for _ in pipe.train_steps(data, optimizer):
+                pass
+        except KeyboardInterrupt as error:
+            said = [type(error).__name__, *error.__notes__] if hasattr(error, "__notes__") else [type(error).__name__]
+        try:
+            after = [result.loss.item() for result in pipe.train_steps(data[3:], optimizer)]
+        except PenstockError as error:
+            return said, str(error), []
+        return said, "", after
+
+
+def undisturbed() -> list[float]:
+    """The last two losses of the same loop without Ctrl-C."""
+    with pipeline("1f1b", transport="shared") as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        return [result.loss.item() for result in pipe.train_steps(batches(QUIET), optimizer)][3:]
+
+
+def interrupted_while_collecting() -> tuple[str, list[str]]:
+    """Rank 0 waits for the report of the last step, which is clipped, and Ctrl-C ends that; it settles later."""
+    scales, made = [1.0, 1.0, 1.0, 40.0], []
+    store = dist.distributed_c10d._get_default_store()
+    with pipeline("zb-h2", transport="shared") as pipe:
+        made.append(by_hand(pipe, batches(scales), "adamw", LIMIT, False))
+    with pipeline("zb-h2", transport="shared") as pipe:
+        last, calls = [action for action in pipe.program.rows[1] if action.op is Op.W][-1], [0]
+
+        def waits(action: Action, context: Any) -> None:
+            calls[0] += pipe.rank == 1 and action == last
+            if pipe.rank == 1 and action == last and calls[0] == len(scales):
+                store.wait(["left the wait"], timedelta(seconds=TIMEOUT))
+            context.run(action)
+
+        pipe.register("W", waits)
+        optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+        rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        losses, norms, raised = [], [], "nothing"
+
+        def data() -> Iterator[Any]:
+            yield from batches(scales)
+            if pipe.rank == 0:  # the last step is run, and the loop is about to wait for its reports
+                threading.Timer(0.3, press).start()
+
+        try:
+            for result in pipe.train_steps(data(), optimizer, clip=LIMIT, scheduler=rate):
+                losses.append(result.loss.item())
+                norms.append(result.norm.item())
+        except KeyboardInterrupt:
+            raised = "KeyboardInterrupt"
+            store.set("left the wait", "yes")
+        pipe.settle()
+        made.append({"losses": losses, "norms": norms, "updated": [True] * 4, "state": state_of(pipe, optimizer)})
+    if raised != "nothing":  # the result of the last step never came
+        made[0] |= {name: made[0][name][:3] for name in ("losses", "norms")}
+    return raised, differences(*made)
 
 
 def tied() -> list[str]:
@@ -293,6 +442,66 @@ def tied() -> list[str]:
         with penstock.Pipeline([first, second], **stages) as pipe:
             made.append(way(pipe, batches(BITES), "adamw", 1.0, False))
     return differences(*made)
+
+
+class Tokens(nn.Module):
+    """A layer of a model of rows of different lengths, which all of its stages are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        valid = (torch.arange(x.shape[1]) < lengths[:, None]).unsqueeze(-1)
+        return torch.tanh(self.linear(x * valid))
+
+
+def rows(odd: int | None = None) -> list[dict[str, Tensor]]:
+    """Batches that make 3 to 6 microbatches; the lengths of one of them may be others."""
+    made, found = torch.Generator().manual_seed(8), []
+    for number in range(6):
+        lengths = torch.randint(1, 9, (8,), generator=made)
+        x, target = (torch.randn(8, 8, WIDTH, generator=made) for _ in range(2))
+        lengths = torch.full((8,), 8) if number == odd else lengths
+        found.append({"x": x, "lengths": lengths, "target": target})
+    return found
+
+
+def by_length(data: list[dict[str, Tensor]], overlaps: bool) -> tuple[Any, list[str]]:
+    torch.manual_seed(0)
+    split = penstock.by_tokens(17, lengths="lengths", sequences={"x": 1, "target": 1})
+    options = {"microbatches": 2, "loss_fn": F.mse_loss, "timeout": TIMEOUT, "transport": "shared"}
+    with penstock.Pipeline(
+        [Tokens(), Tokens()], batch_options=penstock.BatchOptions(split=split), schedule="zb-h1", **options
+    ) as pipe:
+        optimizer, losses, together, counts = OPTIMIZERS["adamw"](pipe.parameters()), [], [], []
+        if overlaps:
+            for result in pipe.train_steps(data, optimizer, clip=LIMIT):
+                losses.append(result.loss.item())
+                together.append(result.together)
+                counts.append(len(result.losses))
+        else:
+            for batch in data:
+                result = pipe.step(**batch)
+                losses.append(result.loss.item())
+                counts.append(len(result.losses))
+                pipe.clip_grad_norm_(LIMIT)
+                optimizer.step()
+                optimizer.zero_grad()
+        return (losses, counts, state_of(pipe, optimizer)), together
+
+
+def ragged() -> tuple[bool, list[int], list[str], str]:
+    """Batches of different numbers of microbatches; and one whose lengths differ between the ranks."""
+    (losses, counts, state), _ = by_length(rows(), False)
+    (own, own_counts, own_state), together = by_length(rows(), True)
+    same = losses == own and counts == own_counts and all(map(torch.equal, state, own_state))
+    try:
+        by_length(rows(odd=2 if dist.get_rank() == 1 else None), True)
+        said = "nothing"
+    except PenstockError as error:
+        said = str(error)
+    return same, counts, together, said
 
 
 def leaving() -> list[float]:
@@ -327,9 +536,16 @@ def scenarios(folder: str) -> dict[str, Any]:
         "corrections": corrections(),
         "between": between(folder),
         "late": failing("W-1", 2),
+        "late with clipping": failing("W-1", 2, 1e9),
+        "repaired": repaired(),
+        "interrupted while abandoned": interrupted_while_abandoned(),
+        "interrupted in update": (interrupted_in_update([1, 1]), undisturbed()),
+        "interrupted in half an update": interrupted_in_update([2, 1]),
+        "interrupted while collecting": interrupted_while_collecting(),
         "early": failing("F0", 2),
         "last": failing("F0", 5),
         "tied": tied(),
+        "ragged": ragged(),
         "leaving": (leaving(), going_on()),
     }
 
@@ -364,12 +580,48 @@ def test_a_checkpoint_of_the_loop_resumes_with_the_same_losses(seen):
 
 
 def test_a_failure_that_others_are_ahead_of_names_its_step_and_refuses_to_go_on(seen):
+    """Without clipping there is no copy of the weights, by which those that are ahead could take their update back."""
     for rank in seen:
         (said, _), notes, after = rank["late"]
         assert "rank 1" in said
         assert "broken on purpose" in said
         assert any("in step 2 of train_steps()" in note and "load a checkpoint" in note for note in notes)
         assert "not completed the same number of steps" in after
+
+
+def test_a_failure_that_others_are_ahead_of_is_undone_on_all_of_them_by_their_snapshots(seen):
+    for rank in seen:
+        (said, results), notes, after = rank["late with clipping"]
+        assert "broken on purpose" in said
+        assert any("in step 2 of train_steps()" in note and "undone on every rank" in note for note in notes)
+        assert results == "2 results"
+        assert after == "went on: True"
+        assert rank["repaired"] == []  # to the last bit, buffers and optimizer state included
+
+
+def test_ctrl_c_in_a_step_that_is_abandoned_is_not_lost(seen):
+    """The step runs again, because the update before it was wrong; on the rank that was stopped it is refused then."""
+    assert [rank["interrupted while abandoned"] for rank in seen] == [("PeerFailure", []), ("KeyboardInterrupt", [])]
+
+
+def test_ctrl_c_between_report_and_update_waits_for_the_update(seen):
+    for rank in seen:
+        (said, refused, after), whole = rank["interrupted in update"]
+        assert said[0] == "KeyboardInterrupt"
+        assert not refused
+        assert after == whole
+
+
+def test_a_rank_that_was_stopped_in_its_update_is_noticed_in_the_next_step(seen):
+    """The second Ctrl-C does not wait: rank 0 has updated nothing, rank 1 has."""
+    for rank in seen:
+        said, refused, _ = rank["interrupted in half an update"]
+        assert said[0] == "KeyboardInterrupt"
+        assert "not completed the same number of steps (rank 0: 2, rank 1: 3)" in refused
+
+
+def test_ctrl_c_in_the_wait_for_reports_leaves_them_to_be_collected_later(seen):
+    assert [rank["interrupted while collecting"] for rank in seen] == [("KeyboardInterrupt", []), ("nothing", [])]
 
 
 def test_a_failure_that_reaches_every_rank_is_undone_and_training_can_go_on(seen):
@@ -401,6 +653,15 @@ def test_tied_weights_across_ranks_train_as_the_loop_by_hand(seen):
     assert seen[0]["tied"] == seen[1]["tied"] == []
 
 
+def test_batches_that_are_split_by_their_lengths_overlap_with_the_results_of_the_loop_by_hand(seen):
+    for rank in seen:
+        same, counts, together, said = rank["ragged"]
+        assert same
+        assert len(set(counts)) > 1
+        assert together == ["the first step of a pipeline", *[""] * 5]
+        assert "both ranks must run the same program" in said  # where one rank's lengths are others
+
+
 # -- what is refused, and what a batch may be
 
 
@@ -423,6 +684,7 @@ def test_a_batch_may_be_a_dict_of_what_step_takes():
         batch["loss_kwargs"] = {"weight": torch.rand(8, WIDTH)}
         if by_train_steps:
             (result,) = pipe.train_steps([batch], torch.optim.SGD(pipe.parameters(), lr=0.1))
+            assert result.together == "ranks are threads"
         else:
             result = pipe.step(**batch)
         losses.append(result.loss)

@@ -176,15 +176,18 @@ class World:
         with self.calling("record()"):
             return offsets(self.transport)
 
-    def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
-        """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
+    def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> tuple[Found | None, bool]:
+        """What the ranks that see the batch find, and whether all do: they must find the same.
+
+        An error of one is told to all.
+        """
         if self.transport is None:
-            return find()
+            return find(), True
         answers = agree(find, lambda answer: self.all_gather(call, answer))
         found: list[tuple[int, Found]] = [(rank, other) for rank, other in enumerate(answers) if other is not None]
         if any(other != found[0][1] for _, other in found):
             raise ModelError(f"the ranks were given batches of different size {what}: {found}")
-        return found[0][1] if found else None
+        return found[0][1] if found else None, len(found) == len(answers)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
         """What every rank says in this call, which all must make; on threads there is one to say it."""

@@ -1,14 +1,15 @@
 """What an optimizer's step changes, kept so that the step can be taken back.
 
 An update that is made before all is known may turn out wrong. Then parameters, the optimizer's state and options, the
-gradients (some of torch's own kernels write to them), the scheduler and the random generator are put back, and the
-right update is made from exactly what there was. The copies are kept from one step to the next, so that after the
-first one a snapshot allocates nothing.
+gradients (some of torch's own kernels write to them) and the scheduler are put back, and the right update is made from
+exactly what there was, with the random numbers that the wrong one drew. The copies are kept from one step to the next,
+so that after the first one a snapshot allocates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -36,7 +37,7 @@ class UpdateSnapshot:
         """Remember what is there now."""
         optimizer, before = self._optimizer, self._copies
         self._copies = {}
-        parameters = list(_parameters(optimizer))
+        parameters = list(parameters_of(optimizer))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._states = []
         for key, state in optimizer.state.items():
@@ -63,6 +64,17 @@ class UpdateSnapshot:
         else:
             self._copies[id(tensor)] = tensor, tensor.detach().clone()
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """All of it is what it was; and inside, random numbers are those that followed then. What is drawn outside is
+        not disturbed by that.
+        """
+        self.put_back()
+        with torch.random.fork_rng(devices=()):
+            assert self._generator is not None
+            torch.set_rng_state(self._generator)
+            yield
+
     @torch.no_grad()
     def put_back(self) -> None:
         """Make all of it what it was."""
@@ -80,11 +92,10 @@ class UpdateSnapshot:
             group.update(options)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
-        if self._generator is not None:
-            torch.set_rng_state(self._generator)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What an optimizer updates."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 

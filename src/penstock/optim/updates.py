@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.optim.norms import PartialNorm, check_limit, join_norms, scale_down
+from penstock.optim.snapshot import parameters_of
 
 ORDER = 2.0
 
@@ -78,7 +79,8 @@ class Updates:
         return Verdict(norm, applied, applied and (self.clip is None or _leaves_alone(norm, self.clip)))
 
     def apply(self, verdict: Verdict, parameters: Sequence[nn.Parameter], scaler: Any = None) -> bool:
-        """Update the weights as judged, and drop the gradients; returns whether the weights were updated.
+        """Update the weights as judged, and drop the gradients of all these parameters and of the optimizer's; returns
+        whether the weights were updated.
 
         A loss scaler, which has unscaled the gradients, leaves out what overflowed.
         """
@@ -94,7 +96,8 @@ class Updates:
             scaler.update()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.optimizer.zero_grad()
+        for parameter in (*parameters, *parameters_of(self.optimizer)):
+            parameter.grad = None
         return verdict.applied and (scaler is None or scaler.get_scale() >= scale)
 
 

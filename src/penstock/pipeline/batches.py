@@ -76,6 +76,7 @@ class Batches:
         self._recompute = recompute
         self._least = least  # microbatches, where their number follows from the batch
         self._plan: LengthPlan | None = None  # for the batch that runs
+        self.have_lengths = False  # whether all ranks were given those of the last batch for which they were compared
         self._checked_calls: set[tuple[str, int, bool]] = set()  # name, positional arguments, with a target
         self._checked_keywords: set[frozenset[str]] = set()
         self._checked_loss_kwargs: set[frozenset[str]] = set()
@@ -84,11 +85,15 @@ class Batches:
 
     # -- into microbatches
 
-    def take_lengths(self, call: Call) -> int | None:
-        """Where the number of microbatches follows from the lengths in the batch: that number, agreed on by all."""
+    def take_lengths(self, call: Call, alone: bool = False) -> int | None:
+        """Where the number of microbatches follows from the lengths in the batch: that number, agreed on by all.
+
+        `alone`: this rank asks nobody. A rank whose lengths are others than those of the other ranks then runs another
+        program than they do, which is found out by the first message that they do not agree on.
+        """
         if self.options.split is None:
             return None
-        return self.deployment.replication.same_count(lambda: self._planned(call))
+        return self.deployment.replication.same_count(lambda: self._planned(call, alone))
 
     @property
     def sizes(self) -> tuple[int, ...] | None:
@@ -112,7 +117,7 @@ class Batches:
             return count_for(deployment.programs.microbatches, call.args, call.kwargs, call.target, self.dims)
 
         def agreed() -> int:
-            found = deployment.world.agreed(call.name, wanted, "(rank, microbatches)")
+            found, _ = deployment.world.agreed(call.name, wanted, "(rank, microbatches)")
             return deployment.programs.microbatches if found is None else found
 
         return deployment.replication.same_count(agreed)
@@ -240,7 +245,7 @@ class Batches:
             by_plan = PlanSplitter(self._plan, self.options.split.sequences, self.dims)
         return split_batch(count, args, kwargs, target, loss_kwargs, self.dims, whole, splitter=by_plan)
 
-    def _planned(self, call: Call) -> int:
+    def _planned(self, call: Call, alone: bool) -> int:
         """How many microbatches lengths make of this batch; all ranks follow the same plan."""
         by_tokens, deployment = self.options.split, self.deployment
         assert by_tokens is not None
@@ -254,9 +259,13 @@ class Batches:
                 by_tokens.check_labels(call.args, [*call.kwargs, *call.loss_kwargs], takes)
             return by_tokens.plan(call.args, call.kwargs, least, fixed)
 
-        self._plan = deployment.world.agreed(call.name, find, "or with different lengths")
+        if alone:
+            self._plan = find()
+        else:
+            self._plan, self.have_lengths = deployment.world.agreed(call.name, find, "or with different lengths")
         if self._plan is None:
-            raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
+            where = "every rank, as in the step before" if alone else "at least one rank"
+            raise UsageError(f"by_tokens needs the batch on {where}, and none was given{' here' if alone else ''}")
         return self._plan.count
 
     @property

@@ -164,7 +164,9 @@ class Pipeline:
             (executor,) = deployment.ranks.executors.values()
             replicated = deployment.replication.replicas > 1
             watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
-        self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
+        self._spare_transaction, self._transaction = (
+            deployment.ranks.guard(lambda: self.loss_fn, self.atomic) for _ in range(2)
+        )
 
     def facts(self) -> dict[str, tuple[str, str]]:
         """Facts about model, schedule and settings that must be equal on every rank."""
@@ -306,7 +308,8 @@ class Pipeline:
             self.state,
             begin=self._begin_step,
             together=self._step,
-            transaction=lambda: self._transaction(training=True),
+            take_count=self._take_count,
+            transactions=(self._transaction, self._spare_transaction),
             is_recording=lambda: self._recorder is not None,
         )
         return self._train_steps(StepLoop(parts, updates), batches)

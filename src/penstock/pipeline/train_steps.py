@@ -22,23 +22,27 @@ guess costs one step. After one, updates wait for the reports until `TRUST` of t
 *Failures.* A rank that fails tells the others by its messages, as in any step. But one that has no more messages to
 take in that step may be in the next one by then, so the rank that failed also goes through the next step without
 computing, and all collect the report of the failure at its end. Ranks that had finished the step have updated their
-weights; the error says so where it happens.
+weights; they undo both steps and take the update back. Where there is no snapshot (of updates that depend on nobody)
+they cannot; the error says so.
+
+*Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
+update or not at all; a second one does not wait, and then this rank counts as one that has not completed the step,
+which the others notice in the next one. One that ends a wait for reports leaves these to be collected later.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, replicas and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss
-scaling; where the batch is shared out by one rank or split by its lengths; inside `record()`; and in the first step of
-a pipeline.
+scaling; where the batch, or its lengths, are known to some ranks only; inside `record()`, since a timeline is of one
+step; and in the first step of a pipeline. `TrainedStep.together` says which it was.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.optim.scaler import GradScaler
@@ -51,9 +55,11 @@ from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.ended_step import EndedStep
 from penstock.runtime.engine.replication import Replication, replica_report, result_of
 from penstock.runtime.engine.report import Refused
+from penstock.runtime.state.transaction import Transaction
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
+KEPT = 64  # programs whose proof is remembered
 CALL = "train_steps()"
 
 
@@ -68,10 +74,12 @@ class TrainedStep(StepResult):
         output: Always `None`; for outputs, use `step`.
         norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
         updated: Whether the weights were updated.
+        together: Why all ranks ended this step together, such as `"record()"`; empty if it overlapped with others.
     """
 
     norm: Tensor | None = None
     updated: bool = True
+    together: str = ""
 
 
 @dataclass
@@ -83,7 +91,8 @@ class StepParts:
     state: ModelState
     begin: Callable[[], None]  # before each step
     together: Callable[[Call], StepResult]  # a step that ends on all ranks together
-    transaction: Callable[[], AbstractContextManager[Any]]  # around a step, which is undone if it fails
+    take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
+    transactions: tuple[Transaction, Transaction]  # around a step and the next one: each is undone if it fails
     is_recording: Callable[[], bool]
 
 
@@ -94,15 +103,21 @@ class _Uncollected:
     number: int
     ended: EndedStep
     count: int  # of microbatches
+    transaction: Transaction
     verdict: Verdict = AS_IS
+    can_be_undone: bool = False  # with its update
 
 
 class _Abandoned(Exception):
-    """The step that runs counts for nothing: the one before it failed (`error`), or was updated wrongly (None)."""
+    """The step that runs counts for nothing: the one before it failed (`error`), or was updated wrongly (None).
+
+    `interrupt`: what the user has ended the step that runs by, if so; it must not be lost with the step.
+    """
 
     def __init__(self, error: BaseException | None) -> None:
         super().__init__()
         self.error = error
+        self.interrupt: BaseException | None = None
 
 
 class _FailedHere(Exception):
@@ -121,7 +136,7 @@ class StepLoop:
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
-        self._proved: Schedule | None = None  # the program whose adjacent steps are proved
+        self._proved: dict[int, Schedule] = {}  # programs whose adjacent steps are proved, by their identity
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         """Train on the batches, and yield the result of each step when all ranks are done with it."""
@@ -129,11 +144,12 @@ class StepLoop:
         try:
             for batch in batches:
                 call = self._call(batch)
-                if self._overlaps():
-                    self._step(call)
-                else:
+                together = self._why_together()
+                if together:
                     self.settle()
-                    self._step_together(call)
+                    self._step_together(call, together)
+                else:
+                    self._step(call)
                 self._number += 1
                 while self._done:
                     yield self._done.popleft()
@@ -151,14 +167,12 @@ class StepLoop:
         """Wait until all ranks are done with the steps so far, and see that the weights are the right ones."""
         if self._uncollected is None:
             return
+        before = self._uncollected
         with self._parts.deployment.ranks.in_call("settle()"):
-            before, self._uncollected = self._uncollected, None
             try:
-                self._collect(before)
+                self._collect()
             except _Abandoned as abandoned:
-                if abandoned.error is not None:
-                    raise abandoned.error from abandoned.error.__cause__
-                self._correct(before)
+                self._make_right(before, abandoned)
 
     def _call(self, batch: Any) -> Call:
         """What `step` would be given. (The training command's batches are calls already.)"""
@@ -173,130 +187,161 @@ class StepLoop:
             return Call(CALL, values, {}, None, {}, False, training=True)
         return Call(CALL, values[:-1], {}, values[-1], {}, False, training=True)
 
-    def _overlaps(self) -> bool:
-        """Whether the next step may begin while other ranks are in the one before it."""
-        deployment, options = self._parts.deployment, self._parts.batches.options
-        return (
-            deployment.world.transport is not None
-            and self._parts.batches.has_compared
-            and self._parts.state.other_ranks.checked
-            and not self._parts.state.other_ranks.whole
-            and type(deployment.replication) is Replication
-            and not deployment.tied.groups
-            and self._scaler() is None
-            and (self._updates.can_be_taken_back or not self._updates.depends_on_all)
-            and options.split is None
-            and options.inputs != "first"
-            and not self._parts.is_recording()
-        )
+    def _why_together(self) -> str:
+        """Why the next step ends on all ranks together; empty where it may begin while others are in the last one."""
+        deployment, batches, other_ranks = self._parts.deployment, self._parts.batches, self._parts.state.other_ranks
+        reasons = {
+            "ranks are threads": deployment.world.transport is None,
+            "the first step of a pipeline": not (batches.has_compared and other_ranks.checked) or other_ranks.whole,
+            "replicas, sharded or spread parameters": type(deployment.replication) is not Replication,
+            "weights that are tied across ranks": bool(deployment.tied.groups),
+            "a GradScaler": self._scaler() is not None,
+            "hooks of the optimizer": self._updates.depends_on_all and not self._updates.can_be_taken_back,
+            "BatchOptions(inputs='first')": batches.options.inputs == "first",
+            "by_tokens without the lengths on every rank": batches.options.split is not None
+            and not batches.have_lengths,
+            "record()": self._parts.is_recording(),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     # -- steps that end together
 
-    def _step_together(self, call: Call) -> None:
+    def _step_together(self, call: Call, why: str) -> None:
         state, updates = self._parts.state, self._updates
-        result = self._parts.together(call)
-        scaler = self._scaler()
-        if scaler is not None:
-            scaler.unscale_(updates.optimizer)
-        parts: list[Any] = []
-        if updates.depends_on_all:
-            norm = state.grad_norm(ORDER)
-            parts = [(norm.item(), norm.dtype)]
-        verdict = updates.judge(parts, None if result.loss is None else result.loss.item())
-        self._done.append(_trained(result, verdict, updated=self._update(verdict)))
+        with self._parts.deployment.ranks.in_call(call.name):
+            result = self._parts.together(call)
+            scaler = self._scaler()
+            if scaler is not None:
+                scaler.unscale_(updates.optimizer)
+            parts: list[Any] = []
+            if updates.depends_on_all:
+                norm = state.grad_norm(ORDER)
+                parts = [(norm.item(), norm.dtype)]
+            verdict = updates.judge(parts, None if result.loss is None else result.loss.item())
+            self._done.append(_trained(result, verdict, self._update(verdict), why))
 
     def _scaler(self) -> GradScaler | None:
         scaler = self._parts.state.scaler
         return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
-    def _update(self, verdict: Verdict) -> bool:
-        state = self._parts.state
-        updated = self._updates.apply(verdict, list(state.parameters()), self._scaler())
-        state.zero_grad()
+    def _update(self, verdict: Verdict, again: bool = False) -> bool:
+        """Update the weights, `again` where a wrong update is to be taken back first.
+
+        Until that is done, this rank has not completed the step: a rank that stops in between is found out by the
+        others, when they compare how many steps they have completed.
+        """
+        counter, state = self._parts.deployment.counter, self._parts.state
+        counter.step -= 1
+        with self._snapshot.again() if again else nullcontext():
+            updated = self._updates.apply(verdict, list(state.parameters()), self._scaler())
+        counter.step += 1
         return updated
 
     # -- steps that overlap
 
     def _step(self, call: Call) -> None:
         """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
-        before, self._uncollected = self._uncollected, None
-        try:
-            mine, waited = self._run(call, before)
-        except _Abandoned as abandoned:
-            if abandoned.error is not None or before is None:
-                error = abandoned.error or abandoned
-                raise error from error.__cause__
-            self._parts.deployment.ranks.reset()  # what the abandoned run left behind, if it failed
-            self._correct(before)
-            mine, waited = self._run(call, None)
-        if waited:
+        ranks, before = self._parts.deployment.ranks, self._uncollected
+        interrupt: BaseException | None = None
+        with ranks.in_call(CALL):
+            try:
+                self._run_and_update(call)
+                return
+            except _Abandoned as abandoned:
+                interrupt = abandoned.interrupt
+                assert before is not None
+                ranks.reset()  # what the abandoned run left behind, if it failed
+                self._make_right(before, abandoned)
+        with ranks.in_call(CALL):
+            self._run_and_update(call, interrupt)
+
+    def _run_and_update(self, call: Call, refused: BaseException | None = None) -> None:
+        """Run a step and update the weights: at once, or where the last guess was wrong when all reports are there."""
+        depends, had_gradients = self._updates.depends_on_all, self._has_gradients()
+        waits = depends and self._right < TRUST
+        mine = self._run(call, waits, refused)
+        if waits:
             self._update(mine.verdict)
             return
         self._uncollected = mine
+        mine.can_be_undone = depends and not had_gradients
         if mine.ended.failure is None:
-            if self._updates.depends_on_all:
+            if depends:
                 self._snapshot.take()
             self._update(AS_IS)
 
-    def _run(self, call: Call, before: _Uncollected | None) -> tuple[_Uncollected, bool]:
+    def _has_gradients(self) -> bool:
+        """Whether there are gradients from before this loop, which no snapshot has."""
+        return self._uncollected is None and any(each.grad is not None for each in self._parts.state.parameters())
+
+    def _run(self, call: Call, waits: bool, refused: BaseException | None) -> _Uncollected:
         """Run a step here, collect the reports of the one before it, and post the report of this one.
 
-        Returns the step, and whether its reports were waited for.
+        With `waits`, all reports of this one are collected too. What is `refused` is not run, but told to all ranks.
         """
         parts, deployment = self._parts, self._parts.deployment
-        waits = self._updates.depends_on_all and self._right < TRUST
+        parts.begin()
+        parts.take_count(parts.batches.take_lengths(call, alone=True))
+        program, transaction = self._program(), parts.transactions[self._number % 2]
+        failed = None if self._uncollected is None else self._uncollected.ended.failure
         mine: _Uncollected
-        with deployment.ranks.in_call(CALL):
-            parts.begin()
-            program = self._program()
-            try:
-                with parts.transaction():
-                    mine = _Uncollected(
-                        self._number, self._run_without_exchange(call, program, before), program.microbatches
-                    )
-                    if before is not None:
-                        self._collect(before, runs=True)
-                    if mine.ended.failure is None and self._updates.depends_on_all:
-                        mine.ended.report.norm = parts.state.partial_norm(ORDER)
-                    if waits:
-                        self._read(mine)
-                    else:
-                        mine.ended.post()
-                    if mine.ended.failure is not None:
-                        raise _FailedHere
-                    deployment.ranks.end_batch()
-                    deployment.counter.step += 1
-            except _FailedHere:
-                pass
-        return mine, waits
+        try:
+            with transaction(training=True):
+                ended = self._run_without_exchange(call, program, refused or failed)
+                mine = _Uncollected(self._number, ended, program.microbatches, transaction)
+                try:
+                    self._collect(runs=True)
+                except _Abandoned as abandoned:
+                    abandoned.interrupt = ended.interrupt
+                    raise
+                if ended.failure is None and self._updates.depends_on_all:
+                    ended.report.norm = parts.state.partial_norm(ORDER)
+                if waits:
+                    self._read(mine, "clipping, or a skip, of late")
+                else:
+                    ended.post()
+                if ended.failure is not None:
+                    raise _FailedHere
+                deployment.ranks.end_batch()
+                deployment.counter.step += 1
+        except _FailedHere:
+            pass
+        return mine
 
     def _program(self) -> Schedule:
         program = self._parts.deployment.programs.program
-        if program is not self._proved:
+        if self._proved.get(id(program)) is not program:
             verify(program, steps=2)
-            self._proved = program
+            if len(self._proved) >= KEPT:
+                self._proved.clear()
+            self._proved[id(program)] = program
         return program
 
-    def _run_without_exchange(self, call: Call, program: Schedule, before: _Uncollected | None) -> EndedStep:
+    def _run_without_exchange(self, call: Call, program: Schedule, refused: BaseException | None) -> EndedStep:
         deployment = self._parts.deployment
-        failed = None if before is None else before.ended.failure
         with deployment.replication.step(program, training=True), deployment.ranks.step():
-            given = self._parts.batches.resolve(call, program.microbatches) if failed is None else Refused(failed)
+            given = self._parts.batches.resolve(call, program.microbatches) if refused is None else Refused(refused)
             return deployment.ranks.run_without_exchange(program, given)
 
-    def _collect(self, before: _Uncollected, runs: bool = False) -> None:
-        """Read the reports of a step that is past. Raises `_Abandoned` if it failed, or was updated wrongly.
+    def _collect(self, runs: bool = False) -> None:
+        """Read the reports of the step that is past. Raises `_Abandoned` if it failed, or was updated wrongly.
 
-        With `runs`, this rank has run another step since, which all ranks then leave with nothing on the wires.
+        With `runs`, this rank has run another step since, which all ranks then leave with nothing on the wires. A wait
+        that Ctrl-C has ended leaves the reports to be collected later.
         """
-        transport = self._parts.deployment.world.transport
+        transport, before = self._parts.deployment.world.transport, self._uncollected
         assert transport is not None
+        if before is None:
+            return
         abandoned: _Abandoned | None = None
         try:
             self._read(before)
         except BaseException as error:  # raised again, once this step is undone
+            if isinstance(error, KeyboardInterrupt) and not before.ended.told:
+                raise
             _explain(error, before)
             abandoned = _Abandoned(error)
+        self._uncollected = None
         if abandoned is None and not before.verdict.as_is:
             abandoned = _Abandoned(None)
         if abandoned is not None:
@@ -304,26 +349,42 @@ class StepLoop:
                 transport.exchange(None)
             raise abandoned
 
-    def _read(self, step: _Uncollected) -> None:
+    def _read(self, step: _Uncollected, together: str = "") -> None:
         """The reports of a step, as its verdict and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
         result = result_of(reports, [replica_report(reports, step.count)], None)
         loss = None if result.loss is None else result.loss.item()
         step.verdict = self._updates.judge([report.norm for report in reports], loss)
         self._right = self._right + 1 if step.verdict.as_is else 0
-        self._done.append(_trained(result, step.verdict, step.verdict.applied))
+        self._done.append(_trained(result, step.verdict, step.verdict.applied, together))
 
-    def _correct(self, step: _Uncollected) -> None:
-        """Take the update of a step back, and make the right one."""
-        generator = torch.get_rng_state()  # batches were drawn from it since
+    def _make_right(self, before: _Uncollected, abandoned: _Abandoned) -> None:
+        """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
+        error = abandoned.error
+        if error is None:
+            self._update(before.verdict, again=True)
+            return
+        if before.ended.told and before.ended.failure is None and before.can_be_undone:
+            self._undo(before, error)
+        if abandoned.interrupt is not None:
+            raise abandoned.interrupt from error
+        raise error from error.__cause__
+
+    def _undo(self, step: _Uncollected, error: BaseException) -> None:
+        """Undo a step that is complete here, with its update, because it failed on another rank."""
+        counter, parts = self._parts.deployment.counter, self._parts
+        counter.step -= 1
         self._snapshot.put_back()
-        self._update(step.verdict)
-        torch.set_rng_state(generator)
+        parts.state.zero_grad()
+        if not step.transaction.take_back():
+            counter.step += 1  # so that no rank goes on: the models no longer belong together
+            error.add_note("this rank could not undo all of it: load a checkpoint on every rank")
+        parts.deployment.ranks.give_back()
 
 
-def _trained(result: StepResult, verdict: Verdict, updated: bool) -> TrainedStep:
+def _trained(result: StepResult, verdict: Verdict, updated: bool, together: str = "") -> TrainedStep:
     values = {each.name: getattr(result, each.name) for each in fields(StepResult)}
-    return TrainedStep(**values, norm=verdict.norm, updated=updated)
+    return TrainedStep(**values, norm=verdict.norm, updated=updated, together=together)
 
 
 def _explain(error: BaseException, step: _Uncollected) -> None:
@@ -331,7 +392,7 @@ def _explain(error: BaseException, step: _Uncollected) -> None:
     told = step.ended.told
     failed = [rank for rank, report in enumerate(told) if report.failure is not None]
     text = f"in step {step.number} of {CALL}, counted from 0"
-    if told and len(failed) == len(told):
+    if told and (len(failed) == len(told) or step.can_be_undone):
         text += "; it is undone on every rank, and the weights are those of the step before it"
     elif failed:
         text += (

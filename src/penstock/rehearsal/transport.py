@@ -83,6 +83,7 @@ class RehearsalOutgoing(Outgoing):
         self._stamp = stamp
 
     def _send(self, microbatch: int, value: Any) -> None:
+        self._operations.check_not_broken()
         self._put(Message(self._operations.step, self.count, microbatch, value, None))
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:

@@ -49,6 +49,11 @@ class EndedStep:
         if sampled is not None and not (own and sampled.pending):  # a device that failed is not asked any more
             report.fingerprint = sampled.fingerprint()
 
+    @property
+    def interrupt(self) -> BaseException | None:
+        """What the user, and no fault, has ended the step by on this rank, if that is so."""
+        return self._own if isinstance(self._own, (KeyboardInterrupt, SystemExit)) else None
+
     def post(self) -> None:
         """Say what this rank has to, and wait for nobody."""
         self._collect = self._transport.post_exchange(self.report)

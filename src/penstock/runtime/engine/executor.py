@@ -13,6 +13,7 @@ and leave the links clean for the next one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
@@ -92,7 +93,7 @@ class Executor:
     def _plan(self, program: Schedule) -> _Plan:
         plan = self._plans.get(id(program))
         if plan is None or plan.program is not program:
-            actions = [action for action in program.rows[self.rank] if action is not None]
+            actions = self._opened([action for action in program.rows[self.rank] if action is not None])
             parts = [part for action in actions for part in action.parts()]
             split = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
             done = f"done with all {len(actions)} actions, last {actions[-1] if actions else 'nothing'}"
@@ -101,6 +102,26 @@ class Executor:
                 del self._plans[next(iter(self._plans))]
             self._plans[id(program)] = plan
         return plan
+
+    def _opened(self, actions: list[Action]) -> list[Action]:
+        """Open pairs that no handler overlaps: one half, what it made is sent, the other half.
+
+        The send may go before the other half where it stands next in the program: no other rank can tell whether that
+        half is done by then.
+        """
+        opened: list[Action] = []
+        rest = deque(actions)
+        while rest:
+            action = rest.popleft()
+            if not action.op.is_pair or action.op in self.handlers:
+                opened.append(action)
+                continue
+            first, second = action.parts()
+            opened.append(first)
+            while rest and _sends(rest[0], first):
+                opened.append(rest.popleft())
+            opened.append(second)
+        return opened
 
     def _entry(self, action: Action) -> Entry:
         handler = self.handlers.get(action.op)
@@ -344,3 +365,9 @@ class Executor:
                 self.transport.post(channel, action.microbatch)
         for channel, microbatch in self.mailbox.pending:
             self.transport.discard(channel, microbatch)
+
+
+def _sends(action: Action, made_by: Action) -> bool:
+    """Whether an action sends what a computation has made."""
+    sent = Op.SEND_F if made_by.op is Op.F else Op.SEND_B
+    return action.op is sent and (action.stage, action.microbatch) == (made_by.stage, made_by.microbatch)

@@ -63,6 +63,7 @@ class Transaction:
         self._alone = alone  # no other process has ranks of this pipeline
         self._ranks = {rank: _RankState(modules, atomic) for rank, modules in stages.items()}
         self._inside = False
+        self._undo_last: Callable[[], None] | None = None
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # of parameters, when a step failed: by rank
 
     @contextmanager
@@ -78,14 +79,23 @@ class Transaction:
             try:
                 yield self
             except BaseException as error:
-                self._counter.step, self._counter.evaluations = step, evaluations
-                self._undo(others)
+                self._undo(others, (step, evaluations))
                 self._explain(error, training, set_aside)
                 raise
             for rank in self._ranks.values():
                 rank.left_alone()
+            self._undo_last = partial(self._undo, others, (step, evaluations))
         finally:
             self._inside = False
+
+    def take_back(self) -> bool:
+        """Undo the last step all the same, though it ended well, but for gradients; returns whether all is as before.
+
+        There must have been no other step of this transaction since.
+        """
+        assert self._undo_last is not None
+        self._undo_last()
+        return not any(rank.lost() for rank in self._ranks.values())
 
     def put_back_buffers(self) -> None:
         """After an evaluation: it may count in attributes, as a plain model does, but leaves buffers as they were."""
@@ -98,8 +108,9 @@ class Transaction:
                 f"restore: the model is not what it was; write to buffers in training mode only"
             )
 
-    def _undo(self, others: Callable[[], None]) -> None:
+    def _undo(self, others: Callable[[], None], counts: tuple[int, int]) -> None:
         """To its end, also if Ctrl-C comes once more meanwhile; that is then raised."""
+        self._counter.step, self._counter.evaluations = counts
         again: KeyboardInterrupt | None = None
         while True:
             try:

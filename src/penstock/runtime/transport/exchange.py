@@ -8,7 +8,8 @@ all are told before that could pair messages of different steps.
 
 A rank may post its value and collect the answers later (`post`, `collect`), with messages of a further step in between.
 The coordinator answers when it collects, so it should be the rank that the others wait for anyway: that of the first
-stage, without which no other rank can begin a step.
+stage, without which no other rank can begin a step. Ctrl-C may end a wait there, with nothing lost: `collect` is then
+called again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
+from penstock.runtime.transport.failure.interrupts import uninterrupted
 from penstock.runtime.transport.gloo.operations import Operations
 
 FRAME_BYTES = 16 * 1024  # the reports of some dozens of ranks: what fits is taken without the receiver's help
@@ -60,6 +62,7 @@ class Posted(NamedTuple):
     value: Any
     report: Report
     receives: dict[int, tuple[Tensor, Any]]  # by peer
+    heard: dict[int, Report]  # by the coordinator, so far: a wait for the others may be left and taken up again
     sends: list[tuple[Tensor, Any]]  # whose tensors must live until they have left
 
 
@@ -103,30 +106,42 @@ class Exchange:
         peers = [centre] if self.rank != centre else [rank for rank in range(self.ranks) if rank != centre]
         receives = {peer: self._post(peer) for peer in peers}
         sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(report)))
-        return Posted(step, used, value, report, receives, sends)
+        return Posted(step, used, value, report, receives, {self.rank: report}, sends)
 
     def collect(self, posted: Posted) -> Exchanged:
         """What every rank has said."""
         if self.rank == self.coordinator:
             fault, calls, values = self._conduct(posted)
         else:
-            centre = self.coordinator
-            answer = self._get(centre, posted.step, *posted.receives[centre])
-            self._wait(centre, posted.sends)
-            fault, calls, values = self._read(centre, answer)
+            fault, calls, values = self._read(self.coordinator, self._take_answer(posted))
         found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
         return Exchanged(calls, found, fault)
 
-    def _conduct(self, posted: Posted) -> tuple[str | None, list[str], list[bytes]]:
-        reports = {self.rank: posted.report}
-        for rank, (frame, work) in posted.receives.items():
-            reports[rank] = Report(*self._read(rank, self._get(rank, posted.step, frame, work)))
-        told = [reports[rank] for rank in range(self.ranks)]
-        answer = compare(told, posted.used), [each.call for each in told], [each.value for each in told]
-        packed = plain.dumps(answer)
-        for rank in posted.receives:
-            self._wait(rank, self._put(rank, posted.step, packed))
+    @uninterrupted
+    def _take_answer(self, posted: Posted) -> bytes:
+        centre = self.coordinator
+        answer = self._get(centre, posted.step, *posted.receives[centre])
+        self._wait(centre, posted.sends)
         return answer
+
+    def _conduct(self, posted: Posted) -> tuple[str | None, list[str], list[bytes]]:
+        for rank, (frame, work) in posted.receives.items():
+            if rank not in posted.heard:
+                self._hear(posted, rank, frame, work)
+        told = [posted.heard[rank] for rank in range(self.ranks)]
+        answer = compare(told, posted.used), [each.call for each in told], [each.value for each in told]
+        self._answer(posted, plain.dumps(answer))
+        return answer
+
+    @uninterrupted
+    def _hear(self, posted: Posted, rank: int, frame: Tensor, work: Any) -> None:
+        posted.heard[rank] = Report(*self._read(rank, self._get(rank, posted.step, frame, work)))
+
+    @uninterrupted
+    def _answer(self, posted: Posted, packed: bytes) -> None:
+        sends = {rank: self._put(rank, posted.step, packed) for rank in posted.receives}
+        for rank, works in sends.items():
+            self._wait(rank, works)
 
     def _read(self, peer: int, content: bytes) -> Any:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.runtime.transport import Channel
-from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, judge
+from penstock.runtime.transport.failure.blame import State, Waiting, different_calls, excused, judge
 
 LINE = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)]
 
@@ -24,6 +24,20 @@ def test_the_chain_of_waits_ends_at_the_culprit() -> None:
     assert (apart.rank, "different calls" in apart.cause) == (3, True)
     for other in (says(turned, "evaluate()", step=8), says(None, "evaluate()"), says(turned, "")):
         assert "different calls" not in judge(0, waits[0], {**states, 3: other}, 9).cause
+
+
+def test_who_is_excused_waits_in_a_chain_that_moves_on() -> None:
+    """Rank 0 waits for 1, which waits for 2, which has moved a second ago; 3 waits for 4, which has not for long."""
+    waits = {0: 1, 1: 2, 3: 4}
+    still = {0: 30.0, 1: 30.0, 2: 1.0, 3: 30.0, 4: 30.0}
+    states = {
+        rank: State(Waiting(waits[rank], None, -1, 0.0) if rank in waits else None, "", None, still=seconds)
+        for rank, seconds in still.items()
+    }
+    assert excused(states, 9) == {0: 1.0, 1: 1.0}
+    assert excused({rank: state for rank, state in states.items() if rank != 2}, 9) == {}  # it does not answer
+    circle = {**states, 2: states[2]._replace(waiting=Waiting(0, None, -1, 0.0))}
+    assert excused(circle, 9) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
 def test_the_odd_call_is_the_culprit_and_where_none_is_all_are_said() -> None:

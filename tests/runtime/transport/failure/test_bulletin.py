@@ -44,6 +44,13 @@ def test_the_first_alarm_stands(ranks: list[Bulletin]) -> None:
         assert (found.rank, str(found.failure), found.heard) == (0, str(PeerFailure(1, "died or left")), False)
 
 
+def test_the_first_who_calls_an_alarm_off_is_heard_by_all(ranks: list[Bulletin]) -> None:
+    assert ranks[0].called_off() is None
+    ranks[0].call_off({1: 0.25})
+    ranks[1].call_off({0: 3.0, 1: 3.0})
+    assert [each.called_off() for each in ranks] == [{1: 0.25}] * 2
+
+
 def test_news_are_of_one_step(ranks: list[Bulletin]) -> None:
     ranks[0].tell_news(3, PeerFailure(0, "it failed"))
     assert ranks[1].news(2) is None

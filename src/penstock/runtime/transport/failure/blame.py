@@ -73,15 +73,12 @@ def judge(
         if apart is not None:
             return apart
     waits = {rank: state.waiting for rank, state in states.items()} | {accuser: accusation}
-    path = [accuser]
-    while (state := waits.get(path[-1])) is not None:
-        last = state
-        path.append(state.peer)
-        if state.peer in path[:-1]:
-            break
-    still = min((states[rank].still for rank in path[1:] if rank in states), default=math.inf)
+    path = _chain(accuser, waits)
+    still = _still(path, states)
     if still < timeout - 2 * beat:
         return Excused(still)
+    last = waits[path[-2]]
+    assert last is not None
     for waiter, awaited in pairwise(path):
         lost = _lost_message(waits[waiter], states.get(waiter), states.get(awaited), timeout)
         if lost is not None:
@@ -92,6 +89,32 @@ def judge(
     how = "busy in its own code" if path[-1] in states else "stopped or dead"
     found = last.blame(path[-2], f"silent for {timeout:g} s, {how}{suffix},")
     return located(found, states[path[-1]].where if path[-1] in states else None)
+
+
+def excused(states: Mapping[int, State], timeout: float, beat: float = 0.0) -> dict[int, float]:
+    """Of the ranks that wait, those that have a reason to: how many seconds ago somebody in their chain moved on.
+
+    A chain in which nobody has is left out, whatever goes on in others: its ranks may raise an alarm of their own.
+    """
+    waits = {rank: state.waiting for rank, state in states.items()}
+    found = {rank: _still(_chain(rank, waits), states) for rank, waiting in waits.items() if waiting is not None}
+    return {rank: still for rank, still in found.items() if still < timeout - 2 * beat}
+
+
+def _chain(rank: int, waits: Mapping[int, Waiting | None]) -> list[int]:
+    """Whom a rank waits for, whom that one waits for, and so on: to one that does not, or that was there before."""
+    path, seen = [rank], {rank}
+    while (waiting := waits.get(path[-1])) is not None:
+        path.append(waiting.peer)
+        if waiting.peer in seen:
+            break
+        seen.add(waiting.peer)
+    return path
+
+
+def _still(path: Sequence[int], states: Mapping[int, State]) -> float:
+    """How many seconds ago somebody moved on of those that the first rank of a chain waits for."""
+    return min((states[rank].still for rank in path[1:] if rank in states), default=math.inf)
 
 
 def _lost_message(

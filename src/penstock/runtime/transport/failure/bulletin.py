@@ -6,7 +6,7 @@ that names nobody may be called off; then there may be another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from penstock.errors import PeerFailure
@@ -60,13 +60,14 @@ class Bulletin:
         """Unless there is one."""
         self._write_first(f"alarm/{self.round}", *alarm)
 
-    def call_off(self) -> None:
-        """The alarm was for nothing."""
-        self._write_first(f"off/{self.round}")
+    def call_off(self, excused: Mapping[int, float]) -> None:
+        """The alarm was for nothing; `excused` are the ranks that wait with reason, and for how long there was none."""
+        self._write_first(f"off/{self.round}", dict(excused))
 
-    def is_off(self) -> bool:
-        """Whether the alarm was called off."""
-        return self._read("off", self.round) is not None
+    def called_off(self) -> dict[int, float] | None:
+        """The ranks that wait with reason, if the alarm was called off."""
+        note = self._read("off", self.round)
+        return None if note is None else note[0]
 
     def tell_news(self, step: int, failure: PeerFailure) -> None:
         """The step has failed; the first who says so is heard."""

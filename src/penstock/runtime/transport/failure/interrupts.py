@@ -84,7 +84,7 @@ class _CtrlC:
             handler(signal.SIGINT, None)
         except KeyboardInterrupt as error:
             if complete:
-                error.add_note("this came as the step was ending: the step is complete, and its gradients are there")
+                error.add_note("this came as the step was ending: the step is complete")
             raise
 
     def end_step(self) -> None:

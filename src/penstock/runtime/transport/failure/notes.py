@@ -23,7 +23,7 @@ PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by p
     "news": (PeerFailure,),
     "alarm": (int, Waiting | None, PeerFailure | None, bool),
     "state": (Waiting | None, str, Action | None, int, str, float, dict, tuple | None),
-    "off": (),
+    "off": (dict,),
     "call": (int, str),
     "seen": (),
     "mark": (int, bool),

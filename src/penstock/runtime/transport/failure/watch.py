@@ -14,7 +14,8 @@ process group:
   thread itself hardly ran meanwhile, it waits for up to three. All ranks then say what they do and for whom they wait,
   if for anybody. The chain from the alarmed rank ends at the culprit: a rank that does not answer (stopped, or gone),
   or answers that it waits for nobody (busy in its own code); a chain that closes is a deadlock. Where somebody in the
-  chain has moved on within the timeout, as in a pipeline so deep that it takes longer to fill, the alarm is called off.
+  chain has moved on within the timeout, as in a pipeline so deep that it takes longer to fill, the alarm is called off,
+  and the ranks whose own chains move on wait for another timeout; a chain that stands still is not excused by that.
 - Who raised the alarm judges; the others look on, and judge only where it does not. (With a thousand ranks, a
   thousand judges would have the store answer a million questions.)
 - A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
@@ -46,7 +47,7 @@ from penstock.messages.clock import CLOCK, Clock, Event
 from penstock.messages.store import Asker, NoAnswer
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.bell import Bell
-from penstock.runtime.transport.failure.blame import Excused, State, Waiting, different_calls, judge
+from penstock.runtime.transport.failure.blame import Excused, State, Waiting, different_calls, excused, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.compiling import is_compiling
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
@@ -332,8 +333,7 @@ class Watch:
             verdict = self._bulletin.verdict()
             if verdict is not None:
                 return verdict
-            if self._bulletin.is_off():
-                self._go_on(0.0)
+            if self._goes_on():
                 return None
             if is_judge:
                 states |= self._hear(states)
@@ -345,8 +345,8 @@ class Watch:
             assert alarm.waiting is not None
             found = judge(alarm.rank, alarm.waiting, states, self._timeout, self._beat)
             if isinstance(found, Excused):
-                self._bulletin.call_off()
-                self._go_on(found.still)
+                self._bulletin.call_off({alarm.rank: found.still} | excused(states, self._timeout, self._beat))
+                self._goes_on()
                 return None
             failure = found
         doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
@@ -356,10 +356,15 @@ class Watch:
         """What ranks do that had not said it before."""
         return self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
 
-    def _go_on(self, still: float) -> None:
-        """The alarm was called off: somebody had moved on so many seconds ago."""
+    def _goes_on(self) -> bool:
+        """Whether the alarm was called off; a rank that is in a chain of waits in which somebody moves on waits on."""
+        reasons = self._bulletin.called_off()
+        if reasons is None:
+            return False
         self._bulletin.round += 1
-        self._overdue.excuse(self.clock.now() - still)
+        if self._rank in reasons:
+            self._overdue.excuse(self.clock.now() - reasons[self._rank])
+        return True
 
     def _is_patient(self, begin: float, turns: int, is_judge: bool) -> bool:
         """Whether to wait on for ranks to answer: on a busy machine, where turns take long, for longer."""

@@ -205,12 +205,14 @@ class DistributedTransport(Transport):
             if errors:
                 raise errors[0]
             if not answers:
-                self._uncollected = None
                 try:
                     answers.append(self._agreed(self._collect(posted)))
                 except (MessageError, PeerFailure) as error:
                     errors.append(error)
                     raise
+                finally:
+                    if answers or errors:  # else Ctrl-C has ended the wait
+                        self._uncollected = None
             return answers[0]
 
         self._uncollected = collect

@@ -19,9 +19,10 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
 from penstock.train.launch.stopping import Stop, asking
 from penstock.train.loop import Trainer
+from penstock.train.resume import changed_since
 from penstock.train.run.metrics import read_metrics
 from penstock.train.run.run_folder import RunFolder
-from penstock.train.worker import Job, changed_since, train_here
+from penstock.train.worker import Job, train_here
 
 TINY = [
     "data.sequence=16",
@@ -110,12 +111,12 @@ def test_ranks_that_were_given_other_batches_are_named() -> None:
     assert batch.mark() == same.mark() != other.mark()
     assert batch.mark(1) != batch.mark(2)
     trainer = Trainer.__new__(Trainer)
-    trainer.step, trainer._mark = 5, batch.mark()
-    told = SimpleNamespace(exchange=lambda mine: [mine, (False, 1, other.mark())])
-    trainer.data, trainer.processes = SimpleNamespace(words="mine:data"), told  # type: ignore[assignment]
+    trainer.step, trainer.steps = 5, SimpleNamespace(mark=batch.mark())  # type: ignore[assignment]
+    trainer.processes = SimpleNamespace(exchange=lambda mine: [mine, (False, 1, other.mark())])  # type: ignore[assignment]
+    trainer.state = SimpleNamespace(data=SimpleNamespace(words="mine:data"))  # type: ignore[assignment]
     with pytest.raises(ModelError, match="mine:data: in step 5, rank 1 was given another batch than rank 0"):
         trainer._tell(False)
-    trainer._mark = other.mark()
+    trainer.steps.mark = other.mark()
     assert trainer._tell(True)[0]
 
 

@@ -191,7 +191,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[int, int | None]]:
     if not tensor.dim() or size <= PIECE:
         yield 0, None
         return
-    rows = max(1, tensor.shape[0] * PIECE // size)
+    rows = max(1, tensor.shape[0] * PIECE // (2 * size))  # a slice is a copy of the pages that it was read from
     for begin in range(0, tensor.shape[0], rows):
         yield begin, min(begin + rows, tensor.shape[0])
 

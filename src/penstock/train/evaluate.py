@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
+from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.generation.opening import saved_config
 from penstock.train.loss import MeanLoss, shares_of
@@ -32,22 +34,30 @@ def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, ave
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")
     with pipe:
         step = load_for(config, checkpoint, pipe, averages=averages)
-        losses, mean = [], MeanLoss(pipe.loss_fn)
-        for number in range(batches):
-            batch = data.validation(number)
-            if batch is None:
-                break
-            (share,) = shares_of(pipe.loss_fn, [batch.target])
-            result = pipe.evaluate(*batch.args, target=batch.target, loss_kwargs=share, **batch.kwargs)
-            if result.loss is not None:
-                losses.append(result.loss.item())
-                mean.add(losses[-1], batch.target)
-    if mean.value is None:
+        losses, mean = validation_losses(pipe, data, batches, lambda batch: batch)
+    if mean is None:
         raise UsageError(
             "there is no validation data: data.validation is a share of the tokens that must hold more than one row "
             "(data.sequence); a module:function gives it by validation(number)"
         )
-    return Evaluated(step, losses, mean.value)
+    return Evaluated(step, losses, mean)
+
+
+def validation_losses(
+    pipe: Pipeline, data: DataBatches, batches: int, own: Callable[[DataBatch], DataBatch]
+) -> tuple[list[float], float | None]:
+    """The loss of each validation batch, and of all of them, each by its targets; `own` is a replica's share."""
+    losses, mean = [], MeanLoss(pipe.loss_fn)
+    for number in range(batches):
+        batch = data.validation(number)
+        if batch is None:
+            break
+        mine, (share,) = own(batch), shares_of(pipe.loss_fn, [batch.target])
+        result = pipe.evaluate(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
+        if result.loss is not None:
+            losses.append(result.loss.item())
+            mean.add(losses[-1], batch.target)
+    return losses, mean.value
 
 
 def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages: bool = True) -> int:

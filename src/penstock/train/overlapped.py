@@ -11,13 +11,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR
-
-from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
+from penstock.train.run_state import RunState
 
 MOST = 16  # steps of one stretch
 
@@ -42,14 +39,10 @@ def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
 
 
 def train_overlapped(
-    config: TrainConfig,
-    pipe: Pipeline,
-    optimizer: torch.optim.Optimizer,
-    rate: LambdaLR,
-    batches: Iterator[DataBatch],
-    shares: Callable[[list[DataBatch]], list[dict[str, Any]]],
+    state: RunState, batches: Iterator[DataBatch], shares: Callable[[list[DataBatch]], list[dict[str, Any]]]
 ) -> Iterator[Trained]:
     """One update per batch, in steps that overlap."""
+    optimizer, clip = state.optimizer, state.config.optimizer.clip
     given: list[tuple[float, int]] = []  # learning rate and tokens of steps whose results are to come
 
     def calls() -> Iterator[Call]:
@@ -58,7 +51,7 @@ def train_overlapped(
             given.append((optimizer.param_groups[-1]["lr"], batch.tokens))  # of groups without a rate of their own
             yield Call("train_steps()", batch.args, batch.kwargs, batch.target, share, False, training=True)
 
-    for result in pipe.train_steps(calls(), optimizer, clip=config.optimizer.clip, scheduler=rate, skip_nonfinite=True):
+    for result in state.pipe.train_steps(calls(), optimizer, clip=clip, scheduler=state.rate, skip_nonfinite=True):
         loss = math.nan if result.loss is None else result.loss.item()
         norm = math.nan if result.norm is None else result.norm.item()
         yield Trained(loss, norm, *given.pop(0), result.updated)

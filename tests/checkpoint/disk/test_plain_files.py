@@ -14,9 +14,9 @@ from penstock.checkpoint.disk.plain_files import create, open_plain, read_plain
 from penstock.errors import UsageError
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import APPEND
+from penstock.train.launch.rank_notes import read_note
 from penstock.train.run.metrics import Metrics, read_metrics
 from penstock.train.run.run_folder import RunFolder, write_json
-from penstock.train.worker import read_note
 
 
 @pytest.mark.timeout(30)

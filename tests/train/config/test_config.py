@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.train.config.consistent import check_consistent, stages_of
-from penstock.train.config.read import checked, load_config, to_document
+from penstock.train.config.read import ELSEWHERE, all_keys, checked, load_config, to_document
 from penstock.train.config.settings import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,6 +71,9 @@ def test_the_command_line_changes_the_file(tmp_path: Path) -> None:
     [
         ("trainig.steps=3", r"no key trainig; did you mean training\?"),
         ("training.step=3", r"no key training.step; did you mean training.steps\? training has steps, accumulate"),
+        ("pipeline.offload=true", "no key pipeline.offload; offloading is not in Penstock; pipeline.recompute, mesh"),
+        ("training.epochs=3", "no key training.epochs; a run is counted in training.steps"),
+        ("learning_rate=1e-4", "no key learning_rate; here it is optimizer.lr"),
         ("steps=3", r"no key steps; did you mean training.steps\?"),
         ("training.steps=abc", 'training.steps is "abc"; it takes a whole number, 1 or more'),
         ("training.steps=1.5", "training.steps is 1.5; it takes a whole number"),
@@ -189,3 +192,10 @@ def test_checking_a_configuration_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
+
+
+def test_keys_of_other_trainers_are_answered_with_keys_that_exist() -> None:
+    own = {name for name, *_ in all_keys()}
+    named = {word for words in ELSEWHERE.values() for word in re.findall(r"[a-z]+\.[a-z_]+", words)}
+    assert named <= own
+    assert not {name.rpartition(".")[2] for name in own} & set(ELSEWHERE)  # a key of ours is not another's

@@ -22,6 +22,28 @@ from penstock.errors import UsageError
 from penstock.train.config.settings import TrainConfig
 
 Settings = TypeVar("Settings")
+OFFLOAD = "offloading is not in Penstock; pipeline.recompute, mesh.replicate=fsdp or more ranks need less memory"
+EPOCHS = "a run is counted in training.steps, and its first lines say how many an epoch has"
+ELSEWHERE = {  # keys of other trainers, by name
+    "offload": OFFLOAD,
+    "cpu_offload": OFFLOAD,
+    "epochs": EPOCHS,
+    "num_train_epochs": EPOCHS,
+    "learning_rate": "here it is optimizer.lr",
+    "batch_size": "here it is data.batch, for all replicas and accumulated passes together",
+    "micro_batch_size": "here it is pipeline.microbatches, the number of slices of a batch",
+    "sequence_length": "here it is data.sequence",
+    "max_seq_length": "here it is data.sequence",
+    "max_steps": "here it is training.steps",
+    "gradient_accumulation_steps": "here it is training.accumulate",
+    "gradient_checkpointing": "here it is pipeline.recompute",
+    "max_grad_norm": "here it is optimizer.clip",
+    "warmup_steps": "here it is optimizer.warmup",
+    "pp": "here it is pipeline.ranks",
+    "dp": "here it is mesh.replicas",
+    "fsdp": "here it is mesh.replicate=fsdp, with mesh.replicas",
+    "bf16": "here it is pipeline.precision=bf16",
+}
 
 
 @dataclass(frozen=True)
@@ -111,6 +133,8 @@ def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str])
 
 
 def _unknown(full: str, name: str, known: list[str], path: str) -> str:
+    if name in ELSEWHERE:
+        return f"there is no key {full}; {ELSEWHERE[name]}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     elsewhere = [other for other, *_ in all_keys() if other.rpartition(".")[2] == name]
     hint = f"{path}{near[0]}" if near else elsewhere[0] if elsewhere else ""

@@ -218,7 +218,7 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
             cut = len(found) - int(len(found) * data.validation)
             found, held_back = found[:cut], found[cut:]
         documents = InMemory(found, config.seed, data.shuffle)
-        words = _said(files, found, held_back, encoder, layout, data.sequence)
+        words = _said(files, found, held_back, encoder, layout)
     return RowBatches(
         documents,
         held_back,
@@ -251,12 +251,11 @@ def _said(
     validation: Sequence[Document],
     encoder: Encoder,
     layout: Layout,
-    sequence: int,
 ) -> str:
-    tokens = sum(map(len, documents))
+    data, tokens, rows = encoder.options, sum(map(len, documents)), len(layout.rows(documents))
     text = f"{len(documents):,} documents with {tokens:,} tokens of {_names(files)}, {len(validation):,} for validation"
     if isinstance(layout, Packed) and documents:
-        rows = len(layout.rows(documents))
-        text += f"; packed into {rows:,} rows of {sequence}, {tokens / (rows * sequence):.0%} filled"
-    rest = encoder.tally.text(sequence)
+        text += f"; packed into {rows:,} rows of {data.sequence}, {tokens / (rows * data.sequence):.0%} filled"
+    text += f"; an epoch is {rows / data.batch:,.1f} steps"
+    rest = encoder.tally.text(data.sequence)
     return f"{text}; {rest}" if rest else text

@@ -1,4 +1,4 @@
-"""Whether the tokens that a run reads are among those that its model knows.
+"""Whether the tokens that a run reads, and their positions, are among those that its model knows.
 
 A token beyond a model's table is an error from deep inside the first stage, or on a GPU the end of the process; so it
 is looked for before anything runs.
@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.train.config.settings import TrainConfig
+from penstock.train.data.batches import TokenBatches
 from penstock.train.data.row_batches import RowBatches
 from penstock.train.data.tokenizer import open_tokenizer
 
@@ -32,6 +33,7 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
     """UsageError where the tokenizer, or a row of tokens, has numbers that the model does not know."""
+    _check_positions(config, model, data)
     known = vocabulary_of(model)
     if known is None:
         return
@@ -47,3 +49,17 @@ def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
     if isinstance(data, RowBatches):
         data.limit = known  # under streaming, rows that are read later
         data.check_limit()
+
+
+def _check_positions(config: TrainConfig, model: Any, data: Any) -> None:
+    """UsageError where rows may be longer than a model's table of positions; models that compute them have none."""
+    known = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(known, int) or config.data.sequence <= known or not isinstance(data, RowBatches | TokenBatches):
+        return
+    words = model.get_input_embeddings()
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    if any(known <= each.num_embeddings <= known + 2 for each in tables):  # some keep two for padding
+        raise UsageError(
+            f"data.sequence is {config.data.sequence}, and {type(model).__name__} of {config.model.source} has a table "
+            f"of {known} positions; set data.sequence to {known} or less"
+        )

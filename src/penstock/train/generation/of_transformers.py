@@ -71,6 +71,7 @@ def continue_together(
 ) -> Iterator[tuple[int, int]]:
     """(row, token) of all rows, token by token; a row that has come to its end adds no more."""
     longest = max(map(len, prompts))
+    _check_length(model, longest, count)
     fresh = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     padded = longest != min(map(len, prompts))
@@ -93,3 +94,15 @@ def continue_together(
                 return
             fresh = torch.tensor(chosen)[:, None]
             mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
+
+
+def _check_length(model: Any, longest: int, count: int) -> None:
+    """UsageError where a text would go beyond the positions that the model has: it has never seen them."""
+    known = getattr(model.config, "max_position_embeddings", None)
+    if known is not None and longest + count > known + 1:  # the last token is not read again
+        room = known + 1 - longest
+        remedy = f"--tokens {room} is the most" if room > 0 else "give a shorter one"
+        raise UsageError(
+            f"a prompt of {longest} tokens and {count} more go beyond the {known} positions that the model knows; "
+            f"{remedy}"
+        )

@@ -56,7 +56,7 @@ def test_it_draws_on_demand() -> None:
         (("--memory", 0.5), "one microbatch alone holds 1"),
         (("--stages-per-rank", "two"), "not a list of whole numbers"),
         (("--placements", "loop,w"), "no placement 'w'"),
-        (("--objective", "memory"), "makespan or span"),
+        (("--objective", "memory"), "makespan, span or steady"),
         (("--effort", 0), "effort must be a whole number of at least 1"),
         (("--seconds", "soon"), "--seconds: 'soon' is not a number"),
         (("--seconds", 1, "--effort", 9), "give one of them"),

@@ -173,7 +173,7 @@ def test_the_span_can_be_the_objective() -> None:
         ({"effort": 0}, "effort must be a whole number of at least 1"),
         ({"effort": 10.0}, "effort must be a whole number"),
         ({"seconds": -1}, "seconds must be a number of 0 or more"),
-        ({"objective": "memory"}, "makespan or span"),
+        ({"objective": "memory"}, "makespan, span or steady"),
         ({"microbatches": 0}, "microbatches must be a whole number"),
     ],
 )

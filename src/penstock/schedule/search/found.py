@@ -39,7 +39,7 @@ class Found:
     Attributes:
         schedule: The schedule.
         costs: The costs of one stage, as `simulate` takes them.
-        objective: What was minimised: `"makespan"` or `"span"`.
+        objective: What was minimised: `"makespan"`, `"span"` or `"steady"`.
         value: The value of the objective.
         lower_bound: A value that no allowed schedule can beat.
         tried: What was tried: each number of stages per rank, placement and choice of recomputing stages.

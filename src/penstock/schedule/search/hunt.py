@@ -23,6 +23,7 @@ from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS, improve
 from penstock.schedule.search.orders.laps import change_laps
 from penstock.schedule.search.orders.recipes import Recipe, drawn, first_recipes, made, overruns_for
 from penstock.schedule.search.problem import LARGE, ROUNDING, Orders, Problem
+from penstock.schedule.search.steady_bound import steady_bound
 from penstock.schedule.timing.bounds import lower_bound
 
 __all__ = ["Hunt"]
@@ -44,10 +45,12 @@ class Hunt:
             problem.microbatches,
             problem.costs,
             problem.memory,
-            span=problem.span,
+            span=problem.objective != "makespan",
             recompute=problem.recompute,
             quick=True,
         )
+        if problem.objective == "steady":
+            self.bound = max(self.bound, steady_bound(problem))
         self.best: list[Candidate] = []
         self.recipe: Recipe | None = None  # the one that did best
         self.recipe_score = NOTHING

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, chain, repeat
-from typing import Any
+from typing import Any, Literal
 
 from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
@@ -30,10 +30,11 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology
 
-__all__ = ["LARGE", "ROUNDING", "Orders", "Problem", "stage_costs"]
+__all__ = ["LARGE", "ROUNDING", "Objective", "Orders", "Problem", "stage_costs"]
 
 ROUNDING = 1e-9  # relative: sums of thirds
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
+Objective = Literal["makespan", "span", "steady"]
 Orders = list[list[int]]  # of each rank, its actions in order, as numbers
 OPS = FORWARD, _, WEIGHT = (Op.F, Op.I, Op.W)
 FULL = Op.B
@@ -77,10 +78,10 @@ class Problem:
         costs: Costs,
         caps: Sequence[float],
         *,
-        span: bool = False,
+        objective: Objective = "makespan",
         recompute: frozenset[int] = frozenset(),
     ) -> None:
-        self.placement, self.microbatches, self.costs, self.span = placement, microbatches, costs, span
+        self.placement, self.microbatches, self.costs, self.objective = placement, microbatches, costs, objective
         self.recompute = recompute
         self.ranks, self.stages = placement.ranks, placement.stages
         self.size = self.stages * microbatches
@@ -96,7 +97,8 @@ class Problem:
 
     def shorter(self, microbatches: int) -> Problem:
         """The same with another number of microbatches."""
-        return Problem(self.placement, microbatches, self.costs, self.memory, span=self.span, recompute=self.recompute)
+        options: dict[str, Any] = {"objective": self.objective, "recompute": self.recompute}
+        return Problem(self.placement, microbatches, self.costs, self.memory, **options)
 
     def _count_memory(self) -> None:
         forward, _, backward, _ = memory_by_op(self.costs, self.stages, self.recompute)

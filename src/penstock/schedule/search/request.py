@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import wraps
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, get_args
 
 from penstock.errors import UsageError
 from penstock.rules import check_count, check_seed
 from penstock.schedule.columns import check_size
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.budget import Budget, budget_of
-from penstock.schedule.search.problem import LARGE, SHARED
+from penstock.schedule.search.problem import LARGE, SHARED, Objective
 from penstock.schedule.search.uneven.layers import Hosts, Layer, layers_of, listed
 from penstock.schedule.timing.bounds import caps_of
 from penstock.schedule.timing.costs import Costs
@@ -25,7 +25,6 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop
 SIZES = (1, 2, 3, 4)  # stages per rank to try
 MORE_SIZES = (6, 8)  # to try on pipelines that are not large: small stages fill sooner, and memory holds more groups
 
-Objective = Literal["makespan", "span"]
 Progress = Callable[[float, float, float], None]  # spent so far, the best value so far, the lower bound
 P = ParamSpec("P")
 Answer = TypeVar("Answer")
@@ -47,7 +46,8 @@ class Request:
         placements: The placements to try: `"loop"`, `"v"`.
         seconds: About how long to search.
         effort: How many orders to price, instead of `seconds`: the same answer on every machine.
-        objective: `"makespan"`, or `"span"`: the longest time from a rank's own start to its own end.
+        objective: `"makespan"`; `"steady"`, the time per step where steps overlap, as `steady_state` has it; or
+            `"span"`, the longest time from a rank's own start to its own end.
         recompute: Whether to also try recomputing the forwards of some or all stages. They then keep only `costs.kept`
             until their backward; the schedule's `recompute` names them.
         layers: Cut the model as well: its layers, instead of costs per rank. `search_report` then has the cut as
@@ -112,11 +112,6 @@ class Request:
         return budget_of(self.seconds, self.effort)
 
     @property
-    def span(self) -> bool:
-        """Is the longest time of a rank's own to be short, and not the makespan?"""
-        return self.objective == "span"
-
-    @property
     def may_recompute(self) -> bool:
         """Are stages that recompute to be tried? Without a cap, they only take time."""
         return self.recompute and min(self.caps) < math.inf
@@ -155,8 +150,8 @@ class Request:
         for name in ("recompute", "vocabulary"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} is True or False, got {value!r}")
-        if self.objective not in ("makespan", "span"):
-            raise UsageError(f"the objective is makespan or span, got {self.objective!r}")
+        if self.objective not in get_args(Objective):
+            raise UsageError(f"the objective is makespan, span or steady, got {self.objective!r}")
         check_seed(self.seed)
         if self.progress is not None and not callable(self.progress):
             raise UsageError(f"progress is a function of (spent, best value, lower bound); got {self.progress!r}")

@@ -57,7 +57,7 @@ def problems_for(request: Request) -> list[tuple[str, Problem]]:
     for kind, placement in placements_for(request):
         each = stage_costs(request.priced, placement.stages_per_rank)
         for again in recompute_choices(request, placement):
-            problem = Problem(placement, request.microbatches, each, caps, span=request.span, recompute=again)
+            problem = Problem(placement, request.microbatches, each, caps, objective=request.objective, recompute=again)
             short = [rank for rank in range(request.ranks) if problem.least_memory(rank) > problem.caps[rank]]
             if not short:
                 found.append((kind, problem))

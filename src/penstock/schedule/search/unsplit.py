@@ -19,6 +19,7 @@ from penstock.schedule.search.space import placements_for, recompute_choices
 from penstock.schedule.timing.bounds import lower_bound
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import simulate
+from penstock.schedule.timing.steady import steady_state
 from penstock.schedule.timing.timeline import Timeline
 
 __all__ = ["Unsplit", "best_unsplit"]
@@ -59,14 +60,14 @@ def best_unsplit(request: Request) -> Unsplit | None:
                 fits = all(
                     peak <= cap * (1 + ROUNDING) for peak, cap in zip(timeline.peak_memory, request.caps, strict=True)
                 )
-                value = _longest(timeline) if request.span else timeline.makespan
+                value = _value(schedule, each, timeline, request.objective)
                 if fits and (best is None or value < best.value):
                     bound = lower_bound(
                         placement,
                         request.microbatches,
                         each,
                         request.caps,
-                        span=request.span,
+                        span=request.objective != "makespan",
                         recompute=again,
                         quick=True,
                     )
@@ -74,5 +75,7 @@ def best_unsplit(request: Request) -> Unsplit | None:
     return best
 
 
-def _longest(timeline: Timeline) -> float:
-    return max(row[-1].end - row[0].start for row in timeline.by_rank)
+def _value(schedule: Schedule, costs: Costs, timeline: Timeline, objective: str) -> float:
+    if objective == "steady":
+        return steady_state(schedule, costs).period
+    return max(row[-1].end - row[0].start for row in timeline.by_rank) if objective == "span" else timeline.makespan

@@ -1,6 +1,6 @@
 """Ways to make an order, as values: what a search begins with, draws at random and changes a little.
 
-A `Rule` works on any placement, a `Grouping` is for loops and a `Rhythm` for Vs.
+A `Rule` works on any placement, a `Grouping` is for loops, a `Rhythm` for Vs and a `Wave` for Vs whose steps overlap.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from penstock.schedule.search.orders.evaluate import Overrun
 from penstock.schedule.search.orders.grouped import Grouping, grouped
 from penstock.schedule.search.orders.improve import IN_TURN, OVERRUNS
 from penstock.schedule.search.orders.rhythm import Rhythm, follow
+from penstock.schedule.search.orders.wave import Wave, sweep
 from penstock.schedule.search.problem import Orders, Problem
 
 __all__ = ["Recipe", "drawn", "first_recipes", "made", "overruns_for"]
 
-Recipe = Rule | Grouping | Rhythm
+Recipe = Rule | Grouping | Rhythm | Wave
 
 RULES = (
     Rule(weight_time=0.3),
@@ -37,6 +38,12 @@ RHYTHMS = (
     Rhythm(slack=None),
     Rhythm(slack=None, patience=1.0, overrun=0.0),
 )
+WAVES = (
+    Wave(),
+    Wave(patience=0.3, overrun=0.2, weight_time=0.2),
+    Wave(interval=0.43, input=-0.1, last=-0.3, weight_time=0.1),
+    Wave(interval=0.4, overrun=0.6, hop_time=1.0),
+)
 PATIENCES = (1.0, 0.0)
 SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
 
@@ -45,11 +52,15 @@ def made(problem: Problem, recipe: Recipe) -> Orders | None:
     """The order of F and I that a recipe makes; None where memory does not let it end."""
     if isinstance(recipe, Rule):
         return dispatch(problem, recipe)
-    return grouped(problem, recipe) if isinstance(recipe, Grouping) else follow(problem, recipe)
+    if isinstance(recipe, Grouping):
+        return grouped(problem, recipe)
+    return sweep(problem, recipe) if isinstance(recipe, Wave) else follow(problem, recipe)
 
 
 def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
     """How late W may make other actions, where it is filled into an order of this kind."""
+    if isinstance(recipe, Wave):
+        return (0.6, 0.6), (0.7, 0.4), (0.6, 0.0), (0.0, 0.0)
     if isinstance(recipe, Rhythm):
         return (0.9, 0.0), (0.8, 0.0), (0.65, 0.0), (0.3, 0.3), (0.0, 0.0)
     return (*OVERRUNS[::2], IN_TURN) if isinstance(recipe, Grouping) else OVERRUNS
@@ -60,7 +71,7 @@ def first_recipes(problem: Problem) -> list[Recipe]:
     if problem.ranks == 1 or problem.stages == problem.ranks:
         return list(RULES)
     if _is_v(problem.placement):
-        return [*RHYTHMS, *RULES]
+        return [*WAVES, *RULES] if problem.objective == "steady" else [*RHYTHMS, *RULES]
     lap = _lap(problem.placement)
     return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in PATIENCES if lap > 1), *RULES]
 
@@ -152,8 +163,24 @@ def _rhythm(problem: Problem, generator: random.Random) -> dict[str, Any]:
     }
 
 
+def _wave(_: Problem, generator: random.Random) -> dict[str, Any]:
+    return {
+        "size": generator.choice((1.0, 1.0, 1.0, generator.uniform(0.4, 2.0))),
+        "interval": generator.choice((0.5, generator.uniform(0.3, 0.6), generator.random())),
+        "input": generator.choice((0.0, generator.gauss(0.0, 0.2))),
+        "last": generator.choice((0.0, generator.gauss(0.0, 0.3))),
+        "first": generator.choice((0.0, generator.gauss(0.0, 0.1))),
+        "patience": generator.choice((0.0, 0.0, generator.random())),
+        "overrun": generator.random(),
+        "weight_time": generator.choice((1.0, generator.uniform(0.1, 1.0))),
+        "hop_time": generator.choice((0.0, 0.0, 1.0)),
+        "memory": 1.0,
+    }
+
+
 CHOICES: dict[type[Recipe], Callable[[Problem, random.Random], dict[str, Any]]] = {
     Rule: _rule,
     Grouping: _grouping,
     Rhythm: _rhythm,
+    Wave: _wave,
 }

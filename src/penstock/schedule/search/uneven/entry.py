@@ -70,8 +70,10 @@ class FoundCut(Found):
 
 def search_uneven(request: Request, budget: Budget) -> Found:
     """`search_report` for layers to cut, or microbatches that differ."""
-    if request.span:
-        raise UsageError("objective='span' is for costs by rank or stage; with layers or sizes it is the makespan")
+    if request.objective != "makespan":
+        raise UsageError(
+            f"objective={request.objective!r} is for costs by rank or stage; with layers or sizes it is the makespan"
+        )
     request.priced.scale(request.microbatches)
     return _search_sizes(request, budget) if request.layers is None else search_cut(request, budget)
 

@@ -37,6 +37,7 @@ from penstock.planner.profile import profile_config
 from penstock.planner.ranking import Wanted, candidates
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
+from penstock.train.run.memory import Memory
 
 ONE, TWO = ("1f1b", "gpipe", "zb-h1", "zb-h2"), ("interleaved-1f1b", "interleaved-zb", "zb-v")
 COUNTS = (4, 8, 16)  # microbatches
@@ -75,7 +76,7 @@ class Contestant(_Run):
         return statistics.median(self.seconds() for _ in range(STEPS))
 
     def peak(self) -> float:
-        """The most bytes of tensors that a step adds to those that there are, without gradients."""
+        """The most bytes of tensors at any moment of a step: weights and what the optimizer keeps, and what comes."""
         self.train()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             self.call()
@@ -84,9 +85,9 @@ class Contestant(_Run):
             if event.name() == "[memory]":
                 now += event.nbytes()
                 most = max(most, now)
-        gradients = sum(each.numel() * each.element_size() for each in self.pipe.parameters())
         self.pipe.zero_grad()
-        return float(max(0, most - gradients))
+        kept = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return float(most + sum(each.numel() * each.element_size() for each in (*self.pipe.parameters(), *kept)))
 
 
 class _Named(Setting):
@@ -139,6 +140,11 @@ def measure_all(config: TrainConfig, ways: list[PlanCandidate], rounds: int) -> 
         return torch.load(path, weights_only=False)
 
 
+def tensors(memory: Memory) -> float:
+    """Bytes of tensors that a plan counts on a rank."""
+    return memory.weights + memory.gradients + memory.optimizer + (memory.activations or 0.0)
+
+
 def medians(rounds: list[list[float]]) -> list[float]:
     """Of each way; rounds in which the machine was slow count as if it had not been."""
     usual = statistics.median(map(sum, rounds))
@@ -179,7 +185,7 @@ def compare(settings: Namespace) -> None:
                 off.append(statistics.median(a / row[place] for a, row in zip(told, times, strict=True)) - 1)
             errors += map(abs, off)
             for way, one, two, error, held in zip(ways, plans, real, off, peaks, strict=True):
-                wrong = [counted / seen - 1 for counted, seen in zip(way.activations, held, strict=True) if seen]
+                wrong = [tensors(counted) / seen - 1 for counted, seen in zip(way.memory, held, strict=True)]
                 memory += map(abs, wrong)
                 shown = one * 1e3, two * 1e3, 100 * error, 100 * max(wrong, key=abs)
                 table.row(width, rows, way.family, way.microbatches, *shown)

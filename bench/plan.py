@@ -15,10 +15,11 @@ Goals: step time within 5 % in the median and 10 % at the 90th percentile; memor
 from __future__ import annotations
 
 import statistics
-import time
+import tempfile
 from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,18 +30,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
-from penstock.planner.here import MeasuredPricing, Setting, _Run, measure, settings_of
+from penstock.planner.here import MeasuredPricing, Setting, _Run, settings_of
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.profile import profile_config
 from penstock.planner.ranking import Wanted, candidates
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
+from penstock.train.run.memory import Memory
 
 ONE, TWO = ("1f1b", "gpipe", "zb-h1", "zb-h2"), ("interleaved-1f1b", "interleaved-zb", "zb-v")
 COUNTS = (4, 8, 16)  # microbatches
 RANKS, LAYERS, SEQUENCE = 2, 8, 64
-WARM_UP = 2
+WARM_UP, STEPS = 1, 2  # rounds, and steps of a turn
 
 
 def config_of(width: int, batch: int) -> TrainConfig:
@@ -49,22 +51,16 @@ def config_of(width: int, batch: int) -> TrainConfig:
     return replace(config, pipeline=replace(config.pipeline, ranks=RANKS))
 
 
-def predictions(config: TrainConfig, names: list[str], rows: int) -> list[PlanCandidate]:
-    """Every schedule and number of microbatches, priced by costs that are measured now."""
+def priced(config: TrainConfig, names: list[str], rows: int, known: Any) -> list[PlanCandidate]:
+    """Every schedule and number of microbatches, priced by measured costs."""
     cluster = Cluster(hosts=1, devices=RANKS)
     found = profile_config(config, cluster.software)
-    layout = MeshLayout(RANKS)
-
-    def priced(known: Any) -> list[PlanCandidate]:
-        ways = []
-        for count in COUNTS:
-            wanted = Wanted(rows * count, 2.0, names, (False,), (rows,), (1, 2))
-            ways += list(
-                candidates(layout, lambda where, size: MeasuredPricing(found, cluster, where, size, known), wanted)
-            )
-        return ways
-
-    return priced(measure(config, settings_of(iter(priced({})))))
+    ways: list[PlanCandidate] = []
+    for count in COUNTS:
+        wanted = Wanted(rows * count, 2.0, names, (False,), (rows,), (1, 2))
+        pricing = lambda where, size: MeasuredPricing(found, cluster, where, size, known)  # noqa: E731
+        ways += candidates(MeshLayout(RANKS), pricing, wanted)
+    return ways
 
 
 class Contestant(_Run):
@@ -74,16 +70,14 @@ class Contestant(_Run):
         (setting,) = settings_of(iter([candidate]))
         super().__init__(config, _Named(setting, candidate), batch, stack)
 
-    def seconds(self) -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        self._train()
-        dist.barrier()
-        return time.perf_counter() - began
+    def timed(self) -> float:
+        """The seconds of a step; caches are warm, as within a run."""
+        self.train()
+        return statistics.median(self.seconds() for _ in range(STEPS))
 
     def peak(self) -> float:
-        """The most bytes of tensors that a step adds to those that there are, without gradients."""
-        self._train()
+        """The most bytes of tensors at any moment of a step: weights and what the optimizer keeps, and what comes."""
+        self.train()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             self.call()
         now = most = 0
@@ -91,9 +85,9 @@ class Contestant(_Run):
             if event.name() == "[memory]":
                 now += event.nbytes()
                 most = max(most, now)
-        gradients = sum(each.numel() * each.element_size() for each in self.pipe.parameters())
         self.pipe.zero_grad()
-        return float(max(0, most - gradients))
+        kept = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
+        return float(most + sum(each.numel() * each.element_size() for each in (*self.pipe.parameters(), *kept)))
 
 
 class _Named(Setting):
@@ -113,33 +107,49 @@ class _Named(Setting):
 
 
 def run_all(rank: int, config: TrainConfig, ways: list[Any], rounds: int, path: str) -> None:
-    """Measure every way, in turn; rank 0 writes seconds and bytes."""
+    """Measure what the planner measures and every way, in turn; rank 0 writes costs, seconds and bytes."""
     batch = open_data(config).first()
     with ExitStack() as stack:
+        settings = {setting.key: _Run(config, setting, batch, stack) for setting in settings_of(iter(ways))}
         runs = [Contestant(config, way, batch, stack) for way in ways]
-        times: list[list[float]] = [[] for _ in runs]
+        costs: list[list[Any]] = []
+        times: list[list[float]] = []
+        turns: dict[Any, list[Any]] = {key: [] for key in settings}
         for number in range(WARM_UP + rounds):
-            for place in (*range(number % len(runs), len(runs)), *range(number % len(runs))):
-                spent = runs[place].seconds()
-                if number >= WARM_UP:
-                    times[place].append(spent)
+            first = number * len(runs) // (WARM_UP + rounds)
+            costs.append([None] * len(runs))
+            times.append([0.0] * len(runs))
+            for place in (*range(first, len(runs)), *range(first)):
+                run, key = runs[place], runs[place].setting.key
+                turn = settings[key].turn()
+                turns[key].append(turn)
+                costs[-1][place] = {key: settings[key].measured([turn])}
+                times[-1][place] = run.timed()
+        usual = {key: run.measured(turns[key][WARM_UP:]) for key, run in settings.items()}
         peaks = torch.tensor([run.peak() for run in runs], dtype=torch.float64)
     gathered = [torch.zeros_like(peaks) for _ in range(RANKS)]
     dist.all_gather(gathered, peaks)
     if rank == 0:
-        medians = [statistics.median(each) for each in times]
-        torch.save((medians, torch.stack(gathered).T.tolist()), path)
+        torch.save((usual, costs[WARM_UP:], times[WARM_UP:], torch.stack(gathered).T.tolist()), path)
 
 
-def measure_all(config: TrainConfig, ways: list[PlanCandidate], rounds: int) -> tuple[list[float], list[list[float]]]:
-    import tempfile
-    from pathlib import Path
-
+def measure_all(config: TrainConfig, ways: list[PlanCandidate], rounds: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "measured")
         run_ranks(run_all, RANKS, config, ways, rounds, path)
-        found: tuple[list[float], list[list[float]]] = torch.load(path)
-        return found
+        return torch.load(path, weights_only=False)
+
+
+def tensors(memory: Memory) -> float:
+    """Bytes of tensors that a plan counts on a rank."""
+    return memory.weights + memory.gradients + memory.optimizer + (memory.activations or 0.0)
+
+
+def medians(rounds: list[list[float]]) -> list[float]:
+    """Of each way; rounds in which the machine was slow count as if it had not been."""
+    usual = statistics.median(map(sum, rounds))
+    even = [[each * usual / sum(row) for each in row] for row in rounds]
+    return [statistics.median(each) for each in zip(*even, strict=True)]
 
 
 def main() -> None:
@@ -164,27 +174,24 @@ def compare(settings: Namespace) -> None:
     for width in map(int, settings.widths):
         for rows in map(int, settings.rows):
             config = config_of(width, rows * max(COUNTS))
-            ways = predictions(config, list(settings.schedules), rows)
-            real, peaks = measure_all(config, ways, settings.rounds)
-            again = predictions(config, list(settings.schedules), rows)  # the machine may have changed meanwhile
-            told = [(one.seconds + two.seconds) / 2 for one, two in zip(ways, again, strict=True)]
-            for way, one, two, held in zip(ways, told, real, peaks, strict=True):
-                errors.append(abs(one / two - 1))
-                off = [told / seen - 1 for told, seen in zip(way.activations, held, strict=True) if seen]
-                memory += map(abs, off)
-                table.row(
-                    width,
-                    rows,
-                    way.family,
-                    way.microbatches,
-                    one * 1e3,
-                    two * 1e3,
-                    100 * (one / two - 1),
-                    100 * max(off, key=abs),
-                )
+            names = list(settings.schedules)
+            ways = priced(config, names, rows, {})
+            usual, costs, times, peaks = measure_all(config, ways, settings.rounds)
+            plans = [way.seconds for way in priced(config, names, rows, usual)]
+            real = medians(times)
+            off = []
+            for place in range(len(ways)):  # beside a turn of its setting: the machine's speed drifts
+                told = [priced(config, names, rows, row[place])[place].seconds for row in costs]
+                off.append(statistics.median(a / row[place] for a, row in zip(told, times, strict=True)) - 1)
+            errors += map(abs, off)
+            for way, one, two, error, held in zip(ways, plans, real, off, peaks, strict=True):
+                wrong = [tensors(counted) / seen - 1 for counted, seen in zip(way.memory, held, strict=True)]
+                memory += map(abs, wrong)
+                shown = one * 1e3, two * 1e3, 100 * error, 100 * max(wrong, key=abs)
+                table.row(width, rows, way.family, way.microbatches, *shown)
             for count in COUNTS:
                 same = [place for place, way in enumerate(ways) if way.microbatches == count]
-                chosen = min(same, key=lambda place: told[place])
+                chosen = min(same, key=lambda place: plans[place])
                 regrets.append(real[chosen] / min(real[place] for place in same) - 1)
     summary = [Column("what", 40), Column("value", 10, "{:.1f}"), Column("goal", 21)]
     table = settings.report.table(0, "in all", summary)

@@ -8,7 +8,6 @@ were not run follow from these costs by simulation. Settings take turns, so that
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -158,11 +157,8 @@ def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUN
             for process in running.processes:
                 process.terminate()  # nothing where it has ended
                 process.join()
-        found = json.loads((path / "measured.json").read_text())
-    return {
-        setting.key: MeasuredCosts(Costs(**costs), around, spread)
-        for setting, (costs, around, spread) in zip(settings, found, strict=True)
-    }
+        found = torch.load(path / "measured", weights_only=False)  # a file of our own processes
+    return {setting.key: costs for setting, costs in zip(settings, found, strict=True)}
 
 
 def _rank(rank: int, world: int, threads: int, folder: str, config: Any, settings: Any, rounds: int) -> None:
@@ -176,12 +172,13 @@ def _rank(rank: int, world: int, threads: int, folder: str, config: Any, setting
     for first in range(0, len(settings), OPEN):
         with ExitStack() as stack:
             runs = [_Run(config, setting, batch, stack) for setting in settings[first : first + OPEN]]
+            turns: dict[_Run, list[tuple[Costs, float]]] = {run: [] for run in runs}
             for number in range(WARM_UP + rounds):
                 for run in (*runs[number % len(runs) :], *runs[: number % len(runs)]):
-                    run.step(number >= WARM_UP)
-            found += [run.measured() for run in runs]
+                    turns[run].append(run.turn())
+            found += [run.measured(turns[run][WARM_UP:]) for run in runs]
     if rank == 0:
-        Path(folder, "measured.json").write_text(json.dumps(found))
+        torch.save(found, Path(folder, "measured"))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -191,7 +188,7 @@ class _Run:
 
     def __init__(self, config: TrainConfig, setting: Setting, batch: DataBatch, stack: ExitStack) -> None:
         layout = setting.layout
-        self.setting, self.costs, self.times = setting, list[Costs](), list[float]()
+        self.setting = setting
         config = config_of_setting(config, setting)
         model, loss = build_model(config)
         mesh = make_mesh(layout.pp, layout.dp, layout.tp) if layout.dp * layout.tp > 1 else None
@@ -209,19 +206,23 @@ class _Run:
             *own.args, target=own.target, loss_kwargs=kwargs, **own.kwargs
         )
 
-    def step(self, counts: bool) -> None:
-        """A step that is recorded, and one that is timed."""
+    def turn(self) -> tuple[Costs, float]:
+        """What a recorded step shows of the costs, and the seconds of another; caches are warm, as within a run."""
+        self.train()
         with self.pipe.record() as timeline:
-            self._train()
+            self.train()
+        return Costs.from_timeline(timeline), self.seconds()
+
+    def seconds(self) -> float:
+        """Of a step, from a barrier to the last rank's end."""
         dist.barrier()
         began = time.perf_counter()
-        self._train()
+        self.train()
         dist.barrier()
-        if counts:
-            self.times.append(time.perf_counter() - began)
-            self.costs.append(Costs.from_timeline(timeline))
+        return time.perf_counter() - began
 
-    def _train(self) -> None:
+    def train(self) -> None:
+        """A step with its update."""
         self.call()
         if self.clip is not None:
             self.pipe.clip_grad_norm_(self.clip)
@@ -229,20 +230,20 @@ class _Run:
         self.optimizer.zero_grad()
         self.pipe.zero_grad()
 
-    def measured(self) -> tuple[dict[str, Any], float, float]:
+    def measured(self, turns: Sequence[tuple[Costs, float]]) -> MeasuredCosts:
+        """The medians of some turns."""
         stages = len(self.setting.counts)
         middle: dict[str, Any] = {
             name: [
                 statistics.median(column)
-                for column in zip(*(each.per_stage(name, stages) for each in self.costs), strict=True)
+                for column in zip(*(costs.per_stage(name, stages) for costs, _ in turns), strict=True)
             ]
             for name in ("forward", "input", "weight")
         }
-        middle["hop"] = statistics.median(each.hop for each in self.costs)
-        step = statistics.median(self.times)
-        predicted = simulate(self.pipe.schedule, Costs(**middle)).makespan
-        deviations = sorted(abs(each / step - 1) for each in self.times)
-        return middle, max(0.0, step - predicted), deviations[len(deviations) // 2]
+        costs = Costs(**middle, hop=statistics.median(costs.hop for costs, _ in turns))
+        step = statistics.median(seconds for _, seconds in turns)
+        around = max(0.0, step - simulate(self.pipe.schedule, costs).makespan)
+        return MeasuredCosts(costs, around, statistics.median(abs(seconds / step - 1) for _, seconds in turns))
 
 
 def config_of_setting(config: TrainConfig, setting: Setting) -> TrainConfig:

@@ -36,11 +36,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         self,
         stages: Sequence[_PipelineStageBase],
         n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
+        loss_fn: Callable[..., Any] | None,
+        specs: tuple[Any, Any, Any],  # of positional inputs, of keyword inputs and of outputs
+        scale_grads: bool,
     ) -> None:
         own = list(stages) if isinstance(stages, Sequence) else []
         if not own or not all(isinstance(stage, _PipelineStageBase) for stage in own):
@@ -48,13 +46,12 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         check_count("n_microbatches", n_microbatches)
         if loss_fn is not None and not callable(loss_fn):
             raise UsageError(f"loss_fn={loss_fn!r}: pass a function of (output, target), such as F.mse_loss")
-        check_specs(args_chunk_spec, kwargs_chunk_spec)
+        check_specs(*specs[:2])
         Ordered.__init__(self, own)
         CustomFunctions.__init__(self)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
-        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
-        self._output_merge_spec = output_merge_spec
+        self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = specs
         self.scale_grads = scale_grads
         self.options: dict[str, Any] = {}
         self._functions: dict[Op, Callable[..., None]] = {}

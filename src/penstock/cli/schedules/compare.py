@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import RankTimes, amount
+from penstock.cli.schedules.costs import RankTimeOptions, amount
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import MOST_COMPUTES, AsJson, Sizes
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate, steady_state
@@ -52,7 +52,7 @@ class Compared:
 
 
 @guarded
-def compare(sizes: Sizes, given: RankTimes, draw: Draw = False, as_json: AsJson = False) -> None:
+def compare(sizes: Sizes, given: RankTimeOptions, draw: Draw = False, as_json: AsJson = False) -> None:
     """Build and price every family side by side.
 
     --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb,

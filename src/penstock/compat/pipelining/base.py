@@ -76,7 +76,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         if built and op is not Op.F and not op.is_sharding:
             raise UsageError(f"stages {built} have a dw_builder, which a custom function for {op} would leave out")
         if op.is_sharding and op not in self._functions:
-            self._forget_pipe()  # its order gets such actions
+            self.close()  # its order gets such actions
         self._functions[op] = custom_function
         if self._pipe is not None:
             self._pipe.register(op, custom_handler(self, custom_function))
@@ -90,14 +90,11 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             self._pipe = self._made()
         return self._pipe
 
-    def _forget_pipe(self) -> None:
+    def close(self) -> None:
+        """End what the pipeline holds; the next step would make a new one."""
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-
-    def close(self) -> None:
-        """End what the pipeline holds; the next step would make a new one."""
-        self._forget_pipe()
 
     def _made(self) -> Translated:
         first = self._all_stages[0]

@@ -156,6 +156,15 @@ def terminal_width() -> int | None:
     return console.width if console.is_terminal else None
 
 
+def rendered(what: Any, width: int, **print_options: Any) -> str:
+    """What rich draws on stdout, as text; coloured where stdout takes colours."""
+    colour = paints()
+    console = Console(width=width, force_terminal=colour, no_color=not colour, highlight=False)
+    with console.capture() as captured:
+        console.print(what, **print_options)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
 def working(what: str) -> Any:
     """A spinner on stderr while `what` is done; only a terminal sees it."""
     return Console(stderr=True).status(what)

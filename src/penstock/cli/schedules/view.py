@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
+from penstock.cli.output import fold, guarded, rendered, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import ShownRun, is_run, load_recording
 from penstock.cli.schedules.costs import TimeOptions, amount
 from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
@@ -113,7 +112,7 @@ def _write(runs: Sequence[Run], notes: Sequence[str], columns: int) -> None:
         write(fold(note, columns))
     if notes:
         write("")
-    write(_chart(runs, columns))
+    write(rendered(gantt(runs, columns, ascii_only=not writes(IDLE)), columns))
     for run in runs:
         if run.timeline.measured:
             write(f"\n{run.label}: where the time of each rank went")
@@ -157,14 +156,6 @@ def _stated(schedule: Schedule, times: TimeOptions, several: bool) -> Costs:
     own = {name: getattr(costs, name) for name in ("forward", "input", "weight")}
     shared: dict[str, Any] = {name: value / share for name, value in own.items() if isinstance(value, float)}
     return replace(costs, **shared)
-
-
-def _chart(runs: Sequence[Run], columns: int) -> str:
-    colour = paints()
-    console = Console(width=columns, force_terminal=colour, no_color=not colour, highlight=False)
-    with console.capture() as captured:
-        console.print(gantt(runs, columns, ascii_only=not writes(IDLE)))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _document(run: Run) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TextIO, get_type_hints
 
@@ -46,11 +47,9 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 def writes(text: str) -> bool:
     """Has stdout these letters? A terminal without UTF-8 does not."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    with suppress(UnicodeEncodeError):
+        return bool(text.encode(sys.stdout.encoding or "utf-8"))
+    return False
 
 
 def _close(stream: TextIO) -> None:

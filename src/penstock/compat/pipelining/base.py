@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat.pipelining.actions import failures_in_grid, orders_of
+from penstock.compat.pipelining.actions import check_sizes, failures_in_grid, orders_of
 from penstock.compat.pipelining.chunks import CustomFunctions
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, check_specs, one_each
@@ -138,11 +138,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         """Check that each stage of this rank is where the order runs it."""
         schedule = self._schedule()
         mine = sorted(stage.stage_index for stage in self._all_stages)
-        if schedule.stages != self._num_stages or schedule.ranks != self.pp_group_size:
-            raise UsageError(
-                f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are "
-                f"{self._num_stages} on {self.pp_group_size}"
-            )
+        check_sizes(schedule, self.pp_group_size, self._num_stages)
         self._check_ranks(schedule)
         self._tell_stages(dict(enumerate(schedule.placement)))
         due = sorted(schedule.placement.stages_of(self.rank))

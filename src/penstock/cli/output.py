@@ -17,6 +17,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TextIO, get_type_hints
 
@@ -46,11 +47,9 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 def writes(text: str) -> bool:
     """Has stdout these letters? A terminal without UTF-8 does not."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    with suppress(UnicodeEncodeError):
+        return bool(text.encode(sys.stdout.encoding or "utf-8"))
+    return False
 
 
 def _close(stream: TextIO) -> None:
@@ -154,6 +153,15 @@ def terminal_width() -> int | None:
     """The columns of the terminal on stdout; None for a pipe or file, where nothing is wrapped."""
     console = Console()
     return console.width if console.is_terminal else None
+
+
+def rendered(what: Any, width: int, **print_options: Any) -> str:
+    """What rich draws on stdout, as text; coloured where stdout takes colours."""
+    colour = paints()
+    console = Console(width=width, force_terminal=colour, no_color=not colour, highlight=False)
+    with console.capture() as captured:
+        console.print(what, **print_options)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def working(what: str) -> Any:

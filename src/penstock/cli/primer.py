@@ -20,7 +20,18 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from penstock.cli.lanes import PRETTY, LaneEvent, Lanes, read_event
-from penstock.cli.output import complain, fold, guarded, paints, terminal_width, working, write, write_json, writes
+from penstock.cli.output import (
+    complain,
+    fold,
+    guarded,
+    paints,
+    rendered,
+    terminal_width,
+    working,
+    write,
+    write_json,
+    writes,
+)
 from penstock.cli.programs import find_folder, places_of, started, title_of, unknown, write_list
 from penstock.cli.source import AsJson, count
 from penstock.errors import UsageError
@@ -148,13 +159,9 @@ def _finish(command: list[str]) -> tuple[int, str, str]:
 
 
 def _drawn(events: list[LaneEvent]) -> Iterator[str]:
-    console = Console(width=terminal_width() or WIDE, highlight=False)
     ranks = 1 + max((event.highest for event in events), default=-1)
     lanes = Lanes(ranks, width=terminal_width(), plain=not writes("".join(PRETTY.values())))
-    for line in lanes.draw(events):
-        with console.capture() as captured:
-            console.print(line, end="", soft_wrap=True)
-        yield captured.get().rstrip()
+    return (rendered(line, terminal_width() or WIDE, soft_wrap=True) for line in lanes.draw(events))
 
 
 def _document(path: Path, events: list[LaneEvent], code: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ SHOWN = 3
 NOTED = "recorded.json"  # what a training run has noted of its recorded steps
 
 
-class RecordedRun(NamedTuple):
+class ShownRun(NamedTuple):
     """A recorded run: the step that is shown, what to say first, and the other recorded steps."""
 
     timeline: Timeline
@@ -46,7 +46,7 @@ def load_run(source: str) -> Timeline:
     return load_recording(source).timeline
 
 
-def load_recording(source: str) -> RecordedRun:
+def load_recording(source: str) -> ShownRun:
     """A recorded run that must be one, with what is to be said about it."""
     path = Path(source)
     if path.is_dir():
@@ -61,21 +61,21 @@ def load_recording(source: str) -> RecordedRun:
     return _alone(source, path)
 
 
-def _alone(source: str, path: Path, folder: Path | None = None) -> RecordedRun:
+def _alone(source: str, path: Path, folder: Path | None = None) -> ShownRun:
     timeline = _load(source, path)
     noted = None if folder is None else folder / NOTED
     if noted is not None and noted.is_file():
         try:
             document = json.loads(read_file(noted))
             steps = RecordedSteps.read(document)
-            return RecordedRun(timeline, run_notes(document, steps), steps)
+            return ShownRun(timeline, run_notes(document, steps), steps)
         except (PenstockError, ValueError, KeyError, TypeError, AttributeError):
-            return RecordedRun(timeline, [f"{noted.name} cannot be read: it is not what penstock train writes"])
+            return ShownRun(timeline, [f"{noted.name} cannot be read: it is not what penstock train writes"])
     note = cores_note(timeline.cores, timeline.ranks)
-    return RecordedRun(timeline, [note] if note else [])
+    return ShownRun(timeline, [note] if note else [])
 
 
-def _median(source: str, paths: list[Path]) -> RecordedRun:
+def _median(source: str, paths: list[Path]) -> ShownRun:
     """Several recordings of one schedule: the median one, and how far the others lie around it."""
     timelines = [_load(str(path), path) for path in paths]
     first = timelines[0].schedule
@@ -87,7 +87,7 @@ def _median(source: str, paths: list[Path]) -> RecordedRun:
     shown = timelines[steps.shown - 1]
     names = f"{source} holds {len(paths)} recorded steps, numbered by name; step {steps.shown} is "
     notes = [cores_note(shown.cores, shown.ranks), f"{names}{paths[steps.shown - 1].name}.", *steps.notes()]
-    return RecordedRun(shown, [note for note in notes if note], steps)
+    return ShownRun(shown, [note for note in notes if note], steps)
 
 
 def _load(source: str, path: Path) -> Timeline:

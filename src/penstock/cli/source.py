@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -104,13 +104,9 @@ def is_file(source: str) -> bool:
 
 
 def _is_family(source: str) -> bool:
-    if is_auto(source):
-        return True
-    try:
-        family(source)
-    except UsageError:
-        return False
-    return True
+    with suppress(UsageError):
+        return is_auto(source) or bool(family(source))
+    return False
 
 
 def read(source: str, sizes: Sizes) -> Schedule:

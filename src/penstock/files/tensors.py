@@ -102,7 +102,7 @@ class Body:
 
     def reserve(self, size: int) -> None:
         if self._flat.numel() < size:
-            self.release()
+            self._flat, self._memory = torch.empty(0, dtype=torch.uint8), None  # given back before more is asked for
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB and not for 4 KiB
@@ -116,17 +116,11 @@ class Body:
         """The first `size` bytes, for writing them out."""
         return memoryview(self._memory if self._memory is not None else b"")[:size]
 
-    def release(self) -> None:
-        self._flat = torch.empty(0, dtype=torch.uint8)
-        self._memory = None
-
 
 def streamed(layout: FileLayout, value_of: Callable[[TensorEntry], Tensor]) -> Iterator[memoryview]:
     """The body of a file without a copy of all of it: one tensor at a time passes through the memory of the largest."""
     scratch = Body()
-    largest = max(layout.entries, key=lambda entry: entry.bytes, default=None)
-    if largest is not None:
-        scratch.reserve(largest.bytes)
+    scratch.reserve(max((entry.bytes for entry in layout.entries), default=0))
     for entry in layout.entries:
         scratch.put(0, entry, value_of(entry))
         yield scratch.view(entry.bytes)

@@ -50,26 +50,22 @@ class OptimizerState:
     def whole(self) -> dict[str, Any]:
         """What `state_dict()` of an optimizer of the whole model would be, on rank 0; called on every rank."""
         own = {
-            f"{name}:{key}": (name, key, value)
+            f"{key}:{name}": value
             for group in self._members
             for name, parameter in group
             for key, value in self._optimizer.state.get(parameter, {}).items()
         }
         sources: dict[str, int] = {}
-        places: dict[str, tuple[str, str]] = {}
-        said = [(label, name, key) for label, (name, key, _) in own.items()]
-        for rank, items in enumerate(self._pipe.deployment.world.all_gather(CALL, said)):
-            for label, name, key in items:
-                sources.setdefault(label, rank)
-                places[label] = (name, key)
+        for rank, labels in enumerate(self._pipe.deployment.world.all_gather(CALL, list(own))):
+            sources |= {label: rank for label in labels if label not in sources}
         found: dict[str, dict[str, Any]] = {}
 
         def give(label: str) -> Any:
-            value = own[label][2]
+            value = own[label]
             return self._pipe.deployment.replication.whole(value).detach().cpu() if isinstance(value, Tensor) else value
 
         def take(label: str, value: Any) -> None:
-            name, key = places[label]
+            key, _, name = label.partition(":")
             found.setdefault(name, {})[key] = value.clone() if isinstance(value, Tensor) else value
 
         items = [(label, source, [0]) for label, source in sources.items()]
@@ -83,7 +79,8 @@ class OptimizerState:
 
     def load(self, whole: Mapping[str, Any], path: str) -> None:
         """Take this rank's part of the state of a whole model's optimizer."""
-        saved, wanted = ([len(group) for group in groups] for groups in (self._saved(whole), self._groups))
+        theirs = [list(group["params"]) for group in whole["param_groups"]]
+        saved, wanted = ([len(group) for group in groups] for groups in (theirs, self._groups))
         if saved != wanted:
             raise CheckpointError(
                 f"{path} has {len(saved)} parameter groups with {saved} members, and the optimizer of this model has "
@@ -92,13 +89,13 @@ class OptimizerState:
             )
         numbers = {
             name: number
-            for names, members in zip(self._groups, self._saved(whole), strict=True)
+            for names, members in zip(self._groups, theirs, strict=True)
             for name, number in zip(names, members, strict=True)
         }
         state = self._optimizer.state_dict()
         state["state"] = {}
-        for members, theirs, ours in zip(self._members, whole["param_groups"], state["param_groups"], strict=True):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        for members, options, ours in zip(self._members, whole["param_groups"], state["param_groups"], strict=True):
+            ours.update({key: value for key, value in options.items() if key != "params"})
             for (name, parameter), number in zip(members, ours["params"], strict=False):
                 values = whole["state"].get(numbers[name])
                 if values is not None:
@@ -108,7 +105,3 @@ class OptimizerState:
     def _part(self, value: Any, parameter: nn.Parameter) -> Any:
         is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
         return self._pipe.deployment.replication.part_of(value, parameter) if is_alike else value
-
-    @staticmethod
-    def _saved(whole: Mapping[str, Any]) -> list[list[int]]:
-        return [list(group["params"]) for group in whole["param_groups"]]

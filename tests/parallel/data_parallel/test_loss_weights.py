@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PenstockError
 
+pytestmark = pytest.mark.slow
 ROWS, WIDTH, CLASSES, LENGTH = 8, 6, 5, 3
 Batch = tuple[Tensor, Tensor]
 

@@ -581,17 +581,17 @@ def measured(mesh: Any) -> list[int]:
 
 
 SCENARIOS = [
-    loss_scaling,
     reductions,
     clipping,
     weights,
-    extra_losses,
-    evaluations,
     failures,
     a_failed_step_keeps_what_was_added_before,
     names_and_state,
 ]
 OTHERS = [
+    extra_losses,
+    evaluations,
+    loss_scaling,
     measured,
     frozen_at_first,
     set_apart,
@@ -711,8 +711,9 @@ def test_replicas_weigh_by_tokens_and_one_without_any_adds_nothing(told: Any, ki
     close(by_name(told, lambda rank: rank["weights"][kind, counting][1]), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_named_losses_are_means_over_the_microbatches_of_all_replicas(told: Any, reduction: str) -> None:
+def test_named_losses_are_means_over_the_microbatches_of_all_replicas(told_others: Any, reduction: str) -> None:
     x, y = batch()
     torch.manual_seed(0)
     modules = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
@@ -725,26 +726,27 @@ def test_named_losses_are_means_over_the_microbatches_of_all_replicas(told: Any,
         loss = F.mse_loss(second, goal, reduction=reduction) * share
         (loss + extra).backward()
         total, balance = total + loss.detach(), balance + extra.item()
-    for rank in told:
+    for rank in told_others:
         loss, extra, _ = rank["extra_losses"][reduction]
         torch.testing.assert_close(loss, total)
         assert extra == {"balance": pytest.approx(balance, rel=1e-6)}
-    found = by_name(told, lambda rank: rank["extra_losses"][reduction][2])
+    found = by_name(told_others, lambda rank: rank["extra_losses"][reduction][2])
     close(found, {name: p.grad for name, p in nn.ModuleList(modules).named_parameters()}, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluations_of_unequal_size_between_steps_lose_nothing(told: Any, kind: str) -> None:
+def test_evaluations_of_unequal_size_between_steps_lose_nothing(told_others: Any, kind: str) -> None:
     x, y = batch()
     out = x[:9]
     for module in stages():
         out = module(out)
-    for rank in told:
+    for rank in told_others:
         loss, _, kept, before, after = rank["evaluations"][kind]
         torch.testing.assert_close(loss, F.mse_loss(out, y[:9]).detach())
         assert kept
         assert all(torch.equal(value * 2, after[name]) for name, value in before.items())
-    outputs = [rank["evaluations"][kind][1] for rank in told]  # of a V, the last stage is on the first rank
+    outputs = [rank["evaluations"][kind][1] for rank in told_others]  # of a V, the last stage is on the first rank
     torch.testing.assert_close(torch.cat(outputs[:2]), out.detach())
     assert outputs[2:] == [None, None]
 
@@ -800,13 +802,14 @@ def test_no_more_stages_are_whole_than_the_window_says_and_none_between_steps(to
             assert actions["REDUCE_GRAD"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_overflow_anywhere_is_found_by_all_and_nobody_steps(told: Any, kind: str) -> None:
-    for rank in told:
+def test_an_overflow_anywhere_is_found_by_all_and_nobody_steps(told_others: Any, kind: str) -> None:
+    for rank in told_others:
         steps = rank["loss_scaling"][kind]
         assert [(moved, scale) for moved, scale, _ in steps] == [(True, 4.0), (False, 2.0), (True, 2.0)]
         norms = [norm for _, _, norm in steps]
-        assert norms == [norm for _, _, norm in told[0]["loss_scaling"][kind]] or norms[1] != norms[1]
+        assert norms == [norm for _, _, norm in told_others[0]["loss_scaling"][kind]] or norms[1] != norms[1]
         assert 0 < norms[0] < 1
 
 

@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.checkpoint.disk.plain_files import open_plain
@@ -64,8 +65,7 @@ class Lock:
 
 
 def _locked(descriptor: int) -> bool:
-    try:
+    with suppress(BlockingIOError, PermissionError):
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
+        return True
+    return False

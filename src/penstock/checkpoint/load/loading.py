@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 WRONG = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)  # what forged values cause
+PARTS = ("scheduler", "scaler", "data")  # which keep a state of their own
 ALIKE = ("processes", "placement", "replicas", "replicate", "tp")  # what a process's own state depends on
 logger = logging.getLogger("penstock.checkpoint")
 
@@ -127,7 +128,7 @@ class _Restoring:
     def __init__(
         self, pipe: Pipeline, given: Given, contents: CheckpointContents, manifest: Manifest, processes: Processes
     ) -> None:
-        self._pipe, self._given, self._contents = pipe, given, contents
+        self._pipe, self._contents = pipe, contents
         self._manifest, self._processes = manifest, processes
         self._before: list[tuple[Any, Any]] = []  # who has a new state, and the one of before
         self._plains: list[dict[str, Any]] = contents.index["processes"]
@@ -145,13 +146,13 @@ class _Restoring:
         averages = fit_averages(pipe, contents, given.averages or {})
         self._averages = frozenset(averages)
         self.targets |= dict(averages.values())
-        for name in ("scheduler", "scaler", "data"):
-            if getattr(given, name) is not None:
-                check_stateful(getattr(given, name), name)
-                if not any(name in plain for plain in self._plains):
-                    raise CheckpointError(
-                        f"{contents.path} was saved without {name}=; load it without {name}=", path=contents.path
-                    )
+        self._parts = {name: getattr(given, name) for name in PARTS if getattr(given, name) is not None}
+        for name, part in self._parts.items():
+            check_stateful(part, name)
+            if not any(name in plain for plain in self._plains):
+                raise CheckpointError(
+                    f"{contents.path} was saved without {name}=; load it without {name}=", path=contents.path
+                )
 
     def rehearse(self) -> None:
         """Read all plain values once, before anything is changed: what cannot be read is an error now."""
@@ -189,10 +190,7 @@ class _Restoring:
     def hand_out(self) -> tuple[None, None]:
         """To the scheduler, the scaler and the data: code of others, which may refuse what it is given."""
         own = self._plains[self._processes.number] if self._alike else {}
-        for name in ("scheduler", "scaler", "data"):
-            part = getattr(self._given, name)
-            if part is None:
-                continue
+        for name, part in self._parts.items():
             plains = [own, *self._plains] if name == "data" else self._plains
             state = decode(next(plain[name] for plain in plains if name in plain), self._contents.tensor)
             self._before.append((part, copy.deepcopy(part.state_dict())))

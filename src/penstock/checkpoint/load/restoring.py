@@ -58,10 +58,8 @@ def fit_model(
         if saved is None:
             if leave_out is None or not isinstance(value, nn.Parameter) or not leave_out(name):
                 wrong.append(f"{name} is not in it")
-        elif tuple(saved["shape"]) != tuple(value.shape):
-            wrong.append(f"{name} has shape {tuple(saved['shape'])} in it and {tuple(value.shape)} in the model")
-        elif saved["dtype"] != _dtype_name(value):
-            wrong.append(f"{name} is {saved['dtype']} in it and {_dtype_name(value)} in the model")
+        elif misfit := _misfit(name, saved, value, "in the model"):
+            wrong.append(misfit)
         else:
             own = f"replica-{pipe.deployment.replication.index:05d}.{name}"
             targets[own if own in tensors and replicas_alike else key] = value.detach()
@@ -85,14 +83,9 @@ def fit_averages(
     wrong: list[str] = []
     for name, value in averages.items():
         saved = contents.tensors.get(key := f"{AVERAGE}{known.get(name, name)}")
-        if saved is None:
-            continue
-        if tuple(saved["shape"]) != tuple(value.shape) or saved["dtype"] != _dtype_name(value):
-            wrong.append(
-                f"{name} is {saved['dtype']} {tuple(saved['shape'])} in it and {_dtype_name(value)} "
-                f"{tuple(value.shape)} here"
-            )
-        found[name] = key, value.detach()
+        if saved is not None:
+            found[name] = key, value.detach()
+            wrong += filter(None, [_misfit(name, saved, value, "here")])
     if wrong:
         raise CheckpointError(_listed(f"{contents.path} does not fit the averages", wrong), path=contents.path)
     return found
@@ -220,8 +213,12 @@ def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Ma
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _misfit(name: str, saved: Mapping[str, Any], value: Tensor, where: str) -> str:
+    """What differs between a tensor in a checkpoint and one that is to be filled; empty where nothing does."""
+    if tuple(saved["shape"]) != tuple(value.shape):
+        return f"{name} has shape {tuple(saved['shape'])} in it and {tuple(value.shape)} {where}"
+    dtype = str(value.dtype).removeprefix("torch.")
+    return "" if saved["dtype"] == dtype else f"{name} is {saved['dtype']} in it and {dtype} {where}"
 
 
 def _listed(title: str, lines: list[str], most: int = 20) -> str:

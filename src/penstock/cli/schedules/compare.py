@@ -13,11 +13,10 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import RankTimes, amount
+from penstock.cli.output import fold, guarded, number, rendered, terminal_width, working, write, write_json
+from penstock.cli.schedules.costs import RankTimeOptions, amount
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import MOST_COMPUTES, AsJson, Sizes
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate, steady_state
@@ -52,7 +51,7 @@ class Compared:
 
 
 @guarded
-def compare(sizes: Sizes, given: RankTimes, draw: Draw = False, as_json: AsJson = False) -> None:
+def compare(sizes: Sizes, given: RankTimeOptions, draw: Draw = False, as_json: AsJson = False) -> None:
     """Build and price every family side by side.
 
     --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb,
@@ -114,11 +113,7 @@ def _write_table(ranks: int, microbatches: int, entries: list[Compared], best: d
         table.add_column(heading, justify="right", overflow="fold")
     for entry in entries:
         table.add_row(*_cells(entry, best))
-    width = terminal_width()
-    console = Console(width=width or WIDE, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    lines = [line.rstrip() for line in captured.get().splitlines()]
+    lines = rendered(table, terminal_width() or WIDE).splitlines()
     write("\n".join([f"{counted(ranks, 'rank')}, {counted(microbatches, 'microbatch')}", *filter(None, lines), ""]))
 
 

@@ -18,7 +18,7 @@ def _option(help: str, metavar: str = "TIME[,...]", show_default: bool = False) 
     return typer.Option(metavar=metavar, help=help, show_default=show_default)
 
 
-class _CostOptions:
+class _StatedCosts:
     def read(self, stages: int | None = None) -> Costs:
         """The costs that the options state, of so many stages if that is known."""
         found: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class _CostOptions:
 
 
 @dataclass(frozen=True)
-class StageTimes(_CostOptions):
+class TimeOptions(_StatedCosts):
     """Times of a stage's computes, and of a hop, as the options of a command state them."""
 
     forward: Annotated[str, _option("Time of F: one number, or one per stage, with commas (1).")] = "1"
@@ -42,7 +42,7 @@ class StageTimes(_CostOptions):
 
 
 @dataclass(frozen=True)
-class TravelTimes(StageTimes):
+class TravelOptions(TimeOptions):
     """Also what messages take, and overlapped pairs."""
 
     latency: Annotated[str, _option("Instead of --hop: a message takes latency + bytes / bandwidth (0).", "TIME")] = "0"
@@ -55,7 +55,7 @@ class TravelTimes(StageTimes):
 
 
 @dataclass(frozen=True)
-class StageCosts(TravelTimes):
+class CostOptions(TravelOptions):
     """Also the memory that a microbatch takes."""
 
     activation: Annotated[
@@ -67,7 +67,7 @@ _RankTime = Annotated[str, _option("Time for all stages of a rank together.", "T
 
 
 @dataclass(frozen=True)
-class RankTimes(_CostOptions):
+class RankTimeOptions(_StatedCosts):
     """Times of a rank with all of its stages, so that they mean the same however many stages it has."""
 
     forward: _RankTime = "1"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import TravelTimes, amount
+from penstock.cli.schedules.costs import TravelOptions, amount
 from penstock.cli.schedules.simulate import Jitter, Seed
 from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
 from penstock.view.figures import counted
@@ -38,7 +38,7 @@ def rehearse(
     source: Source,
     faults: Faults,
     sizes: Sizes,
-    given: TravelTimes,
+    given: TravelOptions,
     steps: Steps = 1,
     timeout: Timeout = "60",
     jitter: Jitter = "0",

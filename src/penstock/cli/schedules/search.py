@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json
-from penstock.cli.schedules.costs import RankTimes, amount, amounts
+from penstock.cli.schedules.costs import RankTimeOptions, amount, amounts
 from penstock.cli.schedules.curve import refuse_with_curve, show_curve
 from penstock.cli.schedules.show import drawing
 from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, AsJson, BatchSizes, described, identity
@@ -65,7 +65,7 @@ Html = Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: w
 
 
 @dataclass(frozen=True)
-class SearchCosts(RankTimes):
+class SearchCostOptions(RankTimeOptions):
     """Also the memory of a microbatch."""
 
     activation: Annotated[
@@ -82,7 +82,7 @@ class SearchCosts(RankTimes):
 @guarded
 def search(
     sizes: BatchSizes,
-    given: SearchCosts,
+    given: SearchCostOptions,
     memory: Memory = None,
     recompute: Recompute = False,
     stages_per_rank: Sizes = None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
-from penstock.cli.schedules.costs import StageCosts, amount
+from penstock.cli.schedules.costs import CostOptions, amount
 from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
 from penstock.schedule import Costs, Schedule, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
@@ -27,7 +27,7 @@ Seed = Annotated[int, count("Where the random numbers start.", least=0)]
 def simulate(
     source: Source,
     sizes: Sizes,
-    given: StageCosts,
+    given: CostOptions,
     jitter: Jitter = "0",
     draws: Draws = 100,
     seed: Seed = 0,

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from penstock.cli.output import fold, guarded, paints, terminal_width, working, write, write_json, writes
-from penstock.cli.runs import RecordedRun, is_run, load_recording
-from penstock.cli.schedules.costs import StageTimes, amount
+from penstock.cli.output import fold, guarded, rendered, terminal_width, working, write, write_json, writes
+from penstock.cli.runs import ShownRun, is_run, load_recording
+from penstock.cli.schedules.costs import TimeOptions, amount
 from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.schedule.timing.calibrate import costs_of, fitted
@@ -62,7 +61,7 @@ Width = Annotated[int | None, count(f"Columns of the chart (a pipe: {PIPE_WIDTH}
 def view(
     sources: Sources,
     sizes: Sizes,
-    times: StageTimes,
+    times: TimeOptions,
     predicted: Predicted = False,
     html: Html = None,
     svg: Svg = None,
@@ -95,7 +94,7 @@ def view(
 
 
 def _save(
-    runs: Sequence[Run], notes: Sequence[str], recorded: dict[str, RecordedRun], paths: dict[str, Path | None]
+    runs: Sequence[Run], notes: Sequence[str], recorded: dict[str, ShownRun], paths: dict[str, Path | None]
 ) -> Iterator[str]:
     """Write the files that are asked for; their names."""
     steps = [each.steps for each in recorded.values() if each.steps is not None]
@@ -113,7 +112,7 @@ def _write(runs: Sequence[Run], notes: Sequence[str], columns: int) -> None:
         write(fold(note, columns))
     if notes:
         write("")
-    write(_chart(runs, columns))
+    write(rendered(gantt(runs, columns, ascii_only=not writes(IDLE)), columns))
     for run in runs:
         if run.timeline.measured:
             write(f"\n{run.label}: where the time of each rank went")
@@ -121,7 +120,7 @@ def _write(runs: Sequence[Run], notes: Sequence[str], columns: int) -> None:
 
 
 def _runs(
-    sources: Sequence[str], recorded: dict[str, RecordedRun], sizes: Sizes, times: StageTimes, predicted: bool
+    sources: Sequence[str], recorded: dict[str, ShownRun], sizes: Sizes, times: TimeOptions, predicted: bool
 ) -> list[Run]:
     first = next((each.timeline for each in recorded.values()), None)
     costs = None if first is None else costs_of(first)
@@ -151,20 +150,12 @@ def _priced(schedule: Schedule, costs: Costs) -> Timeline:
     return replace(simulate(schedule, costs), unit="s")
 
 
-def _stated(schedule: Schedule, times: StageTimes, several: bool) -> Costs:
+def _stated(schedule: Schedule, times: TimeOptions, several: bool) -> Costs:
     """The options' costs; of several schedules a rank's, so that one with more stages does not look slower."""
     costs, share = times.read(schedule.stages), schedule.placement.stages_per_rank if several else 1
     own = {name: getattr(costs, name) for name in ("forward", "input", "weight")}
     shared: dict[str, Any] = {name: value / share for name, value in own.items() if isinstance(value, float)}
     return replace(costs, **shared)
-
-
-def _chart(runs: Sequence[Run], columns: int) -> str:
-    colour = paints()
-    console = Console(width=columns, force_terminal=colour, no_color=not colour, highlight=False)
-    with console.capture() as captured:
-        console.print(gantt(runs, columns, ascii_only=not writes(IDLE)))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _document(run: Run) -> dict[str, Any]:

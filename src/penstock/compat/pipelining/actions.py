@@ -168,12 +168,17 @@ def failures_in_grid(name: str, program: Schedule | None) -> Iterator[None]:
         raise
 
 
-def check_order(schedule: Schedule, ranks: int, stages: int) -> None:
-    """Prove that an order runs everything once, for so many ranks and stages, and that it can end."""
+def check_sizes(schedule: Schedule, ranks: int, stages: int) -> None:
+    """Refuse an order for other numbers of ranks and stages."""
     if (schedule.ranks, schedule.stages) != (ranks, stages):
         raise InvalidOrder(
             f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are {stages} on {ranks}"
         )
+
+
+def check_order(schedule: Schedule, ranks: int, stages: int) -> None:
+    """Prove that an order runs everything once, for so many ranks and stages, and that it can end."""
+    check_sizes(schedule, ranks, stages)
     try:
         verify(schedule)
     except ScheduleError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat.pipelining.actions import failures_in_grid, orders_of
+from penstock.compat.pipelining.actions import check_sizes, failures_in_grid, orders_of
 from penstock.compat.pipelining.chunks import CustomFunctions
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, check_specs, one_each
@@ -36,11 +36,9 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         self,
         stages: Sequence[_PipelineStageBase],
         n_microbatches: int,
-        loss_fn: Callable[..., Any] | None = None,
-        args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
+        loss_fn: Callable[..., Any] | None,
+        specs: tuple[Any, Any, Any],  # of positional inputs, of keyword inputs and of outputs
+        scale_grads: bool,
     ) -> None:
         own = list(stages) if isinstance(stages, Sequence) else []
         if not own or not all(isinstance(stage, _PipelineStageBase) for stage in own):
@@ -48,13 +46,12 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         check_count("n_microbatches", n_microbatches)
         if loss_fn is not None and not callable(loss_fn):
             raise UsageError(f"loss_fn={loss_fn!r}: pass a function of (output, target), such as F.mse_loss")
-        check_specs(args_chunk_spec, kwargs_chunk_spec)
+        check_specs(*specs[:2])
         Ordered.__init__(self, own)
         CustomFunctions.__init__(self)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
-        self._args_chunk_spec, self._kwargs_chunk_spec = args_chunk_spec, kwargs_chunk_spec
-        self._output_merge_spec = output_merge_spec
+        self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = specs
         self.scale_grads = scale_grads
         self.options: dict[str, Any] = {}
         self._functions: dict[Op, Callable[..., None]] = {}
@@ -79,7 +76,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         if built and op is not Op.F and not op.is_sharding:
             raise UsageError(f"stages {built} have a dw_builder, which a custom function for {op} would leave out")
         if op.is_sharding and op not in self._functions:
-            self._forget_pipe()  # its order gets such actions
+            self.close()  # its order gets such actions
         self._functions[op] = custom_function
         if self._pipe is not None:
             self._pipe.register(op, custom_handler(self, custom_function))
@@ -93,14 +90,11 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             self._pipe = self._made()
         return self._pipe
 
-    def _forget_pipe(self) -> None:
+    def close(self) -> None:
+        """End what the pipeline holds; the next step would make a new one."""
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-
-    def close(self) -> None:
-        """End what the pipeline holds; the next step would make a new one."""
-        self._forget_pipe()
 
     def _made(self) -> Translated:
         first = self._all_stages[0]
@@ -144,11 +138,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         """Check that each stage of this rank is where the order runs it."""
         schedule = self._schedule()
         mine = sorted(stage.stage_index for stage in self._all_stages)
-        if schedule.stages != self._num_stages or schedule.ranks != self.pp_group_size:
-            raise UsageError(
-                f"the order is for {schedule.stages} stages on {schedule.ranks} ranks, but there are "
-                f"{self._num_stages} on {self.pp_group_size}"
-            )
+        check_sizes(schedule, self.pp_group_size, self._num_stages)
         self._check_ranks(schedule)
         self._tell_stages(dict(enumerate(schedule.placement)))
         due = sorted(schedule.placement.stages_of(self.rank))

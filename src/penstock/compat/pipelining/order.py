@@ -30,8 +30,8 @@ class Ordered:
         self.pipeline_order: dict[int, list[Any]] = {}
         self._with_comms: dict[int, list[Any]] | None = None
 
-    def _forget_pipe(self) -> None:
-        """The order has changed: whatever was made of it is old."""
+    def close(self) -> None:
+        """End what was made of the order."""
         raise NotImplementedError
 
     def _built(self, family: str) -> Schedule:
@@ -103,7 +103,7 @@ class Ordered:
             )
         check_order(schedule, self.pp_group_size, self._num_stages)
         self._check_ranks(schedule)
-        self._forget_pipe()
+        self.close()
         actions = orders_of(schedule)
         if format == "compute_comms":
             self._with_comms = actions

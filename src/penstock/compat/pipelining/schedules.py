@@ -73,7 +73,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         scale_grads: bool = True,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__([stage], n_microbatches, loss_fn, *specs, scale_grads=scale_grads)
+        super().__init__([stage], n_microbatches, loss_fn, specs, scale_grads)
         self._stage = stage
 
 
@@ -110,7 +110,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         stage_index_to_group_rank: dict[int, int] | None = None,
     ) -> None:
         specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads=scale_grads)
+        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads)
         self._given_ranks = stage_index_to_group_rank
         self._use_full_backward = use_full_backward
         self._stages = self._all_stages

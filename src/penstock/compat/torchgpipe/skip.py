@@ -197,15 +197,11 @@ def verify_skippables(module: nn.Sequential) -> None:
             continue
         both = layer.stashable_names & layer.poppable_names
         faults += [f"layer {place!r} declares {name!r} for stash and for pop" for name in sorted(both)]
-        for key in layer.stashable():
-            if key[1] in both:
-                continue
+        for key in map(layer.namespaced, sorted(layer.stashable_names - both)):
             if key in stashed:
                 faults.append(f"layer {place!r} stashes {key[1]!r} again, after layer {stashed[key]!r}; isolate them")
             stashed.setdefault(key, place)
-        for key in layer.poppable():
-            if key[1] in both:
-                continue
+        for key in map(layer.namespaced, sorted(layer.poppable_names - both)):
             if key in popped:
                 faults.append(f"layer {place!r} pops {key[1]!r} again; isolate the pairs")
             elif key not in stashed:

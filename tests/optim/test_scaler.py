@@ -63,6 +63,17 @@ def test_a_scaler_that_could_not_work_is_refused(options: dict[str, float]) -> N
         penstock.GradScaler(pipe, **options)  # type: ignore[arg-type]
 
 
+def test_weights_that_are_float16_themselves_are_refused_unless_they_are_frozen() -> None:
+    """torch said "Attempting to unscale FP16 gradients", after the first step's whole backward."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half().requires_grad_(False))
+    with penstock.Pipeline(model, stages=2, microbatches=1, loss_fn=nn.functional.mse_loss) as pipe:
+        penstock.GradScaler(pipe)
+        model[1].requires_grad_(True)
+        with pytest.raises(UsageError, match=r"1.weight has dtype float16, .*; keep the weights in float32"):
+            penstock.GradScaler(pipe)
+        penstock.GradScaler(pipe, enabled=False)
+
+
 def test_extra_losses_are_scaled_with_the_loss() -> None:
     class Balanced(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:

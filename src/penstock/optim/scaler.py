@@ -61,6 +61,13 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         _check(init_scale, growth_factor, backoff_factor, growth_interval)
+        trained = ((name, each) for name, each in pipe.named_parameters() if each.requires_grad)
+        half = next((name for name, each in trained if each.dtype == torch.float16), None)
+        if enabled and half is not None:
+            raise UsageError(
+                f"{half} has dtype float16, and scaled gradients must be float32 to be unscaled; keep the weights in "
+                f'float32 (model.dtype = "float32" in a configuration): precision="fp16" converts them in each forward'
+            )
         self._pipe = pipe
         device = next(pipe.parameters()).device
         super().__init__(device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

@@ -150,7 +150,7 @@ def test_rows_with_nothing_to_learn_can_be_left_out(tmp_path: Path) -> None:
     data = opened(path, "data.empty=drop")
     assert "1 dropped, having nothing to learn" in data.words
     path.write_text('{"input_ids": [7]}\n')
-    with pytest.raises(UsageError, match="no row has anything to learn"):
+    with pytest.raises(UsageError, match=r"none of the rows that were read \(1\) has anything to learn; name files"):
         opened(path, "data.empty=drop").first()
 
 

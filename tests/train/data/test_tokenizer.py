@@ -117,6 +117,16 @@ def test_text_and_the_built_in_gpt_follow_the_tokenizer(tmp_path: Path) -> None:
     numbers = load_config(None, [f"data.source={rows}", "data.validation=0"])
     with pytest.raises(UsageError, match="hold the token 300; the model knows 256"):
         check_vocabulary(numbers, build_model(numbers)[0], open_data(numbers))
+    rows.write_text('{"text": "abc"}\n')
+    texts = [*settings, f"data.source={rows}", "data.validation=0"]
+    fewer = load_config(None, [*texts, "model.options.vocabulary=20"])
+    most = int(open_data(fewer)._tally.largest)  # type: ignore[attr-defined]
+    assert most + 1 < size
+    enough = load_config(None, [*texts, f"model.options.vocabulary={most + 1}"])
+    check_vocabulary(enough, build_model(enough)[0], open_data(enough))  # a token of the tokenizer that no row has
+    with pytest.raises(UsageError, match=f"hold the token {most}; the model knows 20"):
+        check_vocabulary(fewer, build_model(fewer)[0], open_data(fewer))
+    rows.write_text('{"input_ids": [1, 300]}\n')
     streamed = load_config(None, [f"data.source={rows}", "data.streaming=true"])
     later = open_data(streamed)
     check_vocabulary(streamed, build_model(streamed)[0], later)

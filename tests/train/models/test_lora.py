@@ -13,3 +13,5 @@ def test_a_target_that_no_layer_has_is_answered_with_near_names() -> None:
     words = unmatched_target(load_config(None, ["lora.rank=2", 'lora.targets=["v_proj", "q_prj"]']), model)
     assert words == "'q_prj' is the name of no layer of the model; among its linear layers are q_proj, v_proj"
     assert not unmatched_target(load_config(None, ["lora.rank=2", 'lora.targets=["v_proj"]']), model)
+    words = unmatched_target(load_config(None, ["lora.rank=2"]), model)  # asked where peft has refused
+    assert words.endswith('name some, of "q_proj", "v_proj", or ["all-linear"]')

@@ -31,10 +31,14 @@ def no_configuration(name: str, known: Sequence[str]) -> str:
     if folder.is_dir():
         return f"model.source: the folder {name} has no {CONFIG}; save_pretrained() of a model writes one"
     folders = [str(folder.parent / near) for near in _near_folders(folder)]
-    near = [*folders, *difflib.get_close_matches(name, known, n=NEAR)] or ["llama", "gpt2", "qwen2"]
+    near = list(dict.fromkeys([*folders, *difflib.get_close_matches(name, known, n=NEAR)])) or [
+        "llama",
+        "gpt2",
+        "qwen2",
+    ]
     return (
         f'model.source: there is no folder "{name}" with a {CONFIG}, and transformers has no configuration of that '
-        f"name; near: {', '.join(near)}"
+        f"name; near: {', '.join(near)} (nothing is downloaded: save_pretrained() writes a folder)"
     )
 
 

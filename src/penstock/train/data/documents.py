@@ -70,6 +70,11 @@ class Tally:
         }
         return "; ".join(f"{count:,} {what}" for what, count in said.items() if count)
 
+    def nothing(self, words: str) -> str:
+        """The error about rows of which none is left to train on."""
+        remedy = "set a larger data.sequence, or data.too_long" if self.dropped else "name files with rows to train on"
+        return f"{words}: none of the rows that were read ({self.rows:,}) has anything to learn; {remedy}"
+
 
 @dataclass
 class Encoder:
@@ -77,6 +82,7 @@ class Encoder:
 
     options: Data
     tally: Tally = field(default_factory=Tally)
+    near: str = ""  # a folder that has a tokenizer
     _format: str = ""
 
     def __post_init__(self) -> None:
@@ -92,9 +98,8 @@ class Encoder:
     @property
     def tokenizer(self) -> Tokenizer:
         if not self.options.tokenizer:
-            raise UsageError(
-                f"rows of {self._format} need data.tokenizer, a folder with a tokenizer; rows of input_ids need none"
-            )
+            example = f'data.tokenizer = "{self.near}"' if self.near else "data.tokenizer, a folder with a tokenizer"
+            raise UsageError(f"rows of {self._format} need {example}; rows of input_ids need none")
         return open_tokenizer(self.options.tokenizer, self.options.end)
 
     def encode(self, record: Record) -> list[Document]:
@@ -121,7 +126,12 @@ class Encoder:
         for name, columns in COLUMNS.items():
             if all(self._name(column) in record.values for column in columns):
                 return name
-        remedy = 'data.columns = { text = "..." } says which column is meant'
+        others = [name for name, value in record.values.items() if isinstance(value, str)]
+        remedy = f'data.columns = {{ text = "{others[0] if others else "..."}" }} says which column is meant'
+        if len(others) == 2:
+            remedy = (
+                f'set data.columns = {{ prompt = "{others[0]}", completion = "{others[1]}" }} if they are these two'
+            )
         if "conversations" in record.values:
             remedy = (
                 'write "conversations" of {from, value} as "messages" of {role, content}; where they have role and '

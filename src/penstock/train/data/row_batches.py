@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,12 @@ import torch
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.state.randomness import seed_of
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.documents import Document, Encoder, Tally
 from penstock.train.data.layouts import Layout, Packed, Padded, Row
 from penstock.train.data.records import Position, RowFile, open_rows, read_rows
+from penstock.train.data.tokenizer import has_tokenizer
 
 ORDER, WINDOW = 2, 3  # streams of random numbers
 START: Position = (0, 0)
@@ -128,7 +131,8 @@ class RowBatches:
         if self.limit is not None and self._tally.largest >= self.limit:
             raise UsageError(
                 f"the rows of data.source hold the token {self._tally.largest}; the model knows {self.limit}, 0 to "
-                f"{self.limit - 1}: they do not belong together"
+                f"{self.limit - 1}; take the tokenizer that was saved with the model (data.tokenizer), or a model with "
+                f"random weights of that size"
             )
 
     def validation(self, number: int) -> DataBatch | None:
@@ -171,7 +175,7 @@ class RowBatches:
         if self._made:
             self._number, self._begin = self._number + 1, self._after
         elif self._begin == START:
-            raise UsageError(f"{self.words}: no row has anything to learn")
+            raise UsageError(self._tally.nothing(self.words))
         else:
             self._epoch, self._number, self._begin, self._reader = self._epoch + 1, 0, START, None
         self._made, self._used = None, 0
@@ -206,7 +210,8 @@ class RowBatches:
 def open_row_batches(config: TrainConfig) -> RowBatches:
     """The batches of `data.source`, where that names files of rows."""
     data = config.data
-    encoder, files = Encoder(data), open_rows("data.source", data.source, data.options)
+    encoder = Encoder(data, near=_tokenizer_of_model(config))
+    files = open_rows("data.source", data.source, data.options)
     layout = _layout(config)
     held_back = _read_all(open_rows("data.validation_source", data.validation_source, {}), encoder)
     if data.streaming:
@@ -230,6 +235,12 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
         words=words,
         tally=encoder.tally,
     )
+
+
+def _tokenizer_of_model(config: TrainConfig) -> str:
+    """The folder of the model, if it has a tokenizer."""
+    folder = config.model.source.removeprefix(HUGGINGFACE)
+    return folder if folder != config.model.source and has_tokenizer(Path(folder)) else ""
 
 
 def _layout(config: TrainConfig) -> Layout:
@@ -256,6 +267,6 @@ def _said(
     text = f"{len(documents):,} documents with {tokens:,} tokens of {_names(files)}, {len(validation):,} for validation"
     if isinstance(layout, Packed) and documents:
         text += f"; packed into {rows:,} rows of {data.sequence}, {tokens / (rows * data.sequence):.0%} filled"
-    text += f"; an epoch is {rows / data.batch:,.1f} steps"
+    text += f"; an epoch is {rows / data.batch:,.1f} steps" if rows else ""
     rest = encoder.tally.text(data.sequence)
     return f"{text}; {rest}" if rest else text

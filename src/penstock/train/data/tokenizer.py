@@ -110,6 +110,11 @@ def open_tokenizer(path: str, end: str = "") -> Tokenizer:
     return Tokenizer(path, end)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer's files are in a folder."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def _open_file(path: Path) -> Any:
     try:
         from tokenizers import Tokenizer as Fast  # optional
@@ -124,7 +129,7 @@ def _open_file(path: Path) -> Any:
 def _open_folder(path: Path) -> Any:
     if not path.is_dir():
         raise UsageError(no_tokenizer(str(path)))
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(path):
         raise UsageError(
             f"data.tokenizer: {path} holds no tokenizer (no {', '.join(TOKENIZER_FILES[:2])} or the like); "
             f"tokenizer.save_pretrained() writes one"

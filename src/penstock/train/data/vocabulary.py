@@ -37,18 +37,17 @@ def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
     known = vocabulary_of(model)
     if known is None:
         return
-    if config.data.tokenizer:
+    if isinstance(data, RowBatches):  # what a tokenizer knows besides does not matter
+        data.limit = known  # under streaming, rows that are read later
+        data.check_limit()
+    elif config.data.tokenizer:
         tokens = open_tokenizer(config.data.tokenizer, config.data.end).vocabulary
         if tokens > known:
             name = "vocabulary" if config.model.source == "gpt" else "vocab_size"
             raise UsageError(
-                f"the tokenizer in {config.data.tokenizer} has {tokens} tokens, the model knows {known}; "
-                f"model.options.{name}={tokens} would do for a model with random weights; else they do not belong "
-                f"together"
+                f"the tokenizer in {config.data.tokenizer} has {tokens} tokens, the model knows {known}; take the "
+                f"tokenizer that was saved with the model, or model.options.{name}={tokens} with random weights"
             )
-    if isinstance(data, RowBatches):
-        data.limit = known  # under streaming, rows that are read later
-        data.check_limit()
 
 
 def _check_positions(config: TrainConfig, model: Any, data: Any) -> None:

@@ -57,6 +57,9 @@ def unmatched_target(config: TrainConfig, model: nn.Module) -> str:
     """The error about a target that no layer's name ends in, with near names; empty where each target has a layer."""
     names = [name for name, _ in model.named_modules() if name]
     layers = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
+    if not config.lora.targets:
+        named = ", ".join(f'"{name}"' for name in layers[:SHOWN])
+        return f'peft knows no layers for this model by itself; name some, of {named}, or ["all-linear"]'
     for target in config.lora.targets:
         if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in names):
             near = difflib.get_close_matches(target, layers, SHOWN, 0.4) or layers[:SHOWN]

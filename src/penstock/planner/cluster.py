@@ -54,7 +54,12 @@ class Software:
         most=4,
     )
     fused_attention: bool = key(True, "whether attention is one kernel that keeps no scores")
-    overlapped: bool = key(True, "whether ranks compute while messages between stages are on their way")
+    overlapped: bool = key(
+        True, "whether ranks compute while messages between stages, and gradients between replicas, are on their way"
+    )
+    whole_rounds: bool = key(
+        False, "whether interleaved schedules take multiples of the pipeline's ranks as microbatches only"
+    )
     sharding: bool = key(True, "whether replicas can hold a part of the parameters each")
     sequence_parallel: bool = key(False, "whether what tensor parallelism leaves whole is divided along the sequence")
 

@@ -243,8 +243,9 @@ class Pricing:
     def after(self, own: Sequence[StageCosts], microbatches: int) -> tuple[float, float]:
         """Seconds of the gradients' reduction that nothing hides, and of the optimizer, on a rank with these stages.
 
-        Each stage's gradients leave when its last backward has ended, while other stages still compute. Without a
-        pipeline, Megatron has torch's DDP, which sends them bucket by bucket during the last backward.
+        Each stage's gradients leave when its last backward has ended, while other stages still compute, if the program
+        overlaps. Without a pipeline, Megatron has torch's DDP, which sends them bucket by bucket during the last
+        backward.
         """
         layout, element = self.layout, self._element
         sizes = [each.trained * element.gradient for each in own]
@@ -252,7 +253,8 @@ class Pricing:
         reduce = sum(moved(size, layout, "dp", self.cluster) for size in sizes)
         if layout.sharded:  # the parameters are gathered before the first forward
             reduce += sum(gather(each.numbers * element.weight, layout, "dp", self.cluster) for each in own)
-        hidden = min(layout.pp, microbatches) * sum(each.input + each.weight for each in own[1:])
+        overlaps = self.cluster.software.overlapped
+        hidden = min(layout.pp, microbatches) * sum(each.input + each.weight for each in own[1:]) if overlaps else 0.0
         last = reduce / len(own)
         if self.cluster.software.name == "megatron" and layout.pp == 1 and reduce:
             hidden = sum(each.input + each.weight + each.again for each in own)

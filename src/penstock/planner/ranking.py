@@ -160,6 +160,8 @@ def candidates(layout: MeshLayout, pricing_of: PricingOf, wanted: Wanted) -> Ite
             cuts = pricing.cut(layout.pp * per_rank)
             if cuts is None:
                 continue
+            if per_rank > 1 and share // rows % layout.pp and pricing.cluster.software.whole_rounds:
+                continue
             for name in families_for(layout.pp, per_rank, wanted.schedules):
                 for recompute in wanted.recompute:
                     yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), wanted.states)

@@ -34,8 +34,8 @@ class Wave:
     size: float = 1.0  # of a group, in ranks
     interval: float = 0.5  # between two microbatches of a group; 1 is what a rank has to do for one
     input: float = 0.0  # how much later gradients come first, in steps of a leg
-    last: float = 0.0  # the same for the last leg of the gradients
-    first: float = 0.0  # the same for the first leg of the forwards
+    pace: float = 1.0  # how long the legs of gradients take, as a share of those of forwards
+    first: float = 0.0  # how much later the first forwards of a group come first, in steps of a leg
     patience: float = 0.0  # how long to wait for what should come first, in forwards
     overrun: float = 0.4  # the share of a W by which it may make the next action late
     weight_time: float = 0.3  # the clock, in true W and hops
@@ -114,8 +114,7 @@ def _times(problem: Problem, wave: Wave) -> tuple[list[float], list[float], list
     pair = ranks * work * 2 / legs  # of a leg down and a leg up, for a group
     knots = [leg // 2 * pair + leg % 2 * down for leg in range(2 * legs + 1)]
     forward = [knots[0] + wave.first * pair, *knots[1 : legs + 1]]
-    backward = [knot + wave.input * pair for knot in knots[legs:]]
-    backward[-1] += wave.last * pair
+    backward = [knots[legs] + (knot - knots[legs]) * wave.pace + wave.input * pair for knot in knots[legs:]]
     forward_at = [_between(forward, stage / ranks) for stage in range(stages)]
     input_at = [_between(backward, legs - (stage / ranks)) for stage in range(stages)]
     size = max(1, round(wave.size * ranks))

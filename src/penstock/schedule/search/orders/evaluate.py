@@ -110,7 +110,9 @@ class _Run:
         self.paid = [0] * ranks  # how many of them have had their W
         self.forwards = [len(order) // (2 if self.filling else 3) for order in orders]  # that are still to run
         kept = problem.between if self.filling and problem.objective == "steady" else [0] * ranks
-        self.eager = [units - late for units, late in zip(self.forwards, kept, strict=True)]  # W that may make others late
+        self.eager = [
+            units - late for units, late in zip(self.forwards, kept, strict=True)
+        ]  # W that may make others late
         self.first = [0.0] * ranks
         self.waiting: dict[int, int] = {}
         self.links: dict[int, float] = {}

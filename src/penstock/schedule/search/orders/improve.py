@@ -67,7 +67,7 @@ def _change(
     draw = generator.random()
     if problem.objective == "steady" and gaps and generator.random() < 0.5:
         of_first = [gap for gap in gaps if gap[0] == problem.placement.by_stage[0]]  # it begins first and ends last
-        return _sooner(problem, orders, generator.choice(of_first or gaps), generator)
+        return _sooner(problem, orders, generator.choice(of_first if of_first and draw < 0.5 else gaps), generator)
     if draw < 0.5 and gaps:
         rank, place = gaps[generator.randrange(len(gaps))]
     else:
@@ -87,7 +87,7 @@ def _change(
 def _sooner(
     problem: Problem, orders: list[list[int]], gap: tuple[int, int], generator: random.Random
 ) -> tuple[int, list[int] | None]:
-    """Let something that an idle rank waits for, a few actions back on that microbatch's way, run earlier on its rank."""
+    """Let something that an idle rank waits for, some actions back on that microbatch's way, run earlier there."""
     rank, place = gap
     x, count, size = orders[rank][place], problem.microbatches, problem.size
     for _ in range(1 + int(generator.expovariate(0.3))):

@@ -40,8 +40,8 @@ RHYTHMS = (
 )
 WAVES = (
     Wave(),
-    Wave(input=-0.06, patience=0.25, overrun=0.2, weight_time=0.17),
-    Wave(input=-0.12, patience=0.25, overrun=0.4, weight_time=0.17),
+    Wave(input=-0.06, patience=0.25, overrun=0.17, weight_time=0.165),
+    Wave(input=-0.06, pace=0.7, overrun=0.1, weight_time=0.17),
     Wave(interval=0.43, input=-0.1, pace=0.8, weight_time=0.1),
 )
 PATIENCES = (1.0, 0.0)

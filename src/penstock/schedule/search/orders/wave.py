@@ -1,20 +1,21 @@
-"""Orders on a V for steps that overlap: groups of microbatches that fill all memory, so that no rank waits at a boundary.
+"""Orders on a V for steps that overlap: groups of microbatches that fill all memory, so that ranks idle little.
 
-Where steps overlap, a rank's own gap is what costs: from its last I of a step to its first F of the next one it has
-nothing but W to run, and from its first F to its first I nothing but F. Memory says how many of each there can be. So at
-both ends memory should be full, of F that wait for their I, and later of W, and in the middle no rank should wait.
+Where steps overlap, a rank idles at the boundary of two steps: from its last I to its first F of the next step it
+can run nothing but W, and from its first F to its first I nothing but F. Memory says how many of each there can be. So
+at both ends memory should be full, of F that wait for their I and of I that wait for their W; and no rank should wait
+in the middle.
 
-With v legs (down the V, up, down, ...) microbatches go in groups, as many as there are ranks. A slot is what a rank has
-to do for one stage of one microbatch. Leg j of a group's forwards runs in the same slots as leg v - j of the gradients of
-the group before it, which move in the same direction; on each rank a slot of what moves down is followed by one of what
-moves up. A leg down takes as long as one microbatch needs to pass it, and a leg up lasts until the whole group has
-passed both, p v slots for p ranks and two legs, so that the legs that turn on a rank take turns there:
+With v legs (down the V, up, down, ...) microbatches go in groups of as many as there are ranks. A slot is what a rank
+has to do for one stage of one microbatch. Leg j of a group's forwards shares its slots with leg j of the gradients of
+the group before it, which moves in the same direction, and on each rank a slot of what moves down is followed by one of
+what moves up. A leg down takes as long as one microbatch needs to pass it. A leg up is done when the group has passed
+both, so that the two legs that meet in a turn alternate on its rank. With four legs A, B, C, D:
 
     first rank   A0 . A1 . A2 . A3 .      B0 C0 B1 C1 B2 C2 B3 C3      D0 A0' D1 A1' ...
     last rank      A0 B0 A1 B1 A2 B2 A3 B3      C0 D0 C1 D1 C2 D2 C3 D3      A0' B0' ...
 
-As in `rhythm`, this is what should come first of what is there, not when it runs: in the fill, a rank takes the forwards
-of the next group as long as memory allows, and its W are filled in afterwards.
+As in `rhythm`, this is what should come first of what is there, not when it runs: in the fill, a rank takes the
+forwards of the next group for as long as memory allows. W are filled in afterwards (`evaluate`).
 """
 
 from __future__ import annotations

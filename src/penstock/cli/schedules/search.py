@@ -53,7 +53,12 @@ Effort = Annotated[
     int | None,
     typer.Option(metavar="N", help="How many orders to price, in place of --seconds: the same answer everywhere."),
 ]
-Objective = Annotated[str, typer.Option(metavar="makespan|span", help="span: the longest time of one rank.")]
+Objective = Annotated[
+    str,
+    typer.Option(
+        metavar="makespan|steady|span", help="steady: time per step where steps overlap; span: the longest of one rank."
+    ),
+]
 Seed = Annotated[int, typer.Option(metavar="N", help="Where the random numbers start.")]
 Save = Annotated[str | None, typer.Option(metavar="FILE", help="Write the schedule to a .csv or .json file.")]
 Draw = Annotated[bool, typer.Option("--draw", help="Draw the schedule.")]
@@ -115,7 +120,7 @@ def search(
     caps = None if memory is None else amounts("--memory", memory)
     if curve:
         refuse_with_curve(
-            {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective == "span"}
+            {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective != "makespan"}
         )
         given_caps = (caps,) if isinstance(caps, float) else caps
         with _Bar((limit if effort is None else effort) * len(given_caps or SHARES)) as bar:
@@ -186,6 +191,7 @@ def _sentences(found: Found) -> list[str]:
         f"{found.objective:<12}{number(found.value)}",
         f"lower bound {number(found.lower_bound)}: {proof}",
         f"idle share  {percent(timeline.bubble)}",
+        f"steady      {number(found.steady.period)} per step, idle {percent(found.steady.idle)}, where steps overlap",
         f"peak memory {number(max(timeline.peak_memory))}",
         "",
         "stages per rank  placement  recompute      best     bound    orders",
@@ -214,6 +220,8 @@ def _document(found: Found) -> dict[str, Any]:
         "lower_bound": found.lower_bound,
         "gap": found.gap,
         "idle_share": timeline.bubble,
+        "steady_period": found.steady.period,
+        "steady_idle_share": found.steady.idle,
         "peak_memory": list(timeline.peak_memory),
         "seconds": found.seconds,
         "tried": tried,

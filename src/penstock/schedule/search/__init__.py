@@ -8,6 +8,7 @@ space      the placements, and the stages that recompute, to search over
 search     all placements, within a time
 curve      the search at one memory cap after the other
 tuned      one family's order for given costs
+steady_bound  the least period of steps that overlap
 unsplit    families with full backwards, where halves cost memory
 uneven/    layers, ranks, links and microbatches that differ
 """

@@ -10,6 +10,7 @@ from penstock.schedule.search.problem import ROUNDING
 from penstock.schedule.search.request import PLACEMENTS
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import simulate
+from penstock.schedule.timing.steady import SteadyState, steady_state
 from penstock.schedule.timing.timeline import Timeline
 
 __all__ = ["Found", "Tried"]
@@ -49,7 +50,7 @@ class Found:
     schedule: Schedule
     costs: Costs  # of one stage, as `simulate` takes them
     objective: str
-    value: float  # the makespan, or the longest span
+    value: float  # the makespan, the period, or the longest span
     lower_bound: float  # of all that was allowed: every number of stages per rank, every placement
     tried: tuple[Tried, ...]
     seconds: float
@@ -80,6 +81,11 @@ class Found:
     def timeline(self) -> Timeline:
         """The schedule priced with its costs."""
         return simulate(self.schedule, self.costs)
+
+    @cached_property
+    def steady(self) -> SteadyState:
+        """What each of many steps costs if ranks do not wait for each other between them."""
+        return steady_state(self.schedule, self.costs)
 
     @property
     def makespan(self) -> float:

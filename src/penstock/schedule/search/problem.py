@@ -143,6 +143,27 @@ class Problem:
         """Time on the link, delay after that, and the link, of what each action makes."""
         return self._links[1]
 
+    @cached_property
+    def between(self) -> list[int]:
+        """How many W each rank can run between two steps that overlap, before its next forward is there.
+
+        Its last I is of its first stage. From there the gradient goes to the first stage, and the first forward of the
+        next step comes from there.
+        """
+        count, size, stages = self.microbatches, self.size, range(self.stages)
+        ways = [
+            sum(self._times[place] + sum(self.wires[place * count][:2]) for place in (stage, self.stages + stage))
+            for stage in stages
+        ]
+        hops_back = [sum(self.wires[size + stage * count][:2]) for stage in stages]
+        found = []
+        for rank in range(self.ranks):
+            owned = self.placement.stages_of(rank)
+            first, weight = owned[0], sum(self._times[2 * self.stages + stage] for stage in owned) / len(owned)
+            way = sum(ways[:first]) + hops_back[first]
+            found.append(round(way / weight) if weight else 0)
+        return found
+
     def _spread(self, by_place: Sequence[float]) -> list[float]:
         return [each for value in by_place for each in repeat(value, self.microbatches)]
 

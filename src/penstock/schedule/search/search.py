@@ -19,6 +19,7 @@ import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from penstock.errors import UsageError
 from penstock.schedule.schedule import Schedule
@@ -77,7 +78,8 @@ def search_even(request: Request, budget: Budget, start: Schedule | None = None)
     if unsplit is not None and unsplit.value < hunt.value * (1 - ROUNDING):
         return _found(unsplit, request.objective, tried, budget.seconds)
     bound = shared.bound if unsplit is None else min(shared.bound, unsplit.bound)
-    return Found(schedule, hunt.problem.costs, request.objective, hunt.value, bound, tried, budget.seconds)
+    found = Found(schedule, hunt.problem.costs, request.objective, hunt.value, bound, tried, budget.seconds)
+    return replace(found, value=found.steady.period) if request.objective == "steady" else found
 
 
 def _found(best: Unsplit, objective: str, tried: tuple[Tried, ...], seconds: float) -> Found:

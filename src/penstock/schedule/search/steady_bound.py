@@ -3,16 +3,19 @@
 Two times of a rank are fixed by how long one microbatch takes on its way, whatever the order is:
 
 boundary   From the rank's last F to its first F of the next step. The last F is of its last stage; that microbatch
-           then goes to the last stage and all the way back, the first rank runs its W and begins the next step, and the
-           first microbatch of that comes to the rank's first stage. All that the rank can run meanwhile are the I and W
-           of what it holds.
+           then goes to the last stage of all and all the way back, the first rank runs its W and begins the next
+           step, and the first microbatch of that comes to the rank's first stage. All that the rank can run
+           meanwhile are the I and W of what it holds.
 
-fill       From its first F to its first I: the way from its first stage to the last one, and back to its own last stage.
-           All that it can run meanwhile are F, as many as it can hold.
+fill       From its first F to its first I: the way from its first stage to the last one of all, and back to its own
+           last stage. All that it can run meanwhile are F, as many as it can hold.
 
-If a rank can hold less than what would fill these times, it idles for the rest, in every step. With p equal ranks on a V
-of an even number v of legs, whole-rank times F, I, W, hops c and memory for p microbatches, the last rank thereby idles for
-(p - 1)(F + I) / v + W / v + 2 (v + 1)(p - 1) c - p W at least, if both times are longer than what it can run.
+If a rank can hold less than what would fill these times, it idles for the rest, in every step. With p equal ranks on
+a V of an even number v of legs, whole-rank times F, I, W, hops c and memory for p microbatches, the last rank idles for
+
+    (p - 1) (F + I) / v + W / v + 2 (v + 1) (p - 1) c - p W
+
+in both together, where both are longer than what it can run. More legs make the first term smaller and the hops more.
 """
 
 from __future__ import annotations

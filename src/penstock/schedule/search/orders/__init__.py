@@ -4,7 +4,8 @@ evaluate   what an order costs, with its weight gradients filled in
 dispatch   orders made by rules
 grouped    orders on a loop that go by groups of microbatches
 laps       changes to the order of a loop that all ranks make alike
-rhythm     orders on a V that keep to a rhythm; both run on the clock of `clocked`
-recipes    rules, groupings and rhythms as values to begin with, draw and change
+rhythm     orders on a V that keep to a rhythm
+wave       orders on a V for steps that overlap; these three run on the clock of `clocked`
+recipes    rules, groupings, rhythms and waves as values to begin with, draw and change
 improve    small changes to an order
 """

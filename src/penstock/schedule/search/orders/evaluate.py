@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import sub
 from typing import NamedTuple
 
 from penstock.schedule.search.problem import Orders, Problem
@@ -81,12 +82,14 @@ def _finished(problem: Problem, orders: Orders, overrun: Overrun | None, logging
         run = _Run(problem, orders, overrun, logging, begin)
         if not run.finish():
             return None
-        taken = [end - first for end, first in zip(run.ends, begin, strict=True)]
         best = run if best is None or run.score() < best.score() else best
-        if max(taken) - min(taken) <= EPSILON * max(taken):
+        ends = run.ends
+        longest = max(range(len(orders)), key=lambda rank: ends[rank] - run.first[rank])
+        if not any(begin) and not run.first[longest]:
+            break  # no other rank was ever busy with the step before, so this one cannot take less
+        if max(taken := [*map(sub, ends, begin)]) - min(taken) <= EPSILON * max(taken):
             break  # from here on, every step is like this one
-        first = min(run.ends)
-        begin = [end - first for end in run.ends]
+        begin = [end - min(ends) for end in ends]
     return best
 
 
@@ -106,6 +109,10 @@ class _Run:
         self.owed: list[list[int]] = [[] for _ in orders]  # every I so far
         self.paid = [0] * ranks  # how many of them have had their W
         self.forwards = [len(order) // (2 if self.filling else 3) for order in orders]  # that are still to run
+        kept = problem.between if self.filling and problem.objective == "steady" else [0] * ranks
+        self.eager = [
+            units - late for units, late in zip(self.forwards, kept, strict=True)
+        ]  # W that may make others late
         self.first = [0.0] * ranks
         self.waiting: dict[int, int] = {}
         self.links: dict[int, float] = {}
@@ -133,7 +140,7 @@ class _Run:
             self.held[rank],
         )
         filling, logging, log, paid = self.filling, self.logging, self.logs[rank], self.paid[rank]
-        forwards = self.forwards[rank]
+        forwards, eager = self.forwards[rank], self.eager[rank]
         if not forwards and order[self.places[rank] - 1] >= size:
             keep = self.keep_in_drain
         for place in range(self.places[rank], len(order)):
@@ -146,13 +153,14 @@ class _Run:
             need = room[x]
             while paid < len(owed):
                 weight = owed[paid] + size
-                if arrival - clock >= keep * time[weight] - EPSILON or held + need > cap:
+                share = keep if paid < eager else 1.0
+                if arrival - clock >= share * time[weight] - EPSILON or held + need > cap:
                     clock += time[weight]
                     held += takes[weight]
                     paid += 1
                     if logging:
                         log.append(weight)
-                    if keep < 0.0:
+                    if share < 0.0:
                         break
                 else:
                     break

@@ -65,6 +65,9 @@ def _change(
 ) -> tuple[int, list[int] | None]:
     """A rank, and its row after one change; None where the change drawn is not allowed."""
     draw = generator.random()
+    if problem.objective == "steady" and gaps and generator.random() < 0.5:
+        of_first = [gap for gap in gaps if gap[0] == problem.placement.by_stage[0]]  # it begins first and ends last
+        return _sooner(problem, orders, generator.choice(of_first if of_first and draw < 0.5 else gaps), generator)
     if draw < 0.5 and gaps:
         rank, place = gaps[generator.randrange(len(gaps))]
     else:
@@ -79,6 +82,22 @@ def _change(
     if generator.random() < 0.5:
         return rank, _earlier(problem, row, place, far)
     return rank, _later(problem, row, place, far)
+
+
+def _sooner(
+    problem: Problem, orders: list[list[int]], gap: tuple[int, int], generator: random.Random
+) -> tuple[int, list[int] | None]:
+    """Let something that an idle rank waits for, some actions back on that microbatch's way, run earlier there."""
+    rank, place = gap
+    x, count, size = orders[rank][place], problem.microbatches, problem.size
+    for _ in range(1 + int(generator.expovariate(0.3))):
+        if x < count:  # the first of its microbatch
+            break
+        x = x - count if x < size else x - size if x >= 2 * size - count else x + count
+    rank = problem.placement.by_stage[x % size // count]
+    far = orders[rank].index(x)
+    place = far - 1 - int(generator.random() ** 2 * REACH)
+    return rank, _earlier(problem, orders[rank], place, far) if place >= 0 else None
 
 
 def _earlier(problem: Problem, row: list[int], place: int, far: int) -> list[int] | None:

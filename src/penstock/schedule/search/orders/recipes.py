@@ -40,9 +40,9 @@ RHYTHMS = (
 )
 WAVES = (
     Wave(),
-    Wave(patience=0.3, overrun=0.2, weight_time=0.2),
-    Wave(interval=0.43, input=-0.1, last=-0.3, weight_time=0.1),
-    Wave(interval=0.4, overrun=0.6, hop_time=1.0),
+    Wave(input=-0.06, patience=0.25, overrun=0.17, weight_time=0.165),
+    Wave(input=-0.06, pace=0.7, overrun=0.1, weight_time=0.17),
+    Wave(interval=0.43, input=-0.1, pace=0.8, weight_time=0.1),
 )
 PATIENCES = (1.0, 0.0)
 SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
@@ -168,7 +168,7 @@ def _wave(_: Problem, generator: random.Random) -> dict[str, Any]:
         "size": generator.choice((1.0, 1.0, 1.0, generator.uniform(0.4, 2.0))),
         "interval": generator.choice((0.5, generator.uniform(0.3, 0.6), generator.random())),
         "input": generator.choice((0.0, generator.gauss(0.0, 0.2))),
-        "last": generator.choice((0.0, generator.gauss(0.0, 0.3))),
+        "pace": generator.choice((1.0, generator.uniform(0.6, 1.1))),
         "first": generator.choice((0.0, generator.gauss(0.0, 0.1))),
         "patience": generator.choice((0.0, 0.0, generator.random())),
         "overrun": generator.random(),

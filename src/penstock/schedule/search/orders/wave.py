@@ -1,20 +1,21 @@
-"""Orders on a V for steps that overlap: groups of microbatches that fill all memory, so that no rank waits at a boundary.
+"""Orders on a V for steps that overlap: groups of microbatches that fill all memory, so that ranks idle little.
 
-Where steps overlap, a rank's own gap is what costs: from its last I of a step to its first F of the next one it has
-nothing but W to run, and from its first F to its first I nothing but F. Memory says how many of each there can be. So at
-both ends memory should be full, of F that wait for their I, and later of W, and in the middle no rank should wait.
+Where steps overlap, a rank idles at the boundary of two steps: from its last I to its first F of the next step it
+can run nothing but W, and from its first F to its first I nothing but F. Memory says how many of each there can be. So
+at both ends memory should be full, of F that wait for their I and of I that wait for their W; and no rank should wait
+in the middle.
 
-With v legs (down the V, up, down, ...) microbatches go in groups, as many as there are ranks. A slot is what a rank has
-to do for one stage of one microbatch. Leg j of a group's forwards runs in the same slots as leg v - j of the gradients of
-the group before it, which move in the same direction; on each rank a slot of what moves down is followed by one of what
-moves up. A leg down takes as long as one microbatch needs to pass it, and a leg up lasts until the whole group has
-passed both, p v slots for p ranks and two legs, so that the legs that turn on a rank take turns there:
+With v legs (down the V, up, down, ...) microbatches go in groups of as many as there are ranks. A slot is what a rank
+has to do for one stage of one microbatch. Leg j of a group's forwards shares its slots with leg j of the gradients of
+the group before it, which moves in the same direction, and on each rank a slot of what moves down is followed by one of
+what moves up. A leg down takes as long as one microbatch needs to pass it. A leg up is done when the group has passed
+both, so that the two legs that meet in a turn alternate on its rank. With four legs A, B, C, D:
 
     first rank   A0 . A1 . A2 . A3 .      B0 C0 B1 C1 B2 C2 B3 C3      D0 A0' D1 A1' ...
     last rank      A0 B0 A1 B1 A2 B2 A3 B3      C0 D0 C1 D1 C2 D2 C3 D3      A0' B0' ...
 
-As in `rhythm`, this is what should come first of what is there, not when it runs: in the fill, a rank takes the forwards
-of the next group as long as memory allows, and its W are filled in afterwards.
+As in `rhythm`, this is what should come first of what is there, not when it runs: in the fill, a rank takes the
+forwards of the next group for as long as memory allows. W are filled in afterwards (`evaluate`).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Wave:
     size: float = 1.0  # of a group, in ranks
     interval: float = 0.5  # between two microbatches of a group; 1 is what a rank has to do for one
     input: float = 0.0  # how much later gradients come first, in steps of a leg
-    last: float = 0.0  # the same for the last leg of the gradients
-    first: float = 0.0  # the same for the first leg of the forwards
+    pace: float = 1.0  # how long the legs of gradients take, as a share of those of forwards
+    first: float = 0.0  # how much later the first forwards of a group come first, in steps of a leg
     patience: float = 0.0  # how long to wait for what should come first, in forwards
     overrun: float = 0.4  # the share of a W by which it may make the next action late
     weight_time: float = 0.3  # the clock, in true W and hops
@@ -114,8 +115,7 @@ def _times(problem: Problem, wave: Wave) -> tuple[list[float], list[float], list
     pair = ranks * work * 2 / legs  # of a leg down and a leg up, for a group
     knots = [leg // 2 * pair + leg % 2 * down for leg in range(2 * legs + 1)]
     forward = [knots[0] + wave.first * pair, *knots[1 : legs + 1]]
-    backward = [knot + wave.input * pair for knot in knots[legs:]]
-    backward[-1] += wave.last * pair
+    backward = [knots[legs] + (knot - knots[legs]) * wave.pace + wave.input * pair for knot in knots[legs:]]
     forward_at = [_between(forward, stage / ranks) for stage in range(stages)]
     input_at = [_between(backward, legs - (stage / ranks)) for stage in range(stages)]
     size = max(1, round(wave.size * ranks))

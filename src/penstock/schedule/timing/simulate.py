@@ -27,7 +27,7 @@ from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
-from penstock.schedule.timing.costs import Costs, memory_by_op
+from penstock.schedule.timing.costs import Costs, given_costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
@@ -57,9 +57,7 @@ def simulate(
     import numpy as np
 
     expect_schedule(schedule, "simulate")
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
-    costs = costs or Costs()
+    costs = given_costs(costs)
     _check(schedule, costs, jitter, seed, update)
     schedule = repeated(schedule, steps)
     if costs.sizes is not None:

@@ -127,6 +127,15 @@ def test_a_search_takes_sizes_too_and_never_beats_the_bound() -> None:
             assert lower_bound(built.placement, 8, each) <= simulate(built, each).makespan * (1 + 1e-9)
 
 
+def test_where_memory_is_short_for_the_largest_microbatch_stages_recompute() -> None:
+    costs = Costs(sizes=[1, 2, 3, 9], kept=0.1)
+    found = search_report(2, 4, costs, memory=4, recompute=True, seconds=0)
+    verify(lower(found.schedule))
+    assert found.schedule.recompute == frozenset(found.chosen.recompute) != frozenset()
+    assert max(found.timeline.peak_memory) <= 4 * (1 + 1e-9)
+    assert found.lower_bound <= found.value == pytest.approx(found.makespan)
+
+
 def test_an_aligned_schedule_stays_in_its_order() -> None:
     found = order_microbatches(build("zb-v", 4, 8), drawn(1, 8))
     assert align(found) == found

@@ -24,7 +24,7 @@ from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.layers import listed
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.timing.simulate import simulate
 
 __all__ = ["order_microbatches"]
@@ -49,11 +49,9 @@ def order_microbatches(
     expect_schedule(schedule, "order_microbatches")
     if schedule.passes:
         raise UsageError("order_microbatches takes a schedule without transfers: pass schedule.compute()")
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     if memory is not None and not (is_float(memory) and memory > 0):
         raise UsageError(f"memory must be one number above 0, got {memory!r}; leave it out for that of the schedule")
-    priced = replace(costs or Costs(), sizes=listed("sizes", sizes, "numbers, one per microbatch"))
+    priced = replace(given_costs(costs), sizes=listed("sizes", sizes, "numbers, one per microbatch"))
     scale = priced.scale(schedule.microbatches)
     before = simulate(schedule, priced)
     peak = max(before.peak_memory)

@@ -139,6 +139,16 @@ class _Times:
         taken = (self.ends - self.starts) * computes
         self.busy = tuple(sum(taken[first:last].tolist()) for first, last in pairwise(columns.starts.tolist()))
 
+    def step_ends(self, steps: int) -> list[list[float]]:
+        import numpy as np
+
+        found = []
+        for first, last in pairwise(self.columns.starts.tolist()):
+            ends = self.ends[first:last][self.columns.op[first:last] <= Op.W]
+            if len(ends):
+                found.append(ends[np.arange(1, steps + 1) * len(ends) // steps - 1].tolist())
+        return found
+
     def spans(self) -> tuple[Span, ...]:
         import numpy as np
 

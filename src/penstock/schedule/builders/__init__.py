@@ -281,14 +281,8 @@ def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
     """The lowered inference program for the same stages on the same ranks, breadth first."""
-    order = [
-        [
-            trusted(stage, Op.F, microbatch)
-            for stage in schedule.placement.stages_of(rank)
-            for microbatch in range(microbatches)
-        ]
-        for rank in range(schedule.ranks)
-    ]
+    owned = [schedule.placement.stages_of(rank) for rank in range(schedule.ranks)]
+    order = [one_f_one_b.in_rounds(stages, Op.F, [microbatches]) for stages in owned]
     return lower(
         Schedule(
             order,

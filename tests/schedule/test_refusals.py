@@ -127,6 +127,7 @@ def test_an_op_may_be_given_by_its_name() -> None:
             lambda: simulate(build("1f1b", 2, 2), Costs(overlap={(0, 99): 1})),
             r"\(0, 99\), but there are 2 stages, 0 to 1",
         ),
+        (lambda: lower_bound(Placement.loop(2), 2, cast(Any, 3)), "costs must be a Costs, such as"),
         (lambda: lower_bound(Placement.loop(2), 2, Costs(overlap={(0, 99): 1})), "there are 2 stages, 0 to 1"),
         (lambda: lower_bound(Placement.loop(2), 2, recompute=[99]), "recompute names stage 99; the stages are 0 to 1"),
     ],

@@ -14,8 +14,10 @@ it does not understand is an error, never a shorter action.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any, NamedTuple, NoReturn, Self
+from itertools import repeat
+from typing import Any, NamedTuple, NoReturn, Self, cast
 
 from penstock.errors import Fault, NotationError
 
@@ -221,6 +223,12 @@ def _restore(text: str) -> Action:
 def trusted(stage: int, op: Op, microbatch: int | None = None, peer: int | None = None) -> Action:
     """An Action from numbers that are known to be right: builders and passes make millions."""
     return tuple.__new__(Action, (stage, op, microbatch, peer, None))
+
+
+def in_order(stage: int, op: Op, microbatches: Iterable[int]) -> list[Action]:
+    """An op of one stage for several microbatches, as `trusted` makes each."""
+    fields = zip(repeat(stage), repeat(op), microbatches, repeat(None), repeat(None), strict=False)
+    return [*map(cast("Any", tuple.__new__), repeat(Action), fields)]
 
 
 def parse(text: str, row: int | None = None, column: int | None = None) -> Action:

@@ -220,7 +220,7 @@ def _columns_of_row(row: Sequence[Action | None]) -> tuple[Array, ...]:
         position = np.repeat(position, [1 if both is None else 2 for both in pair])
         parts = chain.from_iterable(action.parts() for action in actions)
         stage, op, microbatch, peer, _ = zip(*parts, strict=True)
-    return position, _numbers(stage), np.array(op, dtype=np.int8), _numbers(microbatch), _numbers(peer)
+    return position, _numbers(stage), np.frombuffer(bytes(op), dtype=np.int8), _numbers(microbatch), _numbers(peer)
 
 
 def _numbers(values: tuple[int | None, ...]) -> Array:

@@ -75,4 +75,4 @@ def test_costs_by_stage_and_memory_by_rank() -> None:
     assert document["peak_memory"][0] <= 4 < document["peak_memory"][1] <= 6
     refused = run("-r", 2, "-m", 6, "--forward", "1,2,2", "--seconds", 0)
     assert refused.exit_code == 2
-    assert "the costs are for 3 stages" in refused.stderr
+    assert "forward is for 3 stages" in refused.stderr

@@ -178,3 +178,5 @@ def test_the_curve_has_caps_of_its_own_and_refuses_what_it_cannot_use() -> None:
         search_curve(4, 4, memory=[0])
     with pytest.raises(UsageError, match=r"largest cap is 0.5, .* one microbatch alone holds 1"):
         search_curve(4, 4, memory=[0.2, 0.5])
+    with pytest.raises(UsageError, match="activation is 0, so no cap makes a difference"):
+        search_curve(4, 4, Costs(activation=0))

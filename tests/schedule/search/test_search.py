@@ -121,7 +121,7 @@ def test_costs_by_stage_say_how_many_stages_there_are() -> None:
     found = search_report(2, 5, costs, memory=4, effort=500)
     assert {tried.stages_per_rank for tried in found.tried} == {2}
     assert found.costs == costs
-    with pytest.raises(UsageError, match="costs are for 4 stages, but 3 ranks"):
+    with pytest.raises(UsageError, match="forward is for 4 stages and .*, but 3 ranks"):
         search(3, 5, costs)
 
 
@@ -161,6 +161,12 @@ def test_the_span_can_be_the_objective() -> None:
         ({"memory": -1}, "memory must be a number above 0"),
         ({"memory": ["4", "4", "4"]}, "memory must be a number above 0, got '4'"),
         ({"memory": True}, "memory must be a number above 0, got True"),
+        ({"memory": "8GiB"}, "memory must be a number above 0, got '8GiB'"),
+        ({"memory": {0: 4, 1: 4, 2: 4}}, "memory must be a number above 0, got {0: 4"),
+        ({"speeds": []}, "speeds is about layers"),
+        ({"layers": [1, float("nan"), 1]}, "layer 1 is nan"),
+        ({"links": [1, 2, 3]}, "one row of numbers per rank"),
+        ({"costs": Costs(sizes=[1, 2, 3, 9]), "memory": 4}, "a rank lacks at least 5; give more, recompute=True"),
         ({"costs": {"forward": 1}}, "costs must be a Costs"),
         ({"costs": Costs(1e308, 1e308, 1e308)}, "too large to be added up"),
         ({"recompute": "yes"}, "recompute is True or False"),
@@ -387,5 +393,5 @@ def test_bytes_by_edge_fix_the_number_of_stages() -> None:
     sizes = {(stage, stage + 1): 0.1 for stage in range(7)}
     found = search(4, 8, Costs(bandwidth=1.0, bytes=sizes), seconds=0)
     assert found.stages == 8
-    with pytest.raises(UsageError, match="the costs are for 8 stages, but 3 ranks"):
+    with pytest.raises(UsageError, match="bytes is for 8 stages, but 3 ranks"):
         search(3, 8, Costs(bandwidth=1.0, bytes=sizes), seconds=0)

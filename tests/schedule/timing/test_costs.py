@@ -46,6 +46,8 @@ def test_a_message_takes_its_hop_or_latency_and_bytes_over_bandwidth() -> None:
         ({"bandwidth": 0, "bytes": 1}, "bandwidth must be above 0, got 0"),
         ({"bandwidth": 1, "bytes": -1}, "bytes must be 0 or more"),
         ({"bandwidth": 1, "bytes": {(0, 1): -1}}, "bytes must be 0 or more"),
+        ({"bandwidth": 1, "bytes": {"a": 1}}, "bytes names edges .* got 'a'"),
+        ({"overlap": {(0, "b"): 0.5}}, r"overlap names pairs .* got \(0, 'b'\)"),
         ({"bytes": 5}, "give bandwidth, or hop instead"),
         ({"hop": 1, "latency": 1}, "either hop, or latency and bandwidth"),
         ({"hop": 1, "bandwidth": 1}, "either hop, or latency and bandwidth"),

@@ -21,7 +21,7 @@ from penstock.schedule.lowering.align import align
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.topology import Topology
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
@@ -200,8 +200,7 @@ def build(
     """
     if overlap_b_f and (is_auto(name) or family(name).name != "interleaved-1f1b"):
         raise UsageError(f"overlap_b_f=True makes pairs in interleaved-1f1b, not in {name}; leave it out")
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
+    given_costs(costs)
     if is_auto(name):
         return _searched(ranks, microbatches, stages_per_rank, skips, costs)
     entry = family(name)
@@ -282,14 +281,8 @@ def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
     """The lowered inference program for the same stages on the same ranks, breadth first."""
-    order = [
-        [
-            trusted(stage, Op.F, microbatch)
-            for stage in schedule.placement.stages_of(rank)
-            for microbatch in range(microbatches)
-        ]
-        for rank in range(schedule.ranks)
-    ]
+    owned = [schedule.placement.stages_of(rank) for rank in range(schedule.ranks)]
+    order = [one_f_one_b.in_rounds(stages, Op.F, [microbatches]) for stages in owned]
     return lower(
         Schedule(
             order,

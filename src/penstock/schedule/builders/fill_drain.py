@@ -6,7 +6,8 @@ backward starts.
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.action import Action, Op, in_order, trusted
+from penstock.schedule.builders.one_f_one_b import in_rounds
 
 __all__ = ["forward_only", "gpipe", "looped_bfs"]
 
@@ -14,7 +15,7 @@ __all__ = ["forward_only", "gpipe", "looped_bfs"]
 def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
     """Fill, then drain: all forwards, then all backwards, microbatches in order."""
     return [
-        [trusted(rank, op, microbatch) for op in (Op.F, Op.B) for microbatch in range(microbatches)]
+        [*in_order(rank, Op.F, range(microbatches)), *in_order(rank, Op.B, range(microbatches))]
         for rank in range(ranks)
     ]
 
@@ -27,11 +28,5 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> list[list
 
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
     """Inference: all microbatches through each stage, breadth first."""
-    return [
-        [
-            trusted(stage, Op.F, microbatch)
-            for stage in range(rank, ranks * stages_per_rank, ranks)
-            for microbatch in range(microbatches)
-        ]
-        for rank in range(ranks)
-    ]
+    owned = [range(rank, ranks * stages_per_rank, ranks) for rank in range(ranks)]
+    return [in_rounds(stages, Op.F, [microbatches]) for stages in owned]

@@ -15,19 +15,18 @@ first of them, so a round is never shorter than the pipeline unless the batch it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.action import Action, Op, in_order
 
-__all__ = ["interleaved_1f1b", "interleaved_order", "one_f_one_b", "rounds"]
+__all__ = ["alternate", "in_rounds", "interleaved_1f1b", "one_f_one_b", "overlap_b_f", "rounds"]
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
     """Warm-up of `ranks - rank` forwards at most, then one backward, one forward."""
     rows = []
     for rank in range(ranks):
-        forwards = [trusted(rank, Op.F, microbatch) for microbatch in range(microbatches)]
-        backwards = [trusted(rank, Op.B, microbatch) for microbatch in range(microbatches)]
+        forwards, backwards = (in_order(rank, op, range(microbatches)) for op in (Op.F, Op.B))
         rows.append(alternate(forwards, backwards, warmup=ranks - rank))
     return rows
 
@@ -37,23 +36,22 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Ite
     if stages_per_rank == 1:
         yield from one_f_one_b(ranks, microbatches)
         return
-    first_round = rounds(ranks, microbatches)[0]
+    sizes = rounds(ranks, microbatches)
     for rank in range(ranks):
-        forwards = interleaved_order(rank, ranks, microbatches, stages_per_rank, Op.F)
-        backwards = interleaved_order(rank, ranks, microbatches, stages_per_rank, Op.B)
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        forwards, backwards = in_rounds(stages, Op.F, sizes), in_rounds(stages[::-1], Op.B, sizes)
         # enough forwards that the first microbatch is through every stage, and two more for each
         # rank that its gradient must pass on the way back: the turn is then met without a gap
-        warmup = (stages_per_rank - 1) * first_round + 2 * (ranks - 1 - rank) + 1
+        warmup = (stages_per_rank - 1) * sizes[0] + 2 * (ranks - 1 - rank) + 1
         yield alternate(forwards, backwards, warmup)
 
 
-def interleaved_order(rank: int, ranks: int, microbatches: int, stages_per_rank: int, op: Op) -> list[Action]:
-    """All of one rank's forwards or backwards: round by round, in a round stage by stage."""
-    stages = range(rank, ranks * stages_per_rank, ranks)
-    order, first = [], 0
-    for size in rounds(ranks, microbatches):
-        for stage in stages if op is Op.F else reversed(stages):
-            order += [trusted(stage, op, microbatch) for microbatch in range(first, first + size)]
+def in_rounds(stages: Sequence[int], op: Op, sizes: Sequence[int]) -> list[Action]:
+    """One op of all microbatches: round by round, and in a round stage by stage."""
+    order, first = list[Action](), 0
+    for size in sizes:
+        for stage in stages:
+            order += in_order(stage, op, range(first, first + size))
         first += size
     return order
 

@@ -34,9 +34,9 @@ either is a short round at the end, or is taken from all rounds evenly, whicheve
 from __future__ import annotations
 
 from penstock.errors import ScheduleError
-from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.action import Action, Op, in_order
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
-from penstock.schedule.builders.one_f_one_b import alternate
+from penstock.schedule.builders.one_f_one_b import alternate, in_rounds
 
 __all__ = ["group_cap", "group_interleaved", "interleaved_zb", "zb_h1", "zb_h2"]
 
@@ -50,8 +50,7 @@ def zb_h2(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[A
     """Zero bubble with no idle slot inside, in up to twice 1F1B's memory."""
     orders = []
     for rank in range(ranks):
-        forwards = [trusted(rank, Op.F, microbatch) for microbatch in range(microbatches)]
-        inputs = [trusted(rank, Op.I, microbatch) for microbatch in range(microbatches)]
+        forwards, inputs = (in_order(rank, op, range(microbatches)) for op in (Op.F, Op.I))
         orders.append(alternate(forwards, inputs, warmup=2 * (ranks - rank) - 1))
     return fill_weights(orders, range(ranks), cap=2 * ranks - 1).orders if weights else orders
 
@@ -114,8 +113,7 @@ def _in_turn(ranks: int, sizes: list[int], stages_per_rank: int) -> list[list[Ac
     orders = []
     for rank in range(ranks):
         stages = range(rank, stages_per_rank * ranks, ranks)
-        forwards = _in_rounds(stages, Op.F, sizes)
-        inputs = _in_rounds(stages[::-1], Op.I, sizes)
+        forwards, inputs = in_rounds(stages, Op.F, sizes), in_rounds(stages[::-1], Op.I, sizes)
         orders.append(alternate(forwards, inputs, warmup=(stages_per_rank - 1) * sizes[0] + ranks - rank))
     return orders
 
@@ -130,12 +128,3 @@ def _turns_in_order(order: list[Action], last: int) -> bool:
             if backwards > forwards:
                 return False
     return True
-
-
-def _in_rounds(stages: range, op: Op, sizes: list[int]) -> list[Action]:
-    """One op of all microbatches: round by round, and in a round stage by stage."""
-    order, first = [], 0
-    for size in sizes:
-        order += [trusted(stage, op, microbatch) for stage in stages for microbatch in range(first, first + size)]
-        first += size
-    return order

@@ -108,7 +108,10 @@ def _shifted(progress: Progress | None, begin: float) -> Progress | None:
 
 def _caps(ranks: int, costs: Costs, memory: Iterable[float] | None) -> list[float]:
     if memory is None:
-        return [share * memory_of_1f1b(ranks, costs) for share in SHARES]
+        whole = memory_of_1f1b(ranks, costs)
+        if not whole:
+            raise UsageError("activation is 0, so no cap makes a difference; give what a microbatch holds, or the caps")
+        return [share * whole for share in SHARES]
     caps = [*memory] if isinstance(memory, Iterable) else []
     if not caps or not all(is_float(cap) and cap > 0 for cap in caps):
         raise UsageError(f"the caps of a curve are numbers above 0, at least one; got {memory!r}")

@@ -17,7 +17,7 @@ from penstock.schedule.search.budget import Budget, budget_of
 from penstock.schedule.search.problem import LARGE, SHARED, Objective
 from penstock.schedule.search.uneven.layers import Hosts, Layer, layers_of, listed
 from penstock.schedule.timing.bounds import caps_of
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.costs import Costs, given_costs
 
 __all__ = ["PLACEMENTS", "Objective", "Progress", "Request", "asked", "memory_of_1f1b"]
 
@@ -123,7 +123,7 @@ class Request:
         return bool(uneven) or self.priced.sizes is not None
 
     def _with_links(self) -> Costs:
-        costs, links = self.costs or Costs(), self.links
+        costs, links = given_costs(self.costs), self.links
         if links is not None:
             matrix = links.matrix() if isinstance(links, Hosts) else listed("links", links, "rows of times, or Hosts")
             costs = replace(costs, links=matrix)
@@ -143,10 +143,6 @@ class Request:
         return (*SIZES, *(size for size in MORE_SIZES if self.layers is None and each * size <= LARGE))
 
     def _check_kinds(self) -> None:
-        if self.costs is not None and not isinstance(self.costs, Costs):
-            raise UsageError(
-                f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {self.costs!r}"
-            )
         for name in ("recompute", "vocabulary"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"{name} is True or False, got {value!r}")

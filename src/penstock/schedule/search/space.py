@@ -26,17 +26,17 @@ class NoRoom(UsageError):
 def placements_for(request: Request) -> list[tuple[str, Placement]]:
     """Each placement that the costs are for once, fewest stages first."""
     ranks, costs, sizes = request.ranks, request.priced, sorted(set(request.sizes))
-    given = {len(value) for name in SHARED if isinstance(value := getattr(costs, name), tuple)}
-    if isinstance(costs.bytes, Sequence):
-        given.add(len(costs.bytes))
-    elif isinstance(costs.bytes, Mapping):  # an edge for each pair of neighbours, up to the last stage
-        given.add(1 + max((target for _, target in costs.bytes), default=0))
-    if isinstance(costs.overlap, Mapping):
-        given.add(1 + max((max(pair) for pair in costs.overlap), default=0))
-    fitting = [size for size in sizes if given <= {ranks * size}]
+    given: dict[str, int] = {}  # for how many stages
+    for name in (*SHARED, "bytes", "overlap"):
+        value = getattr(costs, name)
+        if isinstance(value, Mapping):  # bytes have an edge for each pair of neighbours, up to the last stage
+            given[name] = 1 + max((max(pair) for pair in value), default=0)
+        elif isinstance(value, Sequence):
+            given[name] = len(value)
+    fitting = [size for size in sizes if {*given.values()} <= {ranks * size}]
     if not fitting:
         raise UsageError(
-            f"the costs are for {' and '.join(map(str, sorted(given)))} stages, but {ranks} ranks with "
+            f"{' and '.join(f'{name} is for {count} stages' for name, count in given.items())}, but {ranks} ranks with "
             f"{' or '.join(map(str, sizes))} stages each have "
             f"{' or '.join(str(ranks * size) for size in sizes)}; give one number for a whole rank, "
             "or costs for that many stages"

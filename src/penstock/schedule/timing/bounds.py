@@ -41,13 +41,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from penstock.errors import UsageError
 from penstock.rules import check_count, is_float
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import recomputing_stages
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.timing.heads_and_tails import paced_bound
 from penstock.schedule.timing.refutation import refuted_bound
 from penstock.schedule.topology import Topology
@@ -83,7 +83,7 @@ def lower_bound(
         raise UsageError(f"the placement must be a Placement, such as Placement.loop(4); got {placement!r}")
     check_count("microbatches", microbatches)
     again = recomputing_stages(recompute, placement.stages)
-    costs = _least(costs or Costs(), placement.stages).recomputed(placement.stages, again)
+    costs = _least(given_costs(costs), placement.stages).recomputed(placement.stages, again)
     costs.check_edges(Topology.chain(placement.stages))
     caps = caps_of(memory, placement.ranks)
     if costs.sizes is not None:
@@ -137,7 +137,8 @@ def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, 
     """One cap for each rank."""
     if memory is None:
         return (math.inf,) * ranks
-    caps = tuple(memory) if isinstance(memory, Iterable) else (memory,) * ranks
+    listed = isinstance(memory, Iterable) and not isinstance(memory, (str, Mapping))
+    caps = tuple(cast("Iterable[float]", memory)) if listed else (cast("float", memory),) * ranks
     if len(caps) != ranks:
         raise UsageError(
             f"memory has {len(caps)} numbers for {ranks} ranks; give one per rank, or a single one for all"

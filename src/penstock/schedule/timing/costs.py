@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from penstock.errors import UsageError
-from penstock.rules import is_float, is_index, is_number
+from penstock.rules import is_count, is_float, is_index, is_number
 from penstock.schedule.action import Op
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.topology import Topology
 
-__all__ = ["Costs", "memory_by_op"]
+__all__ = ["Costs", "given_costs", "memory_by_op"]
 
 PerStage = float | Sequence[float]
 
@@ -86,7 +86,7 @@ class Costs:
         for name in ("forward", "input", "weight", "activation", "held", "kept", "bytes"):
             value = getattr(self, name)
             if isinstance(value, Mapping) and name == "bytes":
-                object.__setattr__(self, name, ByEdge(value))
+                object.__setattr__(self, name, _by_pair(name, value, "edges (from stage, to stage)"))
             elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
                 object.__setattr__(self, name, tuple(value))
             elif not is_number(value) and (name != "held" or value is not None):
@@ -108,10 +108,8 @@ class Costs:
 
     def _check_overlap(self) -> None:
         if isinstance(self.overlap, Mapping):
-            odd = [pair for pair in self.overlap if not (isinstance(pair, tuple) and len(pair) == 2)]
-            if odd:
-                raise UsageError(f"overlap names pairs (stage of F, of the backward), such as (0, 3); got {odd[0]!r}")
-            object.__setattr__(self, "overlap", ByEdge(self.overlap))
+            pairs = _by_pair("overlap", self.overlap, "pairs (stage of F, of the backward)")
+            object.__setattr__(self, "overlap", pairs)
         elif self.overlap is not None and not is_number(self.overlap):
             raise UsageError(f"overlap takes a share, such as 0.6, or one by pair of stages; got {self.overlap!r}")
         _check("overlap", _numbers(self.overlap))
@@ -132,7 +130,7 @@ class Costs:
             return
         if self.hop or self.bandwidth is not None:
             raise UsageError("links say what each link takes; leave out hop and bandwidth (latency may stay)")
-        if not isinstance(self.links, Iterable):
+        if not isinstance(self.links, Iterable) or not all(isinstance(row, Iterable) for row in self.links):
             raise UsageError(f"links is a square, one row of numbers per rank; got {self.links!r}")
         rows = tuple(_listed("links", row) for row in self.links)
         if any(len(row) != len(rows) for row in rows):
@@ -282,6 +280,20 @@ def memory_by_op(costs: Costs, stages: int, recompute: Iterable[int] = ()) -> li
         found[Op.I].append((max(whole, rest) - early, rest - early))
         found[Op.W].append((0.0, -rest))
     return found
+
+
+def given_costs(costs: Costs | None) -> Costs:
+    """The costs that a user gave; without any, all computes take 1."""
+    if costs is not None and not isinstance(costs, Costs):
+        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
+    return costs or Costs()
+
+
+def _by_pair(name: str, numbers: Mapping[tuple[int, int], float], what: str) -> ByEdge:
+    for pair in numbers:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(is_count(stage) for stage in pair)):
+            raise UsageError(f"{name} names {what}, such as (0, 1); got {pair!r}")
+    return ByEdge(numbers)
 
 
 def _check(name: str, numbers: Iterable[float]) -> None:

@@ -27,7 +27,7 @@ from penstock.schedule.lowering.align import stuck_faults
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
-from penstock.schedule.timing.costs import Costs, memory_by_op
+from penstock.schedule.timing.costs import Costs, given_costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
@@ -57,9 +57,7 @@ def simulate(
     import numpy as np
 
     expect_schedule(schedule, "simulate")
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
-    costs = costs or Costs()
+    costs = given_costs(costs)
     _check(schedule, costs, jitter, seed, update)
     schedule = repeated(schedule, steps)
     if costs.sizes is not None:
@@ -140,6 +138,16 @@ class _Times:
         self.makespan = float(self.ends.max()) - self.start
         taken = (self.ends - self.starts) * computes
         self.busy = tuple(sum(taken[first:last].tolist()) for first, last in pairwise(columns.starts.tolist()))
+
+    def step_ends(self, steps: int) -> list[list[float]]:
+        import numpy as np
+
+        found = []
+        for first, last in pairwise(self.columns.starts.tolist()):
+            ends = self.ends[first:last][self.columns.op[first:last] <= Op.W]
+            if len(ends):
+                found.append(ends[np.arange(1, steps + 1) * len(ends) // steps - 1].tolist())
+        return found
 
     def spans(self) -> tuple[Span, ...]:
         import numpy as np

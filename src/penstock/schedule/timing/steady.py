@@ -43,10 +43,7 @@ def steady_state(schedule: Schedule, costs: Costs | None = None, *, update: floa
     steps, period = FIRST, None
     while period is None:
         timeline = simulate(schedule, costs, steps=steps, update=update)
-        ends = [
-            [row[(step + 1) * len(row) // steps - 1].end for step in range(steps)] for row in timeline.by_rank if row
-        ]
-        period = _period(ends, last=steps >= LAST)
+        period = _period(timeline.step_ends(steps), last=steps >= LAST)
         steps *= 2
     busy = sum(timeline.busy) * 2 / steps + update * schedule.ranks
     return SteadyState(period, max(0.0, 1 - busy / (schedule.ranks * period)) if period else 0.0)

@@ -79,6 +79,9 @@ class Times(Protocol):
     def spans(self) -> tuple[Span, ...]:
         """The spans, rank by rank."""
 
+    def step_ends(self, steps: int) -> list[list[float]]:
+        """Of each rank that computes, when it ends each of so many steps."""
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -141,6 +144,15 @@ class Timeline:
             raise AttributeError(f"a Timeline has no {name!r}")
         spans = self.__dict__["spans"] = self.__dict__["_times"].spans()
         return spans
+
+    def step_ends(self, steps: int) -> list[list[float]]:
+        """Of each rank that computes, when it ends each of the steps that were simulated back to back.
+
+        Args:
+            steps: How many there were.
+        """
+        times: Times = self.__dict__["_times"]
+        return times.step_ends(steps)
 
     def take(self, schedule: Schedule, peak_activations: Sequence[int]) -> None:
         """Start over for another schedule, with another number of microbatches. For code that measures.

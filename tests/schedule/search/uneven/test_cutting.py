@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from penstock.schedule import FoundCut, search_report
 from penstock.schedule.search.uneven.cutting import cut_layers
 from penstock.schedule.search.uneven.entry import search_stages
 from penstock.schedule.search.uneven.layers import Layer, Model
@@ -36,3 +37,13 @@ def test_without_a_fixed_number_a_stage_that_gets_no_layer_is_left_out() -> None
     shape = cut_layers(model, row, 4.0, "loop")
     assert shape is not None
     assert len(shape.counts) < len(row)
+
+
+@pytest.mark.parametrize("times", [[1, 1, 1, 20], [20, 1, 1, 1], [0, 5, 0, 0, 0], [1, 0, 0, 0, 0, 9], [0, 0, 0, 0]])
+def test_a_layer_that_outweighs_all_others_leaves_every_rank_a_layer(times: list[float]) -> None:
+    """In proportion to times alone, the ranks next to such a layer got none, and the model was refused as too short."""
+    found = search_report(3, 4, layers=times, stages_per_rank=1, seconds=0)
+    assert isinstance(found, FoundCut)
+    assert len(found.counts) == 3
+    assert min(found.counts) >= 1
+    assert 4 * 3 * max(times) <= found.lower_bound <= found.value  # one rank has that layer, four times

@@ -64,7 +64,7 @@ def test_zb_v_of_lognormal_sizes_idles_half_as_much() -> None:
         before.append(simulate(schedule, costs).bubble)
         after.append(simulate(order_microbatches(schedule, drawn(seed)), costs).bubble)
     assert statistics.median(after) <= 0.10
-    assert statistics.mean(after) < 0.55 * statistics.mean(before)
+    assert statistics.mean(after) < 0.5 * statistics.mean(before)
 
 
 def test_sizes_that_are_alike_change_nothing() -> None:
@@ -125,6 +125,15 @@ def test_a_search_takes_sizes_too_and_never_beats_the_bound() -> None:
             built = build(name, 3, 8)
             each = Costs(sizes=drawn(seed, 8))
             assert lower_bound(built.placement, 8, each) <= simulate(built, each).makespan * (1 + 1e-9)
+
+
+def test_where_memory_is_short_for_the_largest_microbatch_stages_recompute() -> None:
+    costs = Costs(sizes=[1, 2, 3, 9], kept=0.1)
+    found = search_report(2, 4, costs, memory=4, recompute=True, seconds=0)
+    verify(lower(found.schedule))
+    assert found.schedule.recompute == frozenset(found.chosen.recompute) != frozenset()
+    assert max(found.timeline.peak_memory) <= 4 * (1 + 1e-9)
+    assert found.lower_bound <= found.value == pytest.approx(found.makespan)
 
 
 def test_an_aligned_schedule_stays_in_its_order() -> None:

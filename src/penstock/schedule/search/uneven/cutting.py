@@ -41,13 +41,15 @@ def cut_layers(
     """
     judge = _Judge(model, row, microbatches, split, even)
     bounds = judge.first()
+    if not judge.serves_all(bounds):  # a layer that outweighs the others: the ranks next to it have none
+        bounds = _filled(bounds, [rank not in row[:stage] for stage, rank in enumerate(row)])
     best = judge.price(bounds)
     for _ in range(SWEEPS):
         better = next(((found, moved) for moved in judge.moves(bounds) if (found := judge.price(moved)) < best), None)
         if better is None:
             break
         best, bounds = better
-    return judge.shape(_filled(bounds) if full else bounds, kind)
+    return judge.shape(_filled(bounds, [full] * len(row)), kind)
 
 
 def split_output(model: Model, loads: Sequence[float]) -> tuple[float, ...]:
@@ -88,7 +90,8 @@ class _Judge:
         self.model, self.row, self.microbatches, self.split, self.even = model, tuple(row), microbatches, split, even
         layers = model.layers[:-1] if split else model.layers
         self.layers = len(layers)
-        self.times = list(accumulate((layer.time for layer in layers), initial=0.0))
+        even_times = not any(layer.time for layer in layers)  # any cut does as well, but every rank gets a layer
+        self.times = list(accumulate((layer.time or even_times for layer in layers), initial=0.0))
         self.sizes = list(accumulate(map(model.held_by, layers), initial=0.0))
         self.forwards = list(accumulate((layer.forward for layer in layers), initial=0.0))
         self.hops = [self._hop(here, there) for here, there in zip(row, [*row[1:], row[-1]], strict=True)]
@@ -121,6 +124,11 @@ class _Judge:
             loads[rank] += self.times[bounds[stage + 1]] - self.times[bounds[stage]]
         return [load / speed for load, speed in zip(loads, self.model.speeds, strict=True)]
 
+    def serves_all(self, bounds: Sequence[int]) -> bool:
+        """Has every rank a layer?"""
+        ends = pairwise(bounds)
+        return len({rank for rank, (first, end) in zip(self.row, ends, strict=True) if first < end}) == self.model.ranks
+
     def lacks(self, bounds: Sequence[int]) -> list[float]:
         """By rank, the memory that it lacks for its layers and one microbatch."""
         held = [0.0] * self.model.ranks
@@ -131,7 +139,7 @@ class _Judge:
     def ends(self, bounds: Sequence[int]) -> list[float]:
         """By rank, when it could be done: when the first microbatch comes to it, and all of its work after that."""
         model, loads = self.model, self.loads(bounds)
-        if not all(loads):
+        if not self.serves_all(bounds):
             return [float("inf")] * model.ranks
         if self.split:
             work = model.layers[-1].time
@@ -179,13 +187,15 @@ class _Judge:
         return Shape(self.model, by_stage, tuple(count for _, count in stages), kind, shares)
 
 
-def _filled(bounds: Sequence[int]) -> list[int]:
-    """Bounds near to these that leave no stage without a layer; these, where there are not enough layers."""
-    last = len(bounds) - 1
-    if bounds[-1] < last:
+def _filled(bounds: Sequence[int], needed: Sequence[bool]) -> list[int]:
+    """Bounds near to these with a layer for every stage that needs one; these, where there are not enough layers."""
+    if bounds[-1] < sum(needed):
         return list(bounds)
-    filled = list(accumulate(bounds, lambda before, bound: max(bound, before + 1)))
-    return [min(bound, bounds[-1] - (last - place)) for place, bound in enumerate(filled)]
+    filled = [0]
+    for bound, need in zip(bounds[1:], needed, strict=True):
+        filled.append(max(bound, filled[-1] + need))
+    latest = [bounds[-1] - sum(needed[stage:]) for stage in range(len(bounds))]
+    return [*map(min, filled, latest)]
 
 
 def _shifted(bounds: list[int], source: int, target: int) -> list[int]:

@@ -14,7 +14,7 @@ from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.found import Found, Tried
 from penstock.schedule.search.problem import ROUNDING, stage_costs
 from penstock.schedule.search.request import Request
-from penstock.schedule.search.space import NoRoom, placements_for
+from penstock.schedule.search.space import NoRoom, placements_for, recompute_choices
 from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.joint import HABITS, Answer, Joint, drawn
 from penstock.schedule.search.uneven.layers import Layer, Model, layers_of
@@ -138,8 +138,9 @@ def _model(request: Request) -> Model:
 
 
 def _refuse_without_layers(request: Request) -> None:
-    for name, given in (("speeds", request.speeds), ("skips", request.skips), ("vocabulary", request.vocabulary)):
-        if given:
+    given = {"speeds": request.speeds is not None, "skips": bool(request.skips), "vocabulary": request.vocabulary}
+    for name, is_given in given.items():
+        if is_given:
             raise UsageError(f"{name} is about layers that are still to be cut; give layers= as well")
 
 
@@ -158,12 +159,15 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
     _refuse_without_layers(request)
     caps, microbatches = request.caps, request.microbatches
     generator = random.Random(request.seed)
-    tries = []
+    tries, lack = list[_Try](), math.inf
     for kind, placement in placements_for(request):
         each = stage_costs(request.priced, placement.stages_per_rank)
-        instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps)
-        if instance.fits:
-            tries.append(_Try(kind, instance, lower_bound(placement, microbatches, each, caps, quick=True)))
+        for again in recompute_choices(request, placement):
+            instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps, again)
+            lack = min(lack, instance.lack)
+            if not instance.lack:
+                bound = lower_bound(placement, microbatches, each, caps, recompute=again, quick=True)
+                tries.append(_Try(kind, instance, bound))
     if any(each_try.bound == math.inf for each_try in tries):
         raise UsageError("the costs and sizes are too large to be added up; give them in a larger unit")
     for each_try in tries:
@@ -174,15 +178,17 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
         leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)].run(drawn(generator), budget)
     best = min(tries, key=lambda each_try: each_try.value, default=None)
     if best is None or best.outcome is None:
-        raise NoRoom("memory is too little for the largest microbatch alone, or for any order", "give more")
+        raise NoRoom(
+            f"memory is too little for the largest microbatch alone: a rank lacks at least {lack:g}"
+            if lack
+            else f"no order was found in memory {min(caps):g}, though each microbatch alone has room",
+            f"give more{'' if request.recompute else ', recompute=True,'} or smaller microbatches",
+        )
     schedule = best.instance.schedule(best.outcome.orders)
     best.outcome = Outcome(simulate(schedule, best.instance.costs).makespan, best.outcome.orders)
     bound = min(each_try.bound for each_try in tries)
-    tried = [
-        Tried(each_try.instance.placement.stages_per_rank, each_try.kind, each_try.value, each_try.bound, each_try.runs)
-        for each_try in tries
-    ]
-    return Found(schedule, best.instance.costs, "makespan", best.value, bound, tuple(tried), budget.seconds)
+    tried = tuple(each_try.tried for each_try in tries)
+    return Found(schedule, best.instance.costs, "makespan", best.value, bound, tried, budget.seconds)
 
 
 class _Try:
@@ -197,6 +203,12 @@ class _Try:
     def value(self) -> float:
         """When the last rank is done."""
         return math.inf if self.outcome is None else self.outcome.value
+
+    @property
+    def tried(self) -> Tried:
+        """What came of it."""
+        size, again = self.instance.placement.stages_per_rank, tuple(sorted(self.instance.recompute))
+        return Tried(size, self.kind, self.value, self.bound, self.runs, again)
 
     def run(self, habit: Habit, budget: Budget) -> None:
         """Try one habit with every sequence."""

@@ -42,11 +42,15 @@ def _least_hop(model: Model, scale: float) -> float:
 
 def _least_load(model: Model, times: list[float]) -> float:
     """No rank's load can be smaller than this on every cut: the layers would not have a place."""
-    smallest = min(times)
-    if not smallest:
-        return 0.0
-    loads = sorted(count * smallest / speed for speed in set(model.speeds) for count in range(1, len(times) + 1))
-    for load in loads:
-        if sum(math.floor(load * speed / smallest + ROUNDING) for speed in model.speeds) >= len(times):
-            return max(load, sum(times) / sum(model.speeds))
-    return 0.0
+    least = sum(times) / sum(model.speeds)
+    ordered = sorted(times, reverse=True)
+    for number, time in enumerate(ordered, 1):
+        if time and ordered[number : number + 1] != [time]:  # these and all before take at least `time` each
+            loads = sorted(count * time / speed for speed in set(model.speeds) for count in range(1, number + 1))
+            least = max(least, next(load for load in loads if _places(model, load / time) >= number))
+    return least
+
+
+def _places(model: Model, units: float) -> int:
+    """How many layers that take at least 1 all ranks have a place for, if a rank of speed 1 has `units` of time."""
+    return sum(math.floor(units * speed + ROUNDING) for speed in model.speeds)

@@ -76,6 +76,8 @@ class Instance:
         forward, _, backward, weight = costs.recomputed(self.stages, recompute).by_op(self.stages)
         self.forward = forward
         self.time = self._spread([*forward, *backward, *weight])
+        amount, per_stage = sum(self.scale), [*map(sum, zip(forward, backward, weight, strict=True))]
+        self.work = [amount * sum(per_stage[stage] for stage in stages) for stages in self.owned]  # of each rank
         memory = memory_by_op(costs, self.stages, recompute)
         needs = [memory[op][stage] for op in OPS for stage in range(self.stages)]
         self.room = self._spread([room for room, _ in needs])
@@ -86,6 +88,12 @@ class Instance:
         self.messages: list[Message] = []
         self.ways = 0
         self._post()
+        self.rest = [0.0] * (
+            2 * self.stages
+        )  # by place, of size 1: what a microbatch's way takes from there to its end
+        for place in (*range(self.stages, 2 * self.stages), *reversed(range(self.stages))):
+            after = [m.occupied + m.delay + self.rest[reader] for m in self.sent[place] for reader in m.readers]
+            self.rest[place] = (*forward, *backward)[place] + max(after, default=0.0)
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:
         if len(set(self.scale)) == 1:
@@ -126,23 +134,15 @@ class Instance:
     # -- what any order needs
 
     @property
-    def work(self) -> list[float]:
-        """Of each rank, the time that its actions take."""
-        found = [0.0] * self.ranks
-        for x, time in enumerate(self.time):
-            found[self.home[x // self.microbatches % self.stages]] += time
-        return found
+    def lack(self) -> float:
+        """The memory that a rank lacks for the largest microbatch alone, when it has passed all stages; 0 if none does.
 
-    def least_memory(self, rank: int) -> float:
-        """What the largest microbatch alone holds on a rank when it has passed all stages."""
+        Of ranks that lack some, the one that lacks most.
+        """
         largest = max(range(self.microbatches), key=self.scale.__getitem__)
-        held = sum(self.takes[stage * self.microbatches + largest] for stage in self.owned[rank])
-        return held + self.spare[rank] * self.scale[largest]
-
-    @property
-    def fits(self) -> bool:
-        """Can each rank hold at least one microbatch?"""
-        return all(self.least_memory(rank) <= cap for rank, cap in enumerate(self.caps))
+        held = [sum(self.takes[stage * self.microbatches + largest] for stage in stages) for stages in self.owned]
+        spare = [spare * self.scale[largest] for spare in self.spare]
+        return max(0.0, *(size + more - cap for size, more, cap in zip(held, spare, self.caps, strict=True)))
 
     # -- to and from actions
 

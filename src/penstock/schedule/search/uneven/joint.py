@@ -111,9 +111,8 @@ class Joint:
     def price(self, shape: Shape, recompute: frozenset[int], habits: Iterable[Habit], count: int) -> Answer | None:
         """The best of some habits with `count` microbatches; None where none fits into memory."""
         instance = self.instance(shape, recompute, count)
-        if not instance.fits:
-            short = [instance.least_memory(rank) - cap for rank, cap in enumerate(instance.caps)]
-            self.least = min(self.least, max(short))
+        self.least = min(self.least, instance.lack)
+        if instance.lack:
             return None
         best: Answer | None = None
         for sequence in sequences(self.sizes[:count]):

@@ -107,6 +107,9 @@ def listed(name: str, values: Iterable[Item], what: str) -> tuple[Item, ...]:
 def layers_of(layers: Iterable[Layer | float]) -> tuple[Layer, ...]:
     """The layers; a number is a layer whose F, I and W take that long each."""
     given = listed("layers", layers, "Layer, or of numbers")
+    for number, layer in enumerate(given):
+        if not isinstance(layer, Layer) and not (is_float(layer) and 0 <= layer < float("inf")):
+            raise UsageError(f"forward of a layer must be a number of 0 or more; layer {number} is {layer!r}")
     found = tuple(layer if isinstance(layer, Layer) else Layer(layer) for layer in given)
     if not found:
         raise UsageError("there are no layers to cut; give at least one")

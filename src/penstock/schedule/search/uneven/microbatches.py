@@ -22,14 +22,15 @@ from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.layers import listed
-from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
-from penstock.schedule.search.uneven.sequence import sequences
-from penstock.schedule.timing.costs import Costs
+from penstock.schedule.search.uneven.ready_list import Habit, run
+from penstock.schedule.search.uneven.sequence import late_peak, sequences
+from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.timing.simulate import simulate
 
 __all__ = ["order_microbatches"]
 
-HABITS = (Habit(overrun=0.9), Habit(patience=0.5, overrun=0.9))
+PLAIN = Habit(overrun=0.9)
+HASTY = (Habit(overrun=0.5, haste=0.8), Habit(overrun=0.5, haste=0.7))  # for a largest one that comes late
 ALIKE = 0.02  # sizes within this share of each other count as equal
 ROUNDING = 1e-9
 
@@ -49,11 +50,9 @@ def order_microbatches(
     expect_schedule(schedule, "order_microbatches")
     if schedule.passes:
         raise UsageError("order_microbatches takes a schedule without transfers: pass schedule.compute()")
-    if costs is not None and not isinstance(costs, Costs):
-        raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     if memory is not None and not (is_float(memory) and memory > 0):
         raise UsageError(f"memory must be one number above 0, got {memory!r}; leave it out for that of the schedule")
-    priced = replace(costs or Costs(), sizes=listed("sizes", sizes, "numbers, one per microbatch"))
+    priced = replace(given_costs(costs), sizes=listed("sizes", sizes, "numbers, one per microbatch"))
     scale = priced.scale(schedule.microbatches)
     before = simulate(schedule, priced)
     peak = max(before.peak_memory)
@@ -74,7 +73,7 @@ def order_microbatches(
 
 def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: float, limit: float) -> Schedule | None:
     """An order that fits the cap and ends before the limit; None if none was found."""
-    if any(op is Op.B for _, op, *_ in _opened(schedule)):
+    if (schedule.columns.op == Op.B).any():
         best = None
         for candidate in _renumbered(schedule, sequences(scale)):
             found = simulate(candidate, priced)
@@ -89,22 +88,13 @@ def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: flo
         [cap] * schedule.ranks,
         schedule.recompute,
     )
-    outcome = _best_run(instance, sequences(scale), limit)
+    plans = [(sequence, PLAIN) for sequence in sequences(scale)] + [(late_peak(scale), habit) for habit in HASTY]
+    outcome = None
+    for sequence, habit in plans:
+        found = run(instance, sequence, habit, limit)
+        if found is not None and found.value < limit:
+            outcome, limit = found, found.value
     return None if outcome is None else instance.schedule(outcome.orders, schedule.name)
-
-
-def _best_run(instance: Instance, orders: Sequence[Sequence[int]], limit: float) -> Outcome | None:
-    best = None
-    for habit in HABITS:
-        for sequence in orders:
-            found = run(instance, sequence, habit, limit)
-            if found is not None and found.value < limit:
-                best, limit = found, found.value
-    return best
-
-
-def _opened(schedule: Schedule) -> Iterator[Action]:
-    return (part for _, _, part in schedule.parts())
 
 
 def _renumbered(schedule: Schedule, orders: Iterable[Sequence[int]]) -> Iterator[Schedule]:

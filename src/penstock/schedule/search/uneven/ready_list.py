@@ -36,6 +36,9 @@ class Habit(NamedTuple):
     patience: float = 0.0  # how long to wait for the kind whose turn it is, in mean forwards
     overrun: float = 0.3  # the share of a W by which it may make others wait
     ahead: float = math.inf  # how many microbatches a rank's first stage may run ahead of its last
+    haste: float = (
+        math.inf
+    )  # the share of the limit after which the way of a microbatch may not end: else it goes first
 
 
 class Outcome(NamedTuple):
@@ -46,16 +49,16 @@ class Outcome(NamedTuple):
 
 
 def run(instance: Instance, sequence: Sequence[int], habit: Habit, limit: float = math.inf) -> Outcome | None:
-    """The orders that a habit makes; None where memory does not let them end, or they take longer than `limit`."""
-    state = _State(instance, sequence, habit)
-    events, free, step = state.events, state.free, state.step
+    """The orders that a habit makes; None where memory does not let them end, or if they cannot end by `limit`."""
+    state = _State(instance, sequence, habit, limit)
+    events, free, work, step = state.events, state.free, state.work, state.step
     while events:
         time, rank = heappop(events)
         if free[rank] <= time + EPSILON:
-            if time > limit:
+            if time + work[rank] > limit:
                 return None
             step(rank, time)
-    if state.left:
+    if sum(map(len, state.orders)) < 3 * instance.size:
         return None
     return Outcome(max(free), state.orders)
 
@@ -63,7 +66,7 @@ def run(instance: Instance, sequence: Sequence[int], habit: Habit, limit: float 
 class _State:
     """One run. `queues` hold what has arrived, by its turn in the sequence; `coming` what is on its way."""
 
-    def __init__(self, instance: Instance, sequence: Sequence[int], habit: Habit) -> None:
+    def __init__(self, instance: Instance, sequence: Sequence[int], habit: Habit, limit: float) -> None:
         stages, ranks, count = instance.stages, instance.ranks, instance.microbatches
         self.instance, self.habit, self.sequence = instance, habit, sequence
         self.count, self.stages, self.time, self.takes = count, stages, instance.time, instance.takes
@@ -71,7 +74,7 @@ class _State:
         for place, microbatch in enumerate(sequence):
             self.turn[microbatch] = place
         self.patience = habit.patience * sum(instance.time[: instance.size]) / instance.size
-        self.gap = 1 - habit.overrun
+        self.gap, self.late = 1 - habit.overrun, habit.haste * limit
         self.queues: list[list[int]] = [[] for _ in range(2 * stages)]  # heaps of turns, by place
         self.coming: list[list[tuple[float, int, int]]] = [[] for _ in range(ranks)]  # (arrival, place, turn)
         self.missing = [instance.awaited[place] for place in range(2 * stages) for _ in range(count)]
@@ -85,7 +88,7 @@ class _State:
         self.done = [0] * (ranks * count)  # stages of the rank that a microbatch has passed
         self.spare = [spare * max(instance.scale) for spare in instance.spare]
         self.orders: Orders = [[] for _ in range(ranks)]
-        self.left = 3 * instance.size
+        self.work = list(instance.work)  # that each rank has still to do
         for stage in range(stages):
             if not instance.awaited[stage]:
                 self.queues[stage] = list(range(count))
@@ -97,42 +100,76 @@ class _State:
         while coming and coming[0][0] <= now + EPSILON:
             _, place, turn = heappop(coming)
             heappush(queues[place], turn)
-        turn_of, owed = self.habit.turn, self.owed[rank]
+        turn_of, owed, owned, inputs = (
+            self.habit.turn,
+            self.owed[rank],
+            self.instance.owned[rank],
+            self.instance.inputs[rank],
+        )
         forward_turn = turn_of == "forward" or (turn_of == "alternate" and self.was_input[rank])
-        forward, blocked = self._forward(rank)
+        until = math.inf
+        if self.late < math.inf:
+            late, until = self._late(rank, now)
+            if late >= 0:
+                forward_turn = late < self.stages
+                owned, inputs = ([late], inputs) if forward_turn else (owned, [late])
+        forward, blocked = self._forward(rank, owned)
+        backward = self._input(inputs)
+        if until < math.inf:
+            forward, backward = (
+                place if place >= 0 and now + self.time[self._first(place)] <= until + EPSILON else -1
+                for place in (forward, backward)
+            )
         if forward_turn and forward >= 0:
             self._run(rank, now, forward)
         elif forward_turn and blocked and owed:
             self._do(rank, now, owed.popleft())
-        elif (inputs := self._input(rank)) >= 0:
-            if owed and self.held[rank] + self._room(inputs) > self.instance.caps[rank]:
+        elif backward >= 0:
+            if owed and self.held[rank] + self.instance.room[self._first(backward)] > self.instance.caps[rank]:
                 self._do(rank, now, owed.popleft())
             else:
-                self._run(rank, now, inputs)
+                self._run(rank, now, backward)
         elif forward >= 0 and not (self.patience and not forward_turn and self._next_input(rank) - now < self.patience):
             self._run(rank, now, forward)
         elif owed and forward < 0:
-            until = coming[0][0] - now if coming else math.inf
-            if blocked or until >= self.gap * self.time[owed[0]] - EPSILON:
+            soon = coming[0][0] - now if coming else math.inf
+            if blocked or soon >= self.gap * self.time[owed[0]] - EPSILON:
                 self._do(rank, now, owed.popleft())
 
-    def _room(self, place: int) -> float:
-        return self.instance.room[place * self.count + self.sequence[self.queues[place][0]]]
+    def _late(self, rank: int, now: float) -> tuple[int, float]:
+        """The place of what must run now lest all end late, or -1; and when something comes that must then run."""
+        rest, scale, sequence = self.instance.rest, self.instance.scale, self.sequence
+        latest, found, until = self.late, -1, math.inf
+        for place in (*self.instance.owned[rank], *self.instance.inputs[rank]):
+            if self.queues[place]:
+                end = now + rest[place] * scale[sequence[self.queues[place][0]]]
+                if end > latest:
+                    latest, found = end, place
+        for arrival, place, turn in self.coming[rank]:
+            if arrival < until and arrival + rest[place] * scale[sequence[turn]] > latest:
+                until = arrival
+        if found >= 0 and now + self.time[self._first(found)] <= until + EPSILON:
+            return found, math.inf
+        return -1, until
+
+    def _first(self, place: int) -> int:
+        """The number of the first action that is there at a place."""
+        return place * self.count + self.sequence[self.queues[place][0]]
 
     def _next_input(self, rank: int) -> float:
         return min((arrival for arrival, place, _ in self.coming[rank] if place >= self.stages), default=math.inf)
 
-    def _input(self, rank: int) -> int:
-        """The place of the I to run, or -1."""
+    def _input(self, places: Sequence[int]) -> int:
+        """The place of the I to run, of these, or -1."""
         queues = self.queues
-        there = [place for place in self.instance.inputs[rank] if queues[place]]
+        there = [place for place in places if queues[place]]
         return self._pick(there, self.habit.input) if there else -1
 
-    def _forward(self, rank: int) -> tuple[int, bool]:
-        """The place of the F to run, or -1; and whether memory forbids one that is there."""
+    def _forward(self, rank: int, stages: Sequence[int]) -> tuple[int, bool]:
+        """The place of the F to run, of these, or -1; and whether memory forbids one that is there."""
         queues, sequence, count, takes = self.queues, self.sequence, self.count, self.takes
         owned = self.instance.owned[rank]
-        there = [stage for stage in owned if queues[stage]]
+        there = [stage for stage in stages if queues[stage]]
         if not there:
             return -1, False
         oldest, ahead = self.passed[rank], self.habit.ahead
@@ -201,10 +238,11 @@ class _State:
         self.passed[rank] = oldest
 
     def _do(self, rank: int, now: float, x: int) -> float:
-        end = now + self.time[x]
+        time = self.time[x]
+        end = now + time
+        self.work[rank] -= time
         self.held[rank] += self.takes[x]
         self.orders[rank].append(x)
-        self.left -= 1
         self.free[rank] = end
         heappush(self.events, (end, rank))
         return end

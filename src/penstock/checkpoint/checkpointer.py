@@ -123,12 +123,12 @@ class Checkpointer:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
             saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
+            if self._writer is None:
+                self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
+            self._under_way.append((saving, self._writer.submit(saving.run)))
         else:
             saving.read_from(self._planner.value_of)
-        if self._writer is None:
-            self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
-        self._under_way.append((saving, self._writer.submit(saving.run)))
-        if not self.async_save:
+            self._under_way.append((saving, _done(saving.run)))
             self._settle(processes)
         self._planner.forget()
 
@@ -296,3 +296,13 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(f"a save that was under way failed as well: {own}")  # what came first stays the error
+
+
+def _done(work: Callable[[], Path]) -> Future[Path]:
+    """What came of work that was done here, where an interrupt ends it, in the form of work that was done elsewhere."""
+    future: Future[Path] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # raised when the future is asked
+        future.set_exception(error)
+    return future

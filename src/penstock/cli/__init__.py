@@ -1,8 +1,9 @@
 """The `penstock` command: models trained; schedules looked at, proved, priced and compared; from a shell.
 
 One file per command; each reads a schedule through `source`, hands the work to the library and writes through `output`.
-Options that several commands have are the fields of a dataclass (`Sizes`, `TimeOptions`), see `output.guarded`. Nothing here knows anything about schedules that the library does not say, and nothing here imports torch before it has to, so the
-command answers at once.
+Options that several commands have are the fields of a dataclass (`Sizes`, `TimeOptions`), see `output.guarded`. Nothing
+here knows anything about schedules that the library does not say, and nothing here imports torch before it has to, so
+the command answers at once.
 """
 
 from __future__ import annotations

@@ -225,9 +225,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             stage.has_backward = training
             stage.clear_runtime_states()
         try:
-            if call == "step":
-                self._check_step(whole[2] is not None or split[2] is not None or losses is not None)
-            args, kwargs, target = self._prepared(whole, split, losses, loss_kwargs)
+            args, kwargs, target = self._prepared(call, whole, split, losses, loss_kwargs)
         except PenstockError as refusal:  # raised in the step, so that the other ranks hear of it
             pipe.batches.refusal = refusal
             args, kwargs, target, loss_kwargs = (), {}, None, None
@@ -256,11 +254,15 @@ class _PipelineSchedule(Ordered, CustomFunctions):
                 "torch.no_grad() context. Please call eval() instead."
             )
 
-    def _prepared(self, whole: StepArguments, split: Microbatched, losses: Any, loss_kwargs: Any) -> StepArguments:
+    def _prepared(
+        self, call: str, whole: StepArguments, split: Microbatched, losses: Any, loss_kwargs: Any
+    ) -> StepArguments:
         """What the pipeline is called with on this rank, for a batch or one that is split; refuses what cannot run."""
         batches = self.pipeline.batches
         batches.dims = {}
         args, kwargs, target = whole
+        if call == "step":
+            self._check_step(target is not None or split[2] is not None or losses is not None)
         if any(each is not None for each in split):
             if args or kwargs or target is not None:
                 raise UsageError("pass a batch, or its microbatches as arg_mbs, kwarg_mbs and target_mbs, but not both")

@@ -195,3 +195,34 @@ def test_a_run_that_is_not_elastic_resumes_when_its_host_is_back(tmp_path: Path)
         run.finish()
         assert "resuming from step" in run.words(0)
         assert run.losses() == pytest.approx(plain(18), rel=1e-10)
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_cable_is_pulled_ends_on_both_hosts_and_resumes(tmp_path: Path) -> None:
+    """Nothing arrives any more, and nobody is told: each side takes the other for lost.
+
+    With the cable back, the run resumes.
+    """
+    with network(2) as hosts:
+        meeting = ["--nnodes=2", "--node-rank=NUMBER", f"--master-addr={hosts[0].address}", "--master-port=29577"]
+        run = TwoHosts(hosts, tmp_path, meeting, ["pipeline.ranks=2", "pipeline.timeout=6"])
+        run.allow(6)
+        for number in (0, 1):
+            run.start(number)
+        run.until(lambda: len(run.losses()) >= 6)
+        since = time.monotonic()
+        hosts[1].unplug()
+        run.allow(1000)
+        named = [run.until(lambda number=number: "penstock: rank" in run.words(number)) for number in (0, 1)]
+        for number in (0, 1):
+            assert run.agents[number].wait(LIMIT) == 1, run.words(number)
+        print(f"named after {named[0]:.1f} and {sum(named):.1f} s, ended after {time.monotonic() - since:.1f} s")
+        for number in (0, 1):
+            assert f"penstock: rank {1 - number} failed" in run.words(number), run.words(number)
+        hosts[1].plug()
+        run.agents.clear()
+        for number in (0, 1):
+            run.start(number)
+        run.finish()
+        assert "resuming from step" in run.words(0)
+        assert run.losses() == pytest.approx(plain(18), rel=1e-10)

@@ -200,7 +200,7 @@ class Exchange:
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
         rest = torch.empty(size, dtype=torch.uint8)
-        self._operations.wait(self._operations.receive(rest, peer, self._long_tag), peer, has_begun=True)
+        self._operations.wait(self._operations.receive(rest, peer, self._long_tag), peer, is_short=True)
         return ctypes.string_at(rest.data_ptr(), size)
 
     def _other_step(self, peer: int, step: int, its_step: int) -> str:

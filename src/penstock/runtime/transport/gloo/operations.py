@@ -7,7 +7,7 @@ group as they are.
 
 from __future__ import annotations
 
-import math
+import sys
 from copy import copy
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.compiling import LONGEST, last_compiled, may_compile
+from penstock.runtime.transport.failure.compiling import LONGEST, has_compiled
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.messages import Part
@@ -111,7 +111,7 @@ class Operations:
 
         It does so for what it has not seen before. (That dynamo is loaded means little: every optimizer loads it.)
         """
-        return not may_compile() or (is_known and last_compiled() == -math.inf)
+        return "torch._dynamo" not in sys.modules or (is_known and not has_compiled())
 
     def abort(self, failure: PeerFailure) -> None:
         """Make this the group's verdict, if there is none yet."""

@@ -84,7 +84,7 @@ def test_the_sender_is_named_in_time(kind: str, how: int, timeout: float, most: 
 
 
 def takes_half(say: Callable[[Any], None], timeout: float) -> None:
-    del sys.modules["torch._dynamo"]  # where something may be compiling, a send may take an hour
+    assert "torch._dynamo" in sys.modules  # as with every optimizer: it does not mean that anybody compiles
     transport = DistributedTransport(timeout=timeout)
     transport.open([Channel(0, 1, "F", 0, 1)])
 

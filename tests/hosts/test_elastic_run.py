@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -132,6 +133,11 @@ class TwoHosts:
         assert codes == [0] * len(codes), self.words()[-6000:]
 
 
+def names_lost(rank: int, words: str) -> bool:
+    """Whether a run has said that it lost this rank, in the middle of a step or between two."""
+    return re.search(rf"rank {rank} failed( \(.*\))?: died or left", words) is not None
+
+
 FEWER_REPLICAS = (("pipeline.ranks=1", "mesh.replicas=2"), "1 rank, 1 stage, 4 microbatches, of 1 rank x 2 replicas")
 FEWER_RANKS = (("pipeline.ranks=2",), "1 rank, 2 stages, 2 microbatches, of 2 ranks, 2 stages")
 
@@ -154,7 +160,7 @@ def test_an_elastic_run_goes_on_without_a_host_and_grows_when_it_is_back(
         run.allow(12)
         since = time.monotonic()
         hosts[0].kill()
-        run.until(lambda: "failed: died or left" in run.words(1))
+        run.until(lambda: names_lost(0, run.words(1)))
         named = time.monotonic() - since
         smaller = run.until(lambda: f"elastic: {layout}" in run.words(1))
         run.until(lambda: len(run.losses()) == 12)
@@ -181,9 +187,40 @@ def test_a_run_that_is_not_elastic_resumes_when_its_host_is_back(tmp_path: Path)
         run.allow(10)
         hosts[1].kill()
         assert run.agents[0].wait(LIMIT) == 1, run.words(0)
-        assert "rank 1 failed: died or left" in run.words(0)
+        assert names_lost(1, run.words(0))
         run.agents.clear()
         run.allow(1000)
+        for number in (0, 1):
+            run.start(number)
+        run.finish()
+        assert "resuming from step" in run.words(0)
+        assert run.losses() == pytest.approx(plain(18), rel=1e-10)
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_cable_is_pulled_ends_on_both_hosts_and_resumes(tmp_path: Path) -> None:
+    """Nothing arrives any more, and nobody is told: each side takes the other for lost.
+
+    With the cable back, the run resumes.
+    """
+    with network(2) as hosts:
+        meeting = ["--nnodes=2", "--node-rank=NUMBER", f"--master-addr={hosts[0].address}", "--master-port=29577"]
+        run = TwoHosts(hosts, tmp_path, meeting, ["pipeline.ranks=2", "pipeline.timeout=6"])
+        run.allow(6)
+        for number in (0, 1):
+            run.start(number)
+        run.until(lambda: len(run.losses()) >= 6)
+        since = time.monotonic()
+        hosts[1].unplug()
+        run.allow(1000)
+        named = [run.until(lambda number=number: "penstock: rank" in run.words(number)) for number in (0, 1)]
+        for number in (0, 1):
+            assert run.agents[number].wait(LIMIT) == 1, run.words(number)
+        print(f"named after {named[0]:.1f} and {sum(named):.1f} s, ended after {time.monotonic() - since:.1f} s")
+        for number in (0, 1):
+            assert f"penstock: rank {1 - number} failed" in run.words(number), run.words(number)
+        hosts[1].plug()
+        run.agents.clear()
         for number in (0, 1):
             run.start(number)
         run.finish()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from rehearsal_cases import COSTS, parts_of
 
 import penstock
 from penstock.errors import PeerFailure, UsageError
+from penstock.messages import plain
 from penstock.rehearsal.rehearse import rehearse
 from penstock.schedule import FAMILIES, Costs, Schedule, Topology, build, lower, simulate
 
@@ -108,6 +109,22 @@ def test_a_chain_of_waits_that_moves_on_does_not_excuse_another_that_stands_stil
     assert found.named == (2,)
     assert {each.rank for each in found.notices} == {0, 1, 3}
     assert max(each.time for each in found.notices) < 20 + 10 + 5 + 5  # the timeout, the verdict, a forward of rank 1
+
+
+def test_what_ranks_say_at_the_end_of_a_step_is_decoded_once_and_not_by_each_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one process, a thousand ranks that each decode the reports of all others are a million decodings per step."""
+    decoded = []
+
+    def counted(content: bytes, loads: Callable[[bytes], object] = plain.loads) -> object:
+        decoded.append(content)
+        return loads(content)
+
+    monkeypatch.setattr(plain, "loads", counted)
+    ranks = 24
+    assert rehearse(build("1f1b", ranks, 2), COSTS[3], steps=2).completed == (2,) * ranks
+    assert len(decoded) <= 2 * (2 * ranks + 1)  # per step: each report as it comes, what is in it, the answer to all
 
 
 def test_a_program_and_a_public_name() -> None:

@@ -119,6 +119,7 @@ class Network:
         self.latency = latency  # of a message without size, from one rank to another
         self.free_at: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
         self.closed: dict[int, float] = {}  # when a rank's connections closed
+        self.read_before: dict[bytes, Any] = {}  # what ranks say in exchanges, and what that means
         self._wires: dict[tuple[int, int, int], Wire] = {}
         self._by_rank: defaultdict[int, list[Wire]] = defaultdict(list)
 

@@ -47,7 +47,7 @@ def test_a_hand_over_on_one_rank_shares_memory_and_not_the_graph() -> None:
 
 def test_a_value_for_two_stages_of_a_rank_travels_once() -> None:
     both = boxes([0, 1, 0, 1], [(0, 3)])
-    channels, _ = channels_of(Placement([0, 1, 0, 1]), Topology.chain(4, [(0, 3)]))
+    channels, *_ = channels_of(Placement([0, 1, 0, 1]), Topology.chain(4, [(0, 3)]))
     assert sum(channel.source_stage == 0 for channel in channels) == 1
     near, skipping = torch.ones(1), torch.full((1,), 3.0)
     both[0].put_outputs(0, 0, {1: near, 3: skipping})

@@ -79,12 +79,16 @@ def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
 
 
 def posted_and_collected(transport: Any) -> list[Any]:
-    """Messages of the next step, of other sizes, travel between the post of an exchange and the look at its answers."""
+    """Messages of the next step, of other sizes, travel between the post of an exchange and the look at its answers.
+
+    When those are looked at, this rank is ready for what comes at the end of the next step too. The last answers take
+    more than one message.
+    """
     channels = [Channel(0, 1, "F", 0, 1)]
-    transport.open(channels)
     collected = []
     late: Any = None
     for step in range(4):
+        transport.open(channels)
         if transport.rank == 0:
             transport.send(0, 0, torch.full((step + 1, 2000), float(step)))
         elif transport.rank == 1:
@@ -94,7 +98,7 @@ def posted_and_collected(transport: Any) -> list[Any]:
         if late is not None:
             collected.append(late())
             assert late() is collected[-1]  # it may be asked for again
-        late = transport.post_exchange((transport.rank, step, "x" * 700 * step))
+        late = transport.post_exchange((transport.rank, step, "x" * 4000 * step))
     with_rest = transport.exchange("together")  # which collects what is left first
     return [*collected, late(), with_rest]
 
@@ -103,7 +107,7 @@ def posted_and_collected(transport: Any) -> list[Any]:
 def test_an_exchange_may_be_collected_when_the_next_step_has_run(kind: str) -> None:
     first, second, third = values(run(kind, posted_and_collected, ranks=3))
     assert first == second == third
-    assert first[:4] == [[(rank, step, "x" * 700 * step) for rank in range(3)] for step in range(4)]
+    assert first[:4] == [[(rank, step, "x" * 4000 * step) for rank in range(3)] for step in range(4)]
     assert first[4] == ["together"] * 3
 
 

@@ -62,6 +62,12 @@ class Executor:
         self.rank = rank
         self.computations = Computations(stages, mailbox)
         self.stages = self.computations.stages
+        self._computes = {
+            Op.F: self.computations.forward,
+            Op.B: self.computations.backward,
+            Op.I: self.computations.backward,
+            Op.W: self.computations.weights,
+        }
         self.mailbox = mailbox
         self.replication = Replication()
         self.sampled: GivenBatch | None = None  # what this rank was given for the step
@@ -140,13 +146,7 @@ class Executor:
             return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
             return self._shard, action, None
-        computations = self.computations
-        function = {
-            Op.F: computations.forward,
-            Op.B: computations.backward,
-            Op.I: computations.backward,
-            Op.W: computations.weights,
-        }[op]
+        function = self._computes[op]
         return function, stage, microbatch
 
     def run_default(self, action: Action) -> None:

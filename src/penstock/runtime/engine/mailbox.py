@@ -45,17 +45,18 @@ class ActionWait:
 @lru_cache(maxsize=8)  # the ranks of one process ask for the same
 def channels_of(
     placement: Placement, topology: Topology
-) -> tuple[tuple[Channel, ...], Mapping[tuple[int, int, str], int]]:
-    """All channels of a pipeline, the same on every rank; and (stage, other end, direction) to their numbers."""
+) -> tuple[tuple[Channel, ...], Mapping[tuple[int, int, str], int], tuple[Link, ...]]:
+    """All channels of a pipeline, the same on every rank; (stage, other end, direction) to their numbers; the links."""
     channels: list[Channel] = []
     numbers: dict[tuple[int, int, str], int] = {}
-    for link in links(placement, topology):
+    crossing = links(placement, topology)
+    for link in crossing:
         there = Channel(link.source, link.target, "F", link.source_rank, link.target_rank)
         back = Channel(link.target, link.source, "B", link.target_rank, link.source_rank)
         for channel in (there, back):  # the way back always has the next number
             numbers[channel.source_stage, channel.target_stage, channel.direction] = len(channels)
             channels.append(channel)
-    return tuple(channels), numbers
+    return tuple(channels), numbers, crossing
 
 
 class Mailbox:
@@ -63,13 +64,12 @@ class Mailbox:
 
     def __init__(self, rank: int, placement: Placement, topology: Topology, transport: Transport) -> None:
         self._transport = transport
-        self.channels, self._numbers = channels_of(placement, topology)
+        self.channels, self._numbers, crossing = channels_of(placement, topology)
         self.ends: ChannelEnds[Incoming, Outgoing] = ChannelEnds()
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
         self.fetched: dict[tuple[str, int, int], dict[int, Any]] = {}  # taken before its computation: direction, stage
         self.waits: ActionWait | None = None  # where the step is recorded
         self.waited_for: tuple[str, int] | None = None  # the receive that brought a failure, and from which rank
-        crossing = links(placement, topology)
         self._arriving: dict[tuple[str, int], list[_Route]] = {}  # by direction and stage
         self._leaving: dict[tuple[str, int], list[_Route]] = {}
         for stage in placement.stages_of(rank):

@@ -87,8 +87,19 @@ class Exchange:
         self.rank = rank
         self.ranks = ranks
         self.coordinator = coordinator
-        self._tag = tag
+        self._peers = [coordinator] if rank != coordinator else [each for each in range(ranks) if each != rank]
+        self._tag, self._long_tag = tag, tag + 2  # the number between them is for cutting connections
         self._operations = operations
+        self._prepared: dict[int, tuple[Tensor, Any]] = {}
+
+    def prepare(self) -> None:
+        """Be ready for what is said in the next exchange: called when a step begins, which one will end.
+
+        Gloo sends nothing before it has heard that the receive is posted. A receive that is posted at the end of the
+        step lets the report of a rank on another host wait for one more way there and back.
+        """
+        if not self._prepared:
+            self._prepared = {peer: self._post(peer) for peer in self._peers}
 
     def exchange(
         self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
@@ -102,9 +113,9 @@ class Exchange:
         """Say what this rank has to, without waiting for anybody."""
         counts = {ends.program: ends.counts() for ends in used}
         report = Report(current.program, counts, call, plain.dumps(value))
+        self.prepare()
+        receives, self._prepared = self._prepared, {}
         centre = self.coordinator
-        peers = [centre] if self.rank != centre else [rank for rank in range(self.ranks) if rank != centre]
-        receives = {peer: self._post(peer) for peer in peers}
         sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(report)))
         return Posted(step, used, value, report, receives, {self.rank: report}, sends)
 
@@ -160,21 +171,22 @@ class Exchange:
             self.sockets.put_exchange(peer, step, body)
             return []
         head = _HEAD.pack(_MAGIC, 0, step, len(body))
-        works = [self._start(head + (body if len(body) <= _ROOM else b""), peer)]
+        works = [self._start(head + (body if len(body) <= _ROOM else b""), peer, self._tag)]
         if len(body) > _ROOM:
-            works.append(self._start(body, peer))
+            works.append(self._start(body, peer, self._long_tag))
         return works
 
     def _wait(self, peer: int, works: Sequence[tuple[Tensor, Any]]) -> None:
         for _, work in works:
             self._operations.wait(work, peer)
 
-    def _start(self, content: bytes, peer: int) -> tuple[Tensor, Any]:
+    def _start(self, content: bytes, peer: int, tag: int) -> tuple[Tensor, Any]:
         tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return tensor, self._operations.send(tensor, peer, self._tag)
+        return tensor, self._operations.send(tensor, peer, tag)
 
     def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
-        if self.sockets is not None and peer in self.sockets:
+        if work is None:
+            assert self.sockets is not None
             its_step, body = self.sockets.get_exchange(peer)
             if its_step != step:
                 raise MessageError(self._other_step(peer, step, its_step))
@@ -188,7 +200,7 @@ class Exchange:
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
         rest = torch.empty(size, dtype=torch.uint8)
-        self._operations.wait(self._operations.receive(rest, peer, self._tag), peer, has_begun=True)
+        self._operations.wait(self._operations.receive(rest, peer, self._long_tag), peer, is_short=True)
         return ctypes.string_at(rest.data_ptr(), size)
 
     def _other_step(self, peer: int, step: int, its_step: int) -> str:

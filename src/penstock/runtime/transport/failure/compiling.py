@@ -19,6 +19,7 @@ class _Compilations:
 
     def __init__(self) -> None:
         self._handler: Any = None
+        self.has_begun = False
         self._begun: float | None = None
         self._ended = float("-inf")
 
@@ -32,7 +33,7 @@ class _Compilations:
             handler.register_end_callback(self._end)
 
     def _begin(self, _: Any) -> None:
-        self._begun = monotonic()
+        self.has_begun, self._begun = True, monotonic()
 
     def _end(self, _: Any) -> None:
         self._begun, self._ended = None, monotonic()
@@ -51,6 +52,11 @@ def may_compile() -> bool:
     """Whether this process has loaded what compiles; from here on, all compilations are known."""
     _compilations.listen()
     return "torch._dynamo" in sys.modules
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled, or does, as far as it was known when (`may_compile`)."""
+    return _compilations.has_begun
 
 
 def last_compiled() -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.compiling import LONGEST
+from penstock.runtime.transport.failure.compiling import LONGEST, has_compiled
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.messages import Part
@@ -38,7 +38,7 @@ class Operations:
         self.watch = watch
         self._now = watch.clock.now
         self._timeout = timeout
-        self._of_a_send = timedelta(seconds=timeout + SLACK)  # the watch cannot end one that has left in half
+        self._short = timedelta(seconds=timeout + SLACK)
         self._of_a_receive = timedelta(seconds=timeout + SLACK + LONGEST)  # as long as other ranks go on
 
     @property
@@ -80,19 +80,19 @@ class Operations:
         return Part(tensor, self.receive(tensor, edge.source_rank, tag, edge, microbatch), False)
 
     def wait(
-        self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1, has_begun: bool = False
+        self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1, is_short: bool = False
     ) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless.
 
-        The watch cannot end the wait for what has begun to come; gloo's own limit then is ten seconds after ours.
+        The watch cannot end the wait for what has begun to come, or to leave (`is_short`); gloo's own limit then is ten
+        seconds after ours.
         """
         watch = self.watch
         watch.waiting = waiting = Waiting(peer, edge, microbatch, self._now())
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            is_send = edge is not None and edge.source_rank == self.rank and "torch._dynamo" not in sys.modules
-            work.wait(self._of_a_send if is_send or has_begun else self._of_a_receive)
+            work.wait(self._short if is_short else self._of_a_receive)
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise
@@ -100,11 +100,18 @@ class Operations:
         finally:
             watch.waiting = None
 
-    def wait_part(self, part: Part, peer: int, edge: Channel | None, microbatch: int) -> None:
+    def wait_part(self, part: Part, peer: int, edge: Channel | None, microbatch: int, is_short: bool = False) -> None:
         if part.on_device:
             part.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
         else:
-            self.wait(part.work, peer, edge, microbatch)
+            self.wait(part.work, peer, edge, microbatch, is_short)
+
+    def is_taken_soon(self, is_known: bool) -> bool:
+        """Whether the receiver of a message takes it within the timeout: unless it compiles before.
+
+        It does so for what it has not seen before. (That dynamo is loaded means little: every optimizer loads it.)
+        """
+        return "torch._dynamo" not in sys.modules or (is_known and not has_compiled())
 
     def abort(self, failure: PeerFailure) -> None:
         """Make this the group's verdict, if there is none yet."""

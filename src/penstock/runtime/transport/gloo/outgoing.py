@@ -168,17 +168,19 @@ class GlooOutgoing(Outgoing):
             self._finish_following([each for each in self._following if each.receipt.tensor.item()])
 
     def _finish_following(self, done: Sequence[Following]) -> None:
+        is_short = self._operations.is_taken_soon(is_known=False)
         for each in done:
             for part in (each.receipt, each.body, each.end):
                 if part is not None:
-                    self._operations.wait_part(part, self.edge.target_rank, self.edge, each.microbatch)
+                    self._operations.wait_part(part, self.edge.target_rank, self.edge, each.microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish_oldest(self) -> None:
-        message = self._under_way[0]
-        self._operations.wait(message.work, self.edge.target_rank, self.edge, message.microbatch)
+        message, peer = self._under_way[0], self.edge.target_rank
+        is_short = self._operations.is_taken_soon(is_known=message.layout is not None)
+        self._operations.wait(message.work, peer, self.edge, message.microbatch, is_short)
         for part in message.parts:
-            self._operations.wait_part(part, self.edge.target_rank, self.edge, message.microbatch)
+            self._operations.wait_part(part, peer, self.edge, message.microbatch, is_short)
         self._under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
             message.layout.spare.append(message.frame)

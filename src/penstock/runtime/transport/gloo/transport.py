@@ -142,8 +142,11 @@ class DistributedTransport(Transport):
     def open(self, channels: Sequence[Channel]) -> None:
         if self.watch.verdict is not None:
             self._check_not_broken()
-        if channels is self.ends.channels or tuple(channels) == self.ends.channels:
-            return
+        if channels is not self.ends.channels and tuple(channels) != self.ends.channels:
+            self._open(channels)
+        self._exchanger.prepare()
+
+    def _open(self, channels: Sequence[Channel]) -> None:
         checked = check_channels(channels, self.ranks)
         self.ends.check_idle("open()")
         if len(checked) > CHANNELS:

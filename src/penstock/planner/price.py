@@ -59,8 +59,8 @@ class Pricing:
         self.units = profile.units(rows / layout.cp)
         self.shared: dict[Any, Any] = {}  # what candidates have in common
 
-    def shares(self) -> tuple[float, float, float]:
-        """Seconds of one microbatch on the whole model: products, other traffic, links between the ranks of a stage."""
+    def shares(self, cuts: tuple[int, ...], split: bool) -> dict[str, float]:
+        """Where the time of one microbatch on the whole model goes, by name: seconds."""
         device, tp = self.cluster.device, self.layout.tp
         divides = self.cluster.software.sequence_parallel and tp > 1
         parts = [part for unit in self.units for part in (unit.forward, unit.backward)]
@@ -69,7 +69,8 @@ class Pricing:
         flops += 3 * sum(self._thin(unit) for unit in self.units)
         products = flops / (device.peak * device.efficiency)
         traffic = sum(part.traffic.at(tp, divides) for part in parts) / device.bandwidth
-        return products, traffic, max(0.0, sum(map(sum, self.seconds)) - products - traffic)
+        links = max(0.0, sum(map(sum, self.seconds)) - products - traffic)
+        return {"products": products, "memory traffic": traffic, "tensor-parallel links": links}
 
     @property
     def work(self) -> float:
@@ -101,7 +102,7 @@ class Pricing:
         )
 
     def _thin(self, unit: Unit) -> float:
-        """Operations that a product with the unit's weights could do in the time that it loses: thin ones reach less."""
+        """Operations that could be done in the time that products with thin weights lose."""
         tp = self.layout.tp
         return self.cluster.device.thin * unit.forward.thinness(tp) * unit.forward.weight_flops.at(tp)
 

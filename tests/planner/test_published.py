@@ -1,8 +1,9 @@
 """Published runs: one efficiency per source, calibrated on one run, predicts the others; their layouts rank high.
 
 `published_runs.csv` states the runs and where they are from. Rows of the same tables that are not in that file are
-listed here, from memory. All rows were seen while memory bandwidth and the share of attention were chosen, so none of
-them is held out. Step times follow from the published FLOP/s by each source's own count.
+listed here, from memory. All rows were seen while the share of attention and what thin products reach were chosen, so
+none of them is held out. The row that calibrates is the one of median size in the file (of Llama 3, of fewer GPUs).
+Step times follow from the published FLOP/s by each source's own count.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from penstock.train.config.settings import TrainConfig
 
 HERE = Path(__file__).parent
 CLUSTERS = {"megatron": "megatron-2021", "llama3": "llama3-2024"}
-CALIBRATED = {"megatron": 0.768, "llama3": 0.6465}  # on the 7.5 billion parameters of the one, 8,192 GPUs of the other
+CALIBRATED = {"megatron": 0.831, "llama3": 0.6465}  # on the 76.1 billion parameters of the one, 8,192 GPUs of the other
+OTHERWISE = {"smallest": 0.846, "largest": 0.881}  # what Megatron's 1.7 and 1,008 billion would calibrate instead
 FURTHER = """megatron,3.6,30,3072,32,2,1,1,32,64,2048,512,138
 megatron,39.1,48,8192,64,8,1,2,32,512,2048,1536,138
 megatron,310.1,96,16384,128,8,1,16,15,1920,2048,2160,155
 llama3,405,126,16384,128,8,16,16,8,16384,131072,128,380"""
-# layouts that are not among the first three, nor within 5 %: here, less tensor parallelism is priced as faster
-PRICED_LOWER = [("megatron", "18.4"), ("megatron", "39.1")]
+MISSED = {("megatron", "18.4"), ("megatron", "39.1")}  # layouts
 Row = dict[str, str]
 
 
@@ -87,9 +88,9 @@ def published_seconds(row: Row, profile: Profile) -> float:
     return flops / (float(row["tflops"]) * 1e12 * int(row["gpus"]))
 
 
-def predicted_seconds(row: Row, profile: Profile) -> float:
+def predicted_seconds(row: Row, profile: Profile, efficiency: float | None = None) -> float:
     """The published layout with the best of its microbatch sizes and interleavings; Megatron's runs recompute."""
-    cluster = cluster_of(row)
+    cluster = cluster_of(row) if efficiency is None else cluster_of(row).at(efficiency)
     layout = MeshLayout(*(int(row[name]) for name in ("pp", "dp", "tp", "cp")), sharded=row["source"] == "llama3")
     wanted = Wanted(
         int(row["global_batch"]),
@@ -119,14 +120,29 @@ def test_one_efficiency_predicts_every_published_run_within_ten_percent(number: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("calibrated", OTHERWISE)
+def test_it_does_not_matter_which_run_of_megatron_calibrates(calibrated: str) -> None:
+    """Once, the largest run predicted three of ten: products with thin weights were priced as fast as any."""
+    for number, row in enumerate(ROWS):
+        if row["source"] == "megatron":
+            told = predicted_seconds(row, profile_of(number), OTHERWISE[calibrated])
+            assert published_seconds(row, profile_of(number)) / told == pytest.approx(1, rel=0.1), NAMES[number]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [
-        number
+        pytest.param(
+            number,
+            id=NAMES[number],
+            marks=[pytest.mark.xfail(strict=True, reason="less tensor parallelism is priced as a fifth faster")]
+            if (row["source"], row["params_b"]) in MISSED
+            else [],
+        )
         for number, row in enumerate(ROWS)
-        if row["cp"] == "1" and (row["source"], row["params_b"]) not in PRICED_LOWER
+        if row["cp"] == "1"
     ],
-    ids=lambda number: NAMES[number],
 )
 def test_the_published_layout_is_among_the_first_three_or_within_five_percent(number: int) -> None:
     row, profile = ROWS[number], profile_of(number)

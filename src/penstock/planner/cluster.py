@@ -25,6 +25,9 @@ class Device:
     )
     peak: float = key(312e12, "floating-point operations per second at most, in the precision of the run", above=0)
     efficiency: float = key(0.6, "share of the peak that large products reach", above=0, most=1)
+    thin: float = key(
+        0, "the smaller dimension of a weight matrix at which products reach half of that efficiency", least=0
+    )
     attention: float = key(0.7, "share of that efficiency that attention as one kernel reaches", above=0, most=1)
     bandwidth: float = key(1.3e12, "bytes per second between a device and its memory, as operations reach it", above=0)
     holds_checkpoints: bool = key(False, "whether checkpoints are written from a copy in this memory, as on a CPU")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class OperationCounts:
     summed: float = 0.0  # bytes of tensors that the ranks of a tensor-parallel axis add up
     gathered: float = 0.0  # and of those that they gather
     collectives: int = 0
+    shapes: tuple[tuple[float, float, float], ...] = ()  # of weights: flops of one row, dimensions divided and whole
     deferred: Amount = field(default_factory=Amount)  # bytes that a backward for weights needs, if it comes later
     copies: Amount = field(default_factory=Amount)  # bytes of parameters cast to another type
     spared: float = 0.0  # floating-point operations that causal attention leaves out
@@ -64,6 +66,11 @@ class OperationCounts:
     live: Amount = field(default_factory=Amount)  # at the end of it
     peak: float = 0.0  # the most bytes alive, everything counted whole
     peak_divided: float = 0.0  # and how many of them were divided then
+
+    def thinness(self, tp: int) -> float:
+        """One over the smaller dimension of the weights that a rank multiplies with, on average over the products."""
+        whole = sum(flops for flops, _, _ in self.shapes)
+        return sum(flops / min(split / tp, other) for flops, split, other in self.shapes) / whole if whole else 0.0
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,6 +156,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._shares and key_of(other) in self._read:
                     self._second.add(parameter)
                 self._read.add(key_of(other))
+            weight = next(each for each in inputs if key_of(each) == parameter)
+            out = float(output.shape[-1])
+            inner = weight.numel() / out
+            divides = {None: (inf, min(out, inner)), "rowwise": (inner, out)}.get(style, (out, inner))
+            self.part.shapes += ((flops, *divides),)
             if self._trained[parameter]:
                 self.part.weight_flops.add(flops, style is not None)
                 if key_of(other) not in self._deferred:

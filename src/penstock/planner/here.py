@@ -102,6 +102,15 @@ class MeasuredPricing(Pricing):
     def work(self) -> float:
         return 0.0  # only stages are measured
 
+    def cut(self, stages: int) -> tuple[int, ...] | None:
+        cuts = super().cut(stages)
+        if cuts is not None and self.known and not any(self.measured(cuts, split) for split in (False, True)):
+            return None  # it was not run
+        return cuts
+
+    def shares(self, cuts: tuple[int, ...], split: bool) -> dict[str, float]:
+        return {"computing": sum(each.forward + each.input + each.weight for each in self.stages(cuts, split))}
+
     def measured(self, cuts: Sequence[int], split: bool) -> MeasuredCosts | None:
         return self.known.get((self.layout, self.rows, tuple(cuts), split))
 
@@ -127,21 +136,21 @@ def available_memory() -> float:
 def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
     """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory."""
     count = devices or len(os.sched_getaffinity(0))
-    peak = peak_flops(config)
     reserved = process_bytes(libraries_of(config))
     device = Device(
         memory=available_memory() / count,
-        peak=peak[0] if peak else 1e12,
         reserved=float(reserved),
         holds_checkpoints=True,
     )
     return Cluster(name="this machine", hosts=1, devices=count, device=device, error=ERROR)
 
 
-def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUNDS) -> dict[Any, MeasuredCosts]:
-    """Run every setting on as many processes as its layout has, and return its costs by its key."""
+def measure(
+    config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUNDS
+) -> tuple[dict[Any, MeasuredCosts], float]:
+    """Run every setting on as many processes as its layout has: their costs by key, and FLOP/s of a process at most."""
     if not settings:
-        return {}
+        return {}, 1e12
     world = settings[0].layout.world
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -157,8 +166,8 @@ def measure(config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUN
             for process in running.processes:
                 process.terminate()  # nothing where it has ended
                 process.join()
-        found = torch.load(path / "measured", weights_only=False)  # a file of our own processes
-    return {setting.key: costs for setting, costs in zip(settings, found, strict=True)}
+        found, peak = torch.load(path / "measured", weights_only=False)  # a file of our own processes
+    return {setting.key: costs for setting, costs in zip(settings, found, strict=True)}, peak
 
 
 def _rank(rank: int, world: int, threads: int, folder: str, config: Any, settings: Any, rounds: int) -> None:
@@ -167,18 +176,19 @@ def _rank(rank: int, world: int, threads: int, folder: str, config: Any, setting
     limit = timedelta(seconds=300)
     place = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=limit)
-    found = []
+    found, peak = [], 0.0
     batch = open_data(config).first()
     for first in range(0, len(settings), OPEN):
         with ExitStack() as stack:
             runs = [_Run(config, setting, batch, stack) for setting in settings[first : first + OPEN]]
             turns: dict[_Run, list[tuple[Costs, float]]] = {run: [] for run in runs}
             for number in range(WARM_UP + rounds):
+                peak = max(peak, (peak_flops(config) or (1e12, ""))[0])
                 for run in (*runs[number % len(runs) :], *runs[: number % len(runs)]):
                     turns[run].append(run.turn())
             found += [run.measured(turns[run][WARM_UP:]) for run in runs]
     if rank == 0:
-        torch.save(found, Path(folder, "measured"))
+        torch.save((found, peak), Path(folder, "measured"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
 from penstock.planner.calibration import RecordedRun, candidate_of, cluster_of, from_run, read_run
-from penstock.planner.candidates import default_families
+from penstock.planner.candidates import PlanCandidate, default_families
 from penstock.planner.cluster import Cluster
 from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
 from penstock.planner.layout import MeshLayout
@@ -26,7 +26,7 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
 from penstock.train.run.flops import peak_flops
 
-FEW_ROWS = 3  # sizes of microbatches that are measured here, the largest that fit
+FEW_ROWS = 3  # sizes of microbatches that are measured here, per layout
 HERE_PER_RANK = (1, 2)
 
 
@@ -177,7 +177,7 @@ def plan_measured(
     config: TrainConfig, profile: Profile, cluster: Cluster, wanted: Wanted, among: Sequence[MeshLayout] | None = None
 ) -> Plans:
     """Plans for this machine, by costs that are measured on it."""
-    wanted = replace(wanted, per_rank=HERE_PER_RANK, recompute=tuple(each for each in wanted.recompute))
+    wanted = replace(wanted, per_rank=HERE_PER_RANK)
     every = among or layouts_of(profile, cluster, wanted.batch)
     guessed = [
         candidate
@@ -185,16 +185,25 @@ def plan_measured(
         for candidate in candidates(each, lambda layout, rows: MeasuredPricing(profile, cluster, layout, rows), wanted)
         if candidate.fullest.process <= cluster.room
     ]
-    fitting = sorted({candidate.pricing.rows for candidate in guessed})[-FEW_ROWS:]
-    known = measure(config, settings_of(each for each in guessed if each.pricing.rows in fitting))
+    known, peak = measure(config, settings_of(iter(_few_sizes(guessed))))
     spread = max((each.spread for each in known.values()), default=0.0)
-    cluster = replace(cluster, error=max(cluster.error, min(1.0, spread)))
-    wanted = replace(wanted, rows=fitting)
+    device = replace(cluster.device, peak=peak)
+    cluster = replace(cluster, device=device, error=max(cluster.error, min(1.0, spread)))
 
     def priced(layout: MeshLayout, rows: int) -> MeasuredPricing:
         return MeasuredPricing(profile, cluster, layout, rows, known)
 
     return rank_plans(config, profile, cluster, among=every, pricing_of=priced, wanted=wanted)
+
+
+def _few_sizes(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
+    """Of each layout, those with a few sizes of microbatches: the largest that leave a pipeline enough of them."""
+    sizes: dict[MeshLayout, set[int]] = {}
+    for each in found:
+        if each.microbatches >= 2 * each.layout.pp or each.layout.pp == 1 or each.pricing.rows == 1:
+            sizes.setdefault(each.layout, set()).add(each.pricing.rows)
+    few = {layout: sorted(rows)[-FEW_ROWS:] for layout, rows in sizes.items()}
+    return [each for each in found if each.pricing.rows in few.get(each.layout, ())]
 
 
 @dataclass(frozen=True)

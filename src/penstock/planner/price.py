@@ -4,6 +4,7 @@ A stage's forward takes
 
     products / (peak x efficiency) + other traffic / memory bandwidth + sums over the tensor-parallel axis
 
+(a product with a weight whose smaller dimension is d reaches d / (d + thin) of that efficiency)
 and so do its backward for inputs and its backward for weights, with what each has of these. The schedule makes a step
 of the stages (`simulate`); after it come what is left of the reduction of gradients, and the optimizer.
 """
@@ -58,16 +59,18 @@ class Pricing:
         self.units = profile.units(rows / layout.cp)
         self.shared: dict[Any, Any] = {}  # what candidates have in common
 
-    def shares(self) -> tuple[float, float, float]:
-        """Seconds of one microbatch on the whole model: products, other traffic, links between the ranks of a stage."""
+    def shares(self, cuts: tuple[int, ...], split: bool) -> dict[str, float]:
+        """Where the time of one microbatch on the whole model goes, by name: seconds."""
         device, tp = self.cluster.device, self.layout.tp
         divides = self.cluster.software.sequence_parallel and tp > 1
         parts = [part for unit in self.units for part in (unit.forward, unit.backward)]
         slower = 1 / device.attention - 1
         flops = sum(part.flops.at(tp) + slower * part.attention.at(tp) for part in parts)
+        flops += 3 * sum(self._thin(unit) for unit in self.units)
         products = flops / (device.peak * device.efficiency)
         traffic = sum(part.traffic.at(tp, divides) for part in parts) / device.bandwidth
-        return products, traffic, max(0.0, sum(map(sum, self.seconds)) - products - traffic)
+        links = max(0.0, sum(map(sum, self.seconds)) - products - traffic)
+        return {"products": products, "memory traffic": traffic, "tensor-parallel links": links}
 
     @property
     def work(self) -> float:
@@ -88,18 +91,20 @@ class Pricing:
             return flops / rate + traffic / device.bandwidth
 
         forward, backward = unit.forward, unit.backward
-        weight = forward.weight_flops.at(tp)
+        weight, thin = forward.weight_flops.at(tp), self._thin(unit)
         slower = 1 / device.attention - 1
-        times = [
-            computing(forward.flops.at(tp) + slower * forward.attention.at(tp), forward.traffic.at(tp, divides))
-            + self._links(unit, forward),
-            computing(
-                backward.flops.at(tp) + slower * backward.attention.at(tp) - weight, backward.traffic.at(tp, divides)
-            )
-            + self._links(unit, backward),
-            computing(weight, 0.0),
-        ]
-        return times[0], max(0.0, times[1]), times[2]
+        first = thin + forward.flops.at(tp) + slower * forward.attention.at(tp)
+        second = thin + backward.flops.at(tp) + slower * backward.attention.at(tp) - weight
+        return (
+            computing(first, forward.traffic.at(tp, divides)) + self._links(unit, forward),
+            max(0.0, computing(second, backward.traffic.at(tp, divides)) + self._links(unit, backward)),
+            computing(weight + thin, 0.0),
+        )
+
+    def _thin(self, unit: Unit) -> float:
+        """Operations that could be done in the time that products with thin weights lose."""
+        tp = self.layout.tp
+        return self.cluster.device.thin * unit.forward.thinness(tp) * unit.forward.weight_flops.at(tp)
 
     def _links(self, unit: Unit, part: OperationCounts) -> float:
         """What ranks of the tensor-parallel axis tell each other, and of the context-parallel one keys and values."""

@@ -304,19 +304,6 @@ def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, c
     named = [number for number, unit in enumerate(candidate.pricing.units) if unit.name]
     bounds = [0, *candidate.cuts, len(candidate.pricing.units)]
     counts = tuple(sum(begin <= number < end for number in named) for begin, end in pairwise(bounds))
-    work = candidate.microbatches / layout.pp
-    products, traffic, links = (work * each for each in candidate.pricing.shares())
-    again = work * sum(each.again for each in candidate.stages) if candidate.recompute else 0.0
-    reduction, update = candidate.around
-    shares = {
-        "products": products,
-        "memory traffic": traffic,
-        "tensor-parallel links": links,
-        "recomputing": again,
-        "idle": max(0.0, makespan - products - traffic - links - again),
-        "reduction": reduction,
-        "optimizer": update,
-    }
     return Plan(
         layout,
         name,
@@ -331,10 +318,25 @@ def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, c
         batch * profile.model_flops / seconds / (cluster.world * cluster.device.peak),
         idle,
         candidate.memory,
-        shares,
+        _shares(candidate),
         config,
         profile.by_position,
     )
+
+
+def _shares(candidate: PlanCandidate) -> dict[str, float]:
+    """Where the time of a step goes, by name: seconds."""
+    work = candidate.microbatches / candidate.layout.pp
+    shares = {name: work * each for name, each in candidate.pricing.shares(candidate.cuts, candidate.split).items()}
+    if candidate.recompute:
+        shares["recomputing"] = work * sum(each.again for each in candidate.stages)
+    reduction, update = candidate.around
+    return {
+        **shares,
+        "idle": max(0.0, candidate.priced[0] - sum(shares.values())),
+        "reduction": reduction,
+        "update": update,
+    }
 
 
 def _searched(plan: Plan, candidate: PlanCandidate | None) -> Plan:
@@ -372,9 +374,9 @@ def _searched(plan: Plan, candidate: PlanCandidate | None) -> Plan:
 
 def _advice(best: Plan, chosen: Sequence[tuple[float, MeshLayout, _Choice]]) -> Iterator[str]:
     """What limits the best plan."""
-    kind, seconds = max(((name, each) for name, each in best.shares.items() if name != "products"), key=lambda e: e[1])
-    products = best.shares["products"]
-    yield f"{kind} takes {seconds / best.seconds:.0%} of a step; products of matrices {products / best.seconds:.0%}"
+    first, *others = best.shares  # the work itself, and the rest
+    kind = max(others, key=lambda name: best.shares[name])
+    yield f"{first}: {best.shares[first] / best.seconds:.0%} of a step; {kind}: {best.shares[kind] / best.seconds:.0%}"
     blocked = min((each[2] for each in chosen), key=lambda choice: choice.blocked)
     if blocked.blocked < 0.97 * best.seconds:
         yield (
